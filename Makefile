@@ -1,0 +1,54 @@
+# `make train` and `make test` need Python 3.11 or newer with venv, git and make: they set up the rest in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help train test test-all check format clean
+
+help:
+	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
+	@echo "make test       set up and run the tests: under 15 minutes on 2 cores"
+	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot and parity"
+	@echo "make check      ruff and pyright"
+	@echo "make format     let ruff format the code"
+	@echo "make clean      remove the virtual environment and what tools left behind"
+
+$(VENV)/core: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"mtjax needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# torch from PyPI brings gigabytes of CUDA libraries; TORCH=torch==VERSION names a build without them where there is one.
+TORCH ?= torch
+$(VENV)/extras: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot,parity]'
+	@touch $@
+
+train: $(VENV)/core
+	$(BIN)/mtjax train $(ARGS)
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/extras
+	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest tests/parity tests/inspect tests/plan $(ARGS)
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,278 @@
+"""How fast is the data road? Preprocessing, index building, loading, and what a training step waits for.
+
+    python benchmarks/data.py                 # all parts
+    python benchmarks/data.py preprocess      # one of: preprocess, index, loader, wait
+
+`preprocess` compares with Hugging Face `datasets.map` (`pip install datasets`; left out when it isn't there): the same
+text, the same tokenizer, the same number of processes, from JSON lines to token ids on disk. `index` compares with a
+plain Python loop that walks documents as the definition says. Results go to `benchmarks/results/data.json`.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results" / "data.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures the data road.")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--megabytes", type=int, default=40, help="text to preprocess")
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for part in arguments.parts:
+        results[part] = PARTS[part](arguments) | {"measured": _circumstances()}
+        print(f"{part}: {json.dumps(results[part], indent=1)}", flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _circumstances() -> dict[str, Any]:
+    names = ("mtjax", "numpy", "tokenizers", "grain", "jax", "datasets")
+    versions = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float]:
+    """Runs `function` in a process of its own; returns its result, seconds, and peak MB beyond an idle one."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measured, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    result = receiver.recv()
+    process.join()
+    return result
+
+
+def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import mtjax.data.gpt_index
+    import mtjax.data.preprocess  # noqa: F401
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    result = function(*arguments)
+    seconds = time.perf_counter() - start
+    sender.send((result, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3))
+
+
+# --- Preprocessing
+
+
+def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mtjax.data import corpus
+    from mtjax.data.train_tokenizer import train_byte_level_bpe
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = corpus.documents()
+        tokenizer = folder / "tokenizer.json"
+        train_byte_level_bpe(texts, tokenizer)
+        size = 0
+        with (folder / "text.jsonl").open("w") as file:
+            while size < arguments.megabytes * 1e6:
+                for text in texts:
+                    size += len(text.encode())
+                    file.write(json.dumps({"text": text}) + "\n")
+        best: dict[str, float] = {}
+        tokens = set()
+        for turn in range(2):  # in turns, so that a slow minute of the machine hits both
+            for name, side in SIDES.items():
+                found = side(folder, tokenizer, arguments.workers, turn)
+                if found is not None:
+                    tokens.add(found[0])
+                    best[name] = min(float(found[1]), best.get(name, float("inf")))
+        assert len(tokens) == 1, f"the sides disagree: {tokens}"
+        return {
+            "text_mb": round(size / 1e6),
+            "tokens": min(tokens),
+            "workers": arguments.workers,
+            "seconds": {name: round(seconds, 1) for name, seconds in best.items()},
+            "tokens_per_second": {name: round(min(tokens) / seconds) for name, seconds in best.items()},
+        }
+
+
+def _ours(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, float]:
+    tokens, seconds, _ = apart(_mtjax_preprocess, folder, tokenizer, workers, turn)
+    return tokens, seconds
+
+
+def _mtjax_preprocess(folder: Path, tokenizer: Path, workers: int, turn: int) -> int:
+    from mtjax.data import preprocess
+    from mtjax.data.indexed import IndexedDataset
+
+    output = folder / f"ours{turn}"
+    options = f"--input {folder}/text.jsonl --output {output} --tokenizer hf:{tokenizer} --append-eod"
+    assert preprocess.main([*options.split(), "--workers", str(workers)]) == 0
+    return IndexedDataset(f"{output}_text_document").num_tokens
+
+
+def _theirs(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, float] | None:
+    if not importlib.util.find_spec("datasets"):
+        return None
+    script = Path(__file__).with_name("data_huggingface.py")
+    words = [sys.executable, script, folder / "text.jsonl", tokenizer, folder / f"hf{turn}", workers]
+    done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["tokens"], found["seconds"]
+
+
+SIDES = {"mtjax": _ours, "datasets.map": _theirs}
+
+
+# --- Indices
+
+
+def indices(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = {}
+    for name, build, samples in (
+        ("mtjax", _our_samples, 1_000_000),
+        ("plain Python", _plain_samples, 1_000_000),
+        ("mtjax", _our_samples, 100_000_000),
+    ):
+        seconds, _, megabytes = apart(_index, build, samples)
+        rows[f"{name}, {samples:,} samples"] = {**seconds, "memory_mb": round(megabytes)}
+    return rows
+
+
+def _corpus(samples: int) -> np.ndarray:
+    """Lengths of documents, 700 tokens on average, for one epoch of `samples` samples of 1,024."""
+    return np.random.RandomState(0).randint(1, 1400, int(samples * 1024 / 700 * 1.01)).astype(np.int32)
+
+
+def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
+    """Seconds for all three indices, of which `build` makes the samples'; wall clock, and of the processor."""
+    from mtjax.data.gpt_index import document_index, plan_epochs, shuffle_index
+
+    lengths = _corpus(samples)
+    plan = plan_epochs(int(lengths.sum(dtype=np.int64)), 1024, samples)
+    random = np.random.RandomState(1)
+    wall, processor = time.perf_counter(), time.process_time()
+    documents = document_index(0, len(lengths), plan, random)
+    build(lengths, documents, plan.samples)
+    shuffle_index(plan, random)
+    return {
+        "seconds": round(time.perf_counter() - wall, 2),
+        "processor_seconds": round(time.process_time() - processor, 2),
+    }
+
+
+def _our_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> None:
+    from mtjax.data.gpt_index import sample_index
+
+    with tempfile.TemporaryDirectory() as folder:
+        sample_index(lengths, documents, 1024, samples, Path(folder) / "samples.npy")
+
+
+def _plain_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> None:
+    rows, document, offset = [(0, 0)], 0, 0
+    for _ in range(samples):
+        needed = 1025
+        while True:
+            there = int(lengths[documents[document]]) - offset
+            needed -= there
+            if needed <= 0:
+                offset += needed + there - 1
+                break
+            document, offset = document + 1, 0
+        rows.append((document, offset))
+
+
+# --- Loading
+
+
+def loading(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mtjax import config as configs
+    from mtjax.data import open_dataset, open_loader
+    from mtjax.data.batch_schedule import constant
+
+    steps, batch, rows = 300, 16, {}
+    for length in (128, 1024):
+        for workers in (0, 2):
+            config = configs.replace(configs.load("default"), sequence_length=length, num_workers=workers)
+            dataset = open_dataset(config, "train", (steps + 20) * batch)
+            order = {"rows": np.arange(batch), "start_sample": 0, "schedule": constant(batch)}
+            with open_loader(config, dataset, **order) as loader:
+                for _ in range(10):
+                    next(loader)
+                start = time.perf_counter()
+                for _ in range(steps):
+                    next(loader)
+                rate = steps * batch * length / (time.perf_counter() - start)
+            rows[f"{length} tokens, {'threads' if workers == 0 else f'{workers} processes'}"] = round(rate)
+    return {"tokens_per_second": rows, "batch": batch}
+
+
+# --- Waiting
+
+
+def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The share of the default run's steps that goes into waiting for the next batch, the first one left out."""
+    from mtjax.data.loader import Loader
+    from mtjax.train import __main__ as train
+
+    waits: list[tuple[float, float]] = []
+    real = Loader.__next__
+
+    def timed(self: Loader) -> Any:
+        start = time.perf_counter()
+        item = real(self)
+        waits.append((start, time.perf_counter() - start))
+        return item
+
+    Loader.__next__ = timed
+    with tempfile.TemporaryDirectory() as folder:
+        code = train.main(["--steps", "100", "--valid-every", "0", "--checkpoint-every", "0", "--out", f"{folder}/run"])
+    Loader.__next__ = real
+    assert not code, code
+    # From the third batch on: the second waits for no more than the first step's compilation.
+    total = waits[-1][0] - waits[2][0]
+    waited = sum(wait for _, wait in waits[2:-1])
+    return {
+        "steps": len(waits) - 3,
+        "milliseconds_per_step": round(1e3 * total / (len(waits) - 3), 2),
+        "milliseconds_waiting": round(1e3 * waited / (len(waits) - 3), 4),
+        "share_waiting": round(waited / total, 5),
+    }
+
+
+PARTS = {"preprocess": preprocessing, "index": indices, "loader": loading, "wait": waiting}
+
+if __name__ == "__main__":
+    sys.exit(main())

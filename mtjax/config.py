@@ -1,0 +1,374 @@
+"""The whole run as frozen dataclasses: defaults are the paper's, TOML in and out, command line over file over default.
+
+Every field has one name, unique over all groups, so that it is an option (`--hidden-size 256`) and a TOML key
+(`hidden_size = 256` under `[model]`) alike. `mtjax train --help` is made from the docstrings below.
+"""
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from mtjax.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network: GPT-2 as in section 3 of arXiv 1909.08053."""
+
+    num_layers: int = 24
+    """Transformer layers."""
+    hidden_size: int = 1024
+    """Width of the residual stream."""
+    num_heads: int = 16
+    """Attention heads; each is hidden_size / num_heads wide."""
+    mlp_size: int | None = None
+    """Inner width of the MLP; 4 x hidden_size when not given."""
+    sequence_length: int = 1024
+    """Tokens in a sample, and positions that the model knows."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary; the tokenizer's when not given."""
+    vocab_multiple: int = 1024
+    """The vocabulary is padded up to a multiple of this; never depends on the mesh."""
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on what enters the residual stream."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities; flash attention needs 0."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights."""
+    scaled_init: bool = True
+    """Divide the deviation of weights just before a residual add by sqrt(2 x num_layers)."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance in layer norm."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel; auto takes cuDNN's flash attention on GPUs when attention_dropout is 0, else XLA's."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Which device does what."""
+
+    mesh: str = "1x1"
+    """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
+    coordinator: str | None = None
+    """host:port of process 0, for several processes that no Slurm, MPI or Kubernetes started."""
+    num_processes: int | None = None
+    """How many processes take part; with --coordinator."""
+    process_id: int | None = None
+    """Which of them this one is, from 0; with --coordinator."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model reads."""
+
+    data: str | None = None
+    """Text (FILE.txt, FILE.jsonl, also .gz and .zst, globs), a Megatron PREFIX of .bin and .idx, or a blend like
+    '0.3 A 0.7 B'; when not given, text that comes with Python."""
+    train_data: str | None = None
+    """Training data alone, like --data but not split; goes with --valid-data and --test-data."""
+    valid_data: str | None = None
+    """Validation data, when not a share of --data."""
+    test_data: str | None = None
+    """Test data, when not a share of --data."""
+    tokenizer: str | None = None
+    """A tokenizer.json, a folder with GPT-2's encoder.json and vocab.bpe, or KIND:PATH with the kind gpt2, bert, hf or
+    sentencepiece; when not given, one trained on the text."""
+    split: str = "969,30,1"
+    """Shares of the text for training, validation and test."""
+    cache_dir: Path | None = None
+    """Where prepared text is kept; ~/.cache/mtjax when not given."""
+    num_workers: int = 0
+    """Processes that prepare samples; 0 prepares them in threads of this one."""
+    loader_timeout: float = 300.0
+    """Seconds without a batch after which the loader counts as stalled, which ends the run."""
+    reset_position_ids: bool = False
+    """Count positions from 0 after each end of document."""
+    reset_attention_mask: bool = False
+    """Keep attention within a document."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end of a document."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its schedule: section 4.2 of the paper."""
+
+    learning_rate: float = 1.5e-4
+    """Peak learning rate."""
+    min_learning_rate: float = 1e-5
+    """Floor of the cosine."""
+    warmup_steps: int = 3000
+    """Steps of linear warmup."""
+    decay_steps: int | None = None
+    """Step at which the cosine reaches its floor; the last step when not given."""
+    beta1: float = 0.9
+    """Adam's decay of the mean."""
+    beta2: float = 0.999
+    """Adam's decay of the square."""
+    epsilon: float = 1e-8
+    """Adam's denominator floor."""
+    weight_decay: float = 0.01
+    """Decoupled decay, on matrices only."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, which keeps logits from drifting."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run."""
+
+    steps: int = 300_000
+    """Optimizer steps."""
+    global_batch_size: int = 512
+    """Samples in a step, over all devices."""
+    train_samples: int | None = None
+    """Samples of the run, instead of steps; whole batches of them are used."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: begin with a batch of START, and grow it by INCREMENT up to global_batch_size within
+    SAMPLES samples."""
+    microbatch_size: int | None = None
+    """Samples a data rank takes at a time, accumulating gradients over the rest; all at once when not given."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and products; parameters, gradients, reductions and the loss are float32."""
+    recompute: Literal["none", "full"] = "none"
+    """full keeps only each layer's input and computes the layer again in the backward pass."""
+    loss_chunk: int = 1024
+    """Tokens whose logits are alive at a time."""
+    seed: int = 1234
+    """Seed of initialisation, dropout and sample order."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the run leaves behind, and how often."""
+
+    out: Path | None = None
+    """Folder of the run; runs/NAME-N, the next free N, when not given."""
+    resume: bool = False
+    """Go on from the last good checkpoint in --out, or of the newest run of this name."""
+    log_every: int = 10
+    """Steps between log lines."""
+    valid_every: int = 1000
+    """Steps between validations; 0 never validates."""
+    valid_batches: int = 10
+    """Global batches of held-out text in a validation."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Also keep each checkpoint whose step is a multiple of this."""
+    prompt: str = "The "
+    """What the finished model continues in the summary."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    training: Training = field(default_factory=Training)
+    output: Output = field(default_factory=Output)
+
+
+def replace(config: Config, **values: Any) -> Config:
+    """`config` with fields set by their bare names, whatever group they are in.
+
+    Raises:
+      UserError: a name that no group has.
+    """
+    groups = groups_by_field()
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in groups:
+            raise UserError(f"no setting is called {name!r}{nearest(name, groups)}")
+        group = changed.get(groups[name], getattr(config, groups[name]))
+        changed[groups[name]] = dataclasses.replace(group, **{name: value})
+    return dataclasses.replace(config, **changed)
+
+
+def groups_by_field() -> dict[str, str]:
+    """Field name -> the name of its group."""
+    hints = get_type_hints(Config)
+    return {f.name: group for group, cls in hints.items() for f in dataclasses.fields(cls)}
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Plain tables of TOML and JSON values; fields that are None are left out."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    return {
+        group: {k: plain(v) for k, v in table.items() if v is not None}
+        for group, table in dataclasses.asdict(config).items()
+    }
+
+
+def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str = "config") -> Config:
+    """`base` (the defaults) with the values of `tables` over it.
+
+    Raises:
+      UserError: an unknown table or key, or a value of the wrong type; `source` names the file.
+    """
+    config = base or Config()
+    hints = get_type_hints(Config)
+    for group, table in tables.items():
+        if group not in hints:
+            place = groups_by_field().get(group)
+            hint = f" - it goes under [{place}]" if place else nearest(group, hints)
+            raise UserError(f"{source}: unknown {'table' if isinstance(table, Mapping) else 'key'} {group!r}{hint}")
+        if not isinstance(table, Mapping):
+            raise UserError(f"{source}: {group} is a table, not a value: write [{group}] on a line of its own")
+        fields = get_type_hints(hints[group])
+        for name, value in table.items():
+            if name not in fields:
+                place = groups_by_field().get(name)
+                hint = f" - it goes under [{place}]" if place else nearest(name, fields)
+                raise UserError(f"{source}: unknown key {name!r} in [{group}]{hint}")
+            config = replace(config, **{name: _typed(fields[name], value, f"{source}: [{group}] {name}")})
+    return config
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type that a field's annotation asks for."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UserError(f"{where} = {value!r} is none of {', '.join(map(repr, get_args(hint)))}")
+        return value
+    kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
+    for kind in kinds:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if get_origin(kind) is tuple and isinstance(value, list) and [type(v) for v in value] == list(get_args(kind)):
+            return tuple(value)
+        if type(value) is kind:
+            return value
+    raise UserError(f"{where} = {value!r} should be {' or '.join(map(_type_name, kinds))}")
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} {get_args(kind)[0].__name__}"
+    return kind.__name__
+
+
+def load(name: str | Path, base: Config | None = None) -> Config:
+    """Reads a TOML file: a path, or the name of a config that ships with mtjax.
+
+    Raises:
+      UserError: neither exists, the file is no TOML, or a key or value in it is wrong.
+    """
+    path = find(name)
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid TOML: {e}") from e
+    return from_dict(tables, base, source=str(path))
+
+
+def find(name: str | Path) -> Path:
+    """The file behind `--config NAME`: itself, or the shipped config of that name."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
+    if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
+        return shipped[path.name.removesuffix(".toml")]
+    hint = nearest(path.name.removesuffix(".toml"), shipped)
+    raise UserError(f"no config file {str(name)!r}, and none of that name ships with mtjax{hint}")
+
+
+def shipped_folder() -> Path:
+    """`configs/`: inside an installed package, or beside it in a checkout."""
+    here = Path(__file__).parent
+    return next((d for d in (here / "configs", here.parent / "configs") if d.is_dir()), here / "configs")
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes `config` as TOML, atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(tomli_w.dumps(to_dict(config)))
+    temporary.replace(path)
+
+
+def validate(config: Config) -> None:
+    """Checks what no mesh is needed for; divisions by mesh axes are checked in `sharding.layouts`.
+
+    Raises:
+      UserError: the first field that can't be, or pair of fields that don't fit.
+    """
+    groups = (config.model, config.data, config.optimizer, config.training, config.output)
+    model, optimizer = config.model, config.optimizer
+    positive = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_multiple", "steps")
+    positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches")
+    optional = ("mlp_size", "vocab_size", "microbatch_size", "keep_every", "decay_steps", "train_samples")
+    flat = {k: v for group in groups for k, v in vars(group).items()}
+    for name in positive + tuple(n for n in optional if flat[n] is not None):
+        if flat[name] < 1:
+            raise UserError(f"{name} is {flat[name]}, and must be at least 1")
+    for name in ("hidden_dropout", "attention_dropout", "label_smoothing", "beta1", "beta2"):
+        if not 0 <= flat[name] < 1:
+            raise UserError(f"{name} is {flat[name]}, and must be at least 0 and below 1")
+    for name in (
+        "learning_rate",
+        "min_learning_rate",
+        "weight_decay",
+        "clip_grad_norm",
+        "z_loss",
+        "init_std",
+        "epsilon",
+        "norm_epsilon",
+    ):
+        if not (math.isfinite(flat[name]) and flat[name] >= 0):
+            raise UserError(f"{name} is {flat[name]}, and must be a finite number, 0 or more")
+    for name in ("warmup_steps", "valid_every", "checkpoint_every", "num_workers", "seed"):
+        if flat[name] < 0:
+            raise UserError(f"{name} is {flat[name]}, and must be 0 or more")
+    if not flat["loader_timeout"] > 0:
+        raise UserError(f"loader_timeout is {flat['loader_timeout']}, and must be above 0")
+    if model.hidden_size % model.num_heads:
+        fits = nearest_divisors(model.hidden_size, model.num_heads)
+        raise UserError(
+            f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}; "
+            f"the nearest num_heads that fit are {fits}"
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise UserError(
+            f"min_learning_rate {optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}"
+        )
+
+
+def nearest_divisors(total: int, wanted: int) -> str:
+    """The divisors of `total` next to `wanted`, as text: "8 and 12"."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = max((d for d in divisors if d < wanted), default=None)
+    above = min((d for d in divisors if d > wanted), default=None)
+    return " and ".join(str(d) for d in (below, above) if d is not None)
+
+
+def mlp_size(model: Model) -> int:
+    """Inner width of the MLP."""
+    return model.mlp_size or 4 * model.hidden_size
+
+
+def padded_vocab_size(model: Model) -> int:
+    """Rows of the embedding table: the vocabulary up to the next multiple of `vocab_multiple` (section 5.1)."""
+    if model.vocab_size is None:
+        raise UserError("vocab_size is not known yet: give --vocab-size, or let the tokenizer set it")
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple

@@ -1,0 +1,37 @@
+"""From raw text to batches: Megatron's corpus format and sample order, prepared once, resumable anywhere."""
+
+from typing import TYPE_CHECKING
+
+from mtjax.data.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
+from mtjax.data.gpt import Dataset
+from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset
+from mtjax.data.prepare import load_tokenizer
+from mtjax.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mtjax.data.loader import Loader, open_loader
+
+__all__ = [
+    "BatchSchedule",
+    "Dataset",
+    "Loader",
+    "Tokenizer",
+    "batch_schedule",
+    "constant",
+    "load_tokenizer",
+    "open_bert_dataset",
+    "open_dataset",
+    "open_loader",
+    "open_t5_dataset",
+    "train_samples",
+    "train_steps",
+]
+
+
+def __getattr__(name: str) -> object:
+    """`Loader` and `open_loader` on first use: grain takes a second to import, which other commands needn't wait."""
+    if name in ("Loader", "open_loader"):
+        from mtjax.data import loader
+
+        return getattr(loader, name)
+    raise AttributeError(name)

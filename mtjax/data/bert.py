@@ -1,0 +1,150 @@
+"""BERT samples: two runs of sentences, perhaps swapped, with masked n-grams of whole words.
+
+As Megatron's `BERTMaskedWordPieceDataset`, section 5 of arXiv 1909.08053 (sentence order instead of next sentence).
+Sample i draws from its own `seed + i`, so that any sample can be made alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtjax.data.gpt import Sample, check_ids
+from mtjax.data.indexed import IndexedDataset
+from mtjax.data.masking import Span, choose_spans, harmonic, whole_words, word_starts
+from mtjax.data.sentence_runs import RunOptions, sample_runs
+from mtjax.data.tokenizer import Tokenizer
+from mtjax.errors import UserError
+
+IGNORED = -1
+SPECIAL_TOKENS = 3
+LONGEST_NGRAM = 3
+
+
+@dataclass(frozen=True)
+class BertOptions:
+    """What a BERT sample looks like.
+
+    Attributes:
+      sequence_length: tokens in a sample, special ones and padding included.
+      seed: of order, pairs and masks.
+      mask_probability: share of tokens to guess.
+      short_probability: share of samples with a random shorter target length.
+    """
+
+    sequence_length: int
+    seed: int = 1234
+    mask_probability: float = 0.15
+    short_probability: float = 0.1
+
+
+class BertDataset:
+    """Sentence pairs with masks from documents `bounds[0]` to `bounds[1]`; the dataset has a sequence per sentence."""
+
+    def __init__(
+        self,
+        sentences: IndexedDataset,
+        bounds: tuple[int, int],
+        num_samples: int,
+        tokenizer: Tokenizer,
+        options: BertOptions,
+    ) -> None:
+        """Cuts the documents into runs.
+
+        Raises:
+          UserError: the vocabulary lacks BERT's special tokens, or no document can be used.
+        """
+        ids = {name: tokenizer.special(name) for name in ("[CLS]", "[SEP]", "[MASK]", "[PAD]")}
+        missing = [name for name, index in ids.items() if index is None]
+        if missing:
+            lacking = ", ".join(missing)
+            raise UserError(f"the vocabulary lacks {lacking}, which BERT needs: give --tokenizer bert:FILE")
+        self.cls, self.sep, self.mask, self.pad = (int(index or 0) for index in ids.values())
+        self.sentences, self.options, self.vocab_size = sentences, options, tokenizer.vocab_size
+        self._starts = word_starts(tokenizer)
+        self._draw = harmonic(LONGEST_NGRAM)
+        runs = RunOptions(options.sequence_length - SPECIAL_TOKENS, 2, options.short_probability)
+        documents = sentences.documents[bounds[0] : bounds[1] + 1]
+        self.runs = sample_runs(sentences.lengths, documents, runs, num_samples, options.seed)
+        if len(self.runs) == 0:
+            raise UserError(
+                f"{sentences.prefix}: none of the documents {bounds[0]} to {bounds[1]} has two sentences, none of "
+                "them over 512 tokens; was it made with --split-sentences?"
+            )
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, index: int) -> Sample:
+        """One sample.
+
+        Returns:
+          `tokens` int32[s] with masks, `labels` int32[s] (-1 where nothing is to guess), `loss_mask` float32[s],
+          `token_types` int32[s] (0 in the first run, 1 in the second), `padding_mask` int32[s] (1 on tokens), and
+          `sentence_order` int32[] (1 when the runs are swapped).
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        random = np.random.RandomState((self.options.seed + index) % 2**32)
+        first, second, swapped = self._pair(index, random)
+        tokens = np.concatenate([[self.cls], first, [self.sep], second, [self.sep]]).astype(np.int32)
+        types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])
+        masked, labels = self._masked(tokens, random)
+        return self._padded(masked, labels, types, swapped)
+
+    def _pair(self, index: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, bool]:
+        begin, end, target = self.runs[index].tolist()
+        parts = [self.sentences.get(i) for i in range(begin, end)]
+        pivot = random.randint(1, len(parts)) if len(parts) > 2 else 1
+        first, second = np.concatenate(parts[:pivot]), np.concatenate(parts[pivot:])
+        check_ids(first, self.vocab_size, self.sentences.prefix)
+        check_ids(second, self.vocab_size, self.sentences.prefix)
+        swapped = bool(random.random_sample() < 0.5)
+        if swapped:
+            first, second = second, first
+        return *truncate_pair(first, second, target, random), swapped
+
+    def _masked(self, tokens: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+        special = (tokens == self.cls) | (tokens == self.sep)
+        budget = max(1, round(len(tokens) * self.options.mask_probability))
+        spans = choose_spans(whole_words(tokens, self._starts, special), budget, self._draw, random)
+        return mask_tokens(tokens, spans, self.mask, self.vocab_size, random)
+
+    def _padded(self, tokens: np.ndarray, labels: np.ndarray, types: np.ndarray, swapped: bool) -> Sample:
+        size = self.options.sequence_length
+        pad = size - len(tokens)
+        labels = np.pad(labels, (0, pad), constant_values=IGNORED)
+        return {
+            "tokens": np.pad(tokens, (0, pad), constant_values=self.pad),
+            "labels": labels,
+            "loss_mask": (labels != IGNORED).astype(np.float32),
+            "token_types": np.pad(types, (0, pad)),
+            "padding_mask": (np.arange(size) < len(tokens)).astype(np.int32),
+            "sentence_order": np.array(swapped, np.int32),
+        }
+
+
+def truncate_pair(
+    first: np.ndarray, second: np.ndarray, length: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Takes tokens off the longer side, at its front or back by coin, until both have `length` together."""
+    (a, b), (c, d) = (0, len(first)), (0, len(second))
+    for front in random.random_sample(max(0, len(first) + len(second) - length)) < 0.5:
+        if b - a > d - c:
+            a, b = (a + 1, b) if front else (a, b - 1)
+        else:
+            c, d = (c + 1, d) if front else (c, d - 1)
+    return first[a:b], second[c:d]
+
+
+def mask_tokens(
+    tokens: np.ndarray, spans: list[Span], mask: int, vocab_size: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """`tokens` with those in `spans` hidden (80% as the mask, 10% as any token, 10% left), and labels, -1 elsewhere."""
+    labels = np.full(len(tokens), IGNORED, np.int32)
+    positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.empty(0, np.int64)
+    labels[positions] = tokens[positions]
+    coin = random.random_sample(len(positions))
+    other = random.randint(0, vocab_size, len(positions))
+    hidden = tokens.copy()
+    hidden[positions] = np.where(coin < 0.8, mask, np.where(coin < 0.9, other, tokens[positions]))
+    return hidden, labels

@@ -1,0 +1,86 @@
+"""The default corpus: the text that every Python ships, so that a first run needs no download.
+
+The language reference (`pydoc_data`), the docstrings of the modules built into the interpreter, and the sources of the
+standard library, its docstrings among them. The same interpreter gives the same bytes.
+"""
+
+import importlib
+import inspect
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtjax.errors import UserError
+
+# What is not of the language, or is tables rather than text: character maps, and the source of the reference above.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+)
+VERSION = 2
+
+
+def identity() -> dict[str, object]:
+    """What the corpus depends on: the key of everything that is made from it."""
+    return {"corpus": "python", "version": VERSION, "python": sys.version, "root": str(_library())}
+
+
+def documents() -> list[str]:
+    """All documents, about 11 MB of text, in a fixed order.
+
+    They are shuffled, because the split into training and validation text goes by position.
+
+    Raises:
+      UserError: this Python came without its sources.
+    """
+    library = _library()
+    sources = [p for p in sorted(library.rglob("*.py")) if not SKIPPED_FOLDERS & set(p.relative_to(library).parts)]
+    texts = [*_reference(), *_built_in_docstrings(), *(_read(path) for path in sources)]
+    texts = [text for text in texts if text.strip()]
+    if sum(map(len, texts)) < 1_000_000:
+        raise UserError(f"this Python came without its sources ({_library()}); give text to train on with --data FILE")
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
+
+
+def _reference() -> Iterator[str]:
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        return
+    yield from (topics[name] for name in sorted(topics))
+
+
+def _built_in_docstrings() -> Iterator[str]:
+    """One document per module written in C: its docstring and those of its functions and classes."""
+    for name in sorted(sys.builtin_module_names):
+        if name.startswith("_xx") or name == "__main__":
+            continue
+        module = importlib.import_module(name)
+        parts = [inspect.getdoc(module) or ""]
+        for attribute in sorted(vars(module)):
+            member = getattr(module, attribute)
+            if isinstance(member, type) or inspect.isbuiltin(member):
+                parts.append(f"{attribute}: {_docstring(member)}")
+        yield "\n\n".join(part for part in parts if part)
+
+
+def _docstring(member: object) -> str:
+    text = getattr(member, "__doc__", None)
+    return inspect.cleandoc(text) if isinstance(text, str) else ""
+
+
+def write(path: Path) -> None:
+    """Writes the corpus as JSON lines."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents())

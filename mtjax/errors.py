@@ -1,0 +1,14 @@
+"""What a user did wrong, in one sentence: raised where the input enters, printed by the command line (exit code 2)."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Input that can't be used: the message says what was wrong, with the values, and what to do."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` - did you mean 'x'?` for the known name closest to `name`, or nothing when none is close."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" - did you mean {match[0]!r}?" if match else ""

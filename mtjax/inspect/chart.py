@@ -1,0 +1,118 @@
+"""Bars and timelines as SVG text."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from mtjax.inspect.roofline import Event
+from mtjax.inspect.text import duration
+from mtjax.sharding.contract import PHASES
+
+WIDTH = 1060
+LABELS = 150
+VALUES = 90
+ROW = 26
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a stacked bar."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stacked bar."""
+
+    label: str
+    parts: Sequence[Part]
+
+    @property
+    def total(self) -> float:
+        """Length of the bar."""
+        return sum(part.value for part in self.parts)
+
+
+def bars(
+    rows: Sequence[Bar],
+    show: Callable[[float], str],
+    *,
+    legend: Sequence[str],
+    tones: Sequence[str],
+    mark: float | None = None,
+    mark_label: str = "",
+) -> str:
+    """Horizontal stacked bars on one scale.
+
+    Args:
+      rows: from top to bottom.
+      show: a value as text.
+      legend: names that the legend explains.
+      tones: all names of parts; a name's place is its colour.
+      mark: a value at which a line is drawn, or None.
+      mark_label: what the line means.
+    """
+    room = WIDTH - LABELS - VALUES
+    scale = room / (max([bar.total for bar in rows] + [mark or 0.0]) or 1.0)
+    shapes: list[str] = []
+    for i, bar in enumerate(rows):
+        y, x = ROW * i, float(LABELS)
+        shapes.append(f'<text x="{LABELS - 8}" y="{y + 15}" text-anchor="end">{escape(bar.label)}</text>')
+        for part in bar.parts:
+            width = part.value * scale
+            shapes.append(_box(x, y, width, ROW - 6, tones.index(part.name), f"{part.name}: {show(part.value)}"))
+            x += width
+        shapes.append(f'<text x="{x + 6:.1f}" y="{y + 15}" class="soft">{show(bar.total)}</text>')
+    if mark:
+        x, bottom = LABELS + mark * scale, ROW * len(rows)
+        shapes.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
+        text = f"{mark_label} {show(mark)}"
+        shapes.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="end" class="soft">{escape(text)}</text>')
+    return _legend(legend, tones) + _svg(shapes, ROW * len(rows) + (20 if mark else 0))
+
+
+def timeline(events: Sequence[Event]) -> str:
+    """Two lanes, computing and sending, from left to right; grey where computing waits."""
+    end = max((event.end for event in events), default=0.0) or 1.0
+    scale = (WIDTH - LABELS - 20) / end
+    lanes = {"compute": 0, "wait": 0, "send": ROW}
+    names = {"compute": "computes", "send": "sends"}
+    used = [p for p in PHASES if any(e.phase == p for e in events)]
+    legend = _legend([*used, "waits"], (*PHASES, "waits"))
+    shapes: list[str] = []
+    for stream, name in names.items():
+        shapes.append(f'<text x="{LABELS - 8}" y="{lanes[stream] + 15}" text-anchor="end">{name}</text>')
+    for event in events:
+        tone = len(PHASES) if event.stream == "wait" else PHASES.index(event.phase)
+        what = f"{event.label} {event.name}, {event.phase}: {duration(event.end - event.start)}"
+        x, width = LABELS + event.start * scale, max((event.end - event.start) * scale - 0.5, 0.6)
+        shapes.append(_box(x, lanes[event.stream], width, ROW - 4, tone, what))
+    base = ROW * 2 + 2
+    shapes.append(f'<line class="axis" x1="{LABELS}" x2="{LABELS + end * scale:.1f}" y1="{base}" y2="{base}"/>')
+    for i in range(6):
+        x = LABELS + i / 5 * end * scale
+        anchor = ("start", *["middle"] * 4, "end")[i]
+        label = duration(end * i / 5) if i else "0"
+        shapes.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="{anchor}" class="soft">{label}</text>')
+    return legend + _svg(shapes, base + 22)
+
+
+def _legend(names: Sequence[str], tones: Sequence[str]) -> str:
+    """What the colours mean, as HTML that wraps."""
+    swatches = (f'<i class="{_tone(tones.index(name))}"></i>{escape(name)}' for name in names)
+    return '<div class="legend">' + "".join(f"<span>{s}</span>" for s in swatches) + "</div>"
+
+
+def _box(x: float, y: float, width: float, height: float, tone: int, title: str) -> str:
+    place = f'x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{height}"'
+    return f"<rect {place} class='{_tone(tone)}'><title>{escape(title)}</title></rect>"
+
+
+def _tone(place: int) -> str:
+    return f"t{place}" if place < 10 else "idle"
+
+
+def _svg(shapes: Sequence[str], height: float) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" role="img">{"".join(shapes)}</svg>'

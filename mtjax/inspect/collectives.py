@@ -1,0 +1,192 @@
+"""The collectives of a compiled step: what, over which mesh axes, how often, how many bytes, behind what."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.errors import UserError
+from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
+from mtjax.inspect.hlo import Array, Computation, Instruction, Module
+from mtjax.inspect.phases import locate
+from mtjax.inspect.walk import Site, walk
+
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+KINDS = (
+    ALL_REDUCE,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+)
+
+_IDLE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
+_COMMUNICATES = re.compile(r"(?:replica_groups|source_target_pairs|channel_id|is_host_transfer)=")
+_LIBRARY = re.compile(r"nccl|nvshmem|mpi_|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of the program, with all its operands."""
+
+    kind: str
+    """Its HLO operation without `-start`; of an operation that this reader does not know, its name as printed."""
+    name: str
+    axes: tuple[str, ...] | None
+    """Mesh axes it spans; None when its groups are no set of axes."""
+    group_size: int
+    servers: int
+    """Servers that one group touches."""
+    phase: str
+    op_name: str
+    has_own_name: bool
+    """False when XLA dropped the name, and phase and path are those of a neighbour."""
+    count: int
+    """Executions in a step."""
+    is_exact: bool
+    """False in a loop of unknown length or a branch."""
+    arrays: tuple[Array, ...]
+    """What it works on, whole: the operand of a reduction, the result of a gather."""
+    is_async: bool
+    """It starts, and other work may run before it is done."""
+    hidden_behind: tuple[str, ...]
+    """Names of the operations that compute something between its start and its end."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one execution, all operands together."""
+        return sum(a.elements for a in self.arrays)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one execution, all operands together."""
+        return sum(a.bytes for a in self.arrays)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends in one execution, by the ring algorithms."""
+        return self.payload_bytes * ring_factor(self.kind, self.group_size)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether kind, axes and count are all certain."""
+        return self.kind in KINDS and self.axes is not None and self.is_exact
+
+
+def ring_factor(kind: str, n: int) -> float:
+    """Bytes sent per device and byte of payload, over n devices.
+
+    All-reduce 2(n-1)/n, gather, scatter and all-to-all (n-1)/n, point to point 1 (arXiv 2104.04473, section 3).
+    """
+    if n <= 1:
+        return 0.0
+    if kind == ALL_REDUCE:
+        return 2 * (n - 1) / n
+    return (n - 1) / n if kind in (ALL_GATHER, REDUCE_SCATTER, "all-to-all", "ragged-all-to-all") else 1.0
+
+
+def find_collectives(module: Module, mesh: Mapping[str, int], devices_per_server: int) -> list[Collective]:
+    """All collectives, in order of execution.
+
+    Args:
+      module: an optimized program.
+      mesh: ways of each mesh axis, outermost first; places of the mesh are the program's partitions.
+      devices_per_server: neighbours in the mesh that share a server.
+    """
+    found = (_collective(site, module, mesh, devices_per_server) for site in walk(module))
+    return [c for c in found if c is not None]
+
+
+def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server: int) -> Collective | None:
+    instruction = site.instruction
+    kind = collective_kind(instruction)
+    if kind is None:
+        return None
+    try:
+        groups = parse_groups(instruction.attributes, module.num_partitions)
+    except UserError:
+        axes, groups = None, Groups((tuple(range(module.num_partitions)),))
+    else:
+        groups = groups or Groups((tuple(range(module.num_partitions)),))
+        axes = axes_of(groups, mesh)
+    holder = starter(site)
+    phase, op_name, own = locate(site.computation, instruction)
+    if phase == "other" and holder is not site:
+        phase, op_name, own = locate(holder.computation, holder.instruction)
+    window = overlap_window(holder.computation, holder.instruction) if is_started(holder.instruction) else ()
+    return Collective(
+        kind=kind,
+        name=holder.instruction.name,
+        axes=axes,
+        group_size=groups.size if not groups.is_pairs else 2,
+        servers=servers_spanned(groups, per_server),
+        phase=phase,
+        op_name=op_name,
+        has_own_name=own,
+        count=site.count,
+        is_exact=site.is_exact,
+        arrays=_payload(site.computation, instruction, kind),
+        is_async=is_started(holder.instruction),
+        hidden_behind=tuple(i.name for i in window if computes(i)),
+    )
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """The kind of a collective, "all-reduce" for `all-reduce-start` too; None for its `-done` and for other work.
+
+    Operations that this reader does not know but that name devices or a channel count, under their own name.
+    """
+    opcode = instruction.opcode
+    if opcode.endswith(("-done", "-update")):
+        return None
+    base = opcode.removesuffix("-start")
+    if base in KINDS:
+        return base
+    if opcode == "custom-call":
+        target = instruction.attribute("custom_call_target") or ""
+        return f"custom-call {target}" if _LIBRARY.search(target) else None
+    if opcode not in ("async-start", "fusion", "call", "while") and _COMMUNICATES.search(instruction.attributes):
+        return opcode
+    return None
+
+
+def starter(site: Site) -> Site:
+    """The place in the schedule where a collective begins: the `async-start` around it, or itself."""
+    wrapped = [c for c in site.callers if c.instruction.opcode == "async-start"]
+    return wrapped[-1] if wrapped else site
+
+
+def is_started(instruction: Instruction) -> bool:
+    """Whether other work may run before this operation is done; GPU programs mark some starts as synchronous."""
+    return instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+
+
+def overlap_window(computation: Computation, start: Instruction) -> tuple[Instruction, ...]:
+    """Instructions scheduled between an operation's start and its done, which ends after `-update`s."""
+    ends, names = -1, {start.name}
+    for place, instruction in enumerate(computation.instructions):
+        if instruction.opcode.endswith(("-done", "-update")) and names & set(instruction.operands):
+            ends = place
+            names.add(instruction.name)
+    begins = computation.instructions.index(start)
+    return computation.instructions[begins + 1 : ends] if ends > begins else ()
+
+
+def computes(instruction: Instruction) -> bool:
+    """Whether an instruction keeps the device busy: not a view, a constant or a collective's other half."""
+    if instruction.opcode in _IDLE or instruction.opcode.endswith(("-done", "-update")):
+        return False
+    return collective_kind(instruction) is None and instruction.opcode != "async-start"
+
+
+def _payload(computation: Computation, instruction: Instruction, kind: str) -> tuple[Array, ...]:
+    operands = computation.operand_arrays(instruction)
+    if kind != ALL_GATHER:
+        return operands or instruction.arrays
+    # A start's result is (operands, results).
+    return instruction.arrays[len(operands) :] if instruction.opcode.endswith("-start") else instruction.arrays

@@ -1,0 +1,201 @@
+"""Reports side by side: `--vs` another config, mesh or setting, and `--sweep` over all meshes of so many GPUs."""
+
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from mtjax import config
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.inspect.report import Report, Row
+from mtjax.inspect.text import duration, size
+from mtjax.sharding.contract import PHASES
+from mtjax.sharding.layouts import TENSOR, check_divisible
+from mtjax.sharding.mesh import MeshShape, parse_mesh
+
+
+def other_config(base: Config, words: Sequence[str]) -> Config:
+    """The run that `--vs` names: each word is a mesh ("8x8"), SETTING=VALUE, or a config file or shipped config.
+
+    Raises:
+      UserError: a word is none of these.
+    """
+    for word in words:
+        if _is_mesh(word):
+            base = config.replace(base, mesh=word)
+        elif "=" in word:
+            name, _, value = word.partition("=")
+            base = config.replace(base, **{name.strip("-").replace("-", "_"): _value(base, name, value)})
+        else:
+            mesh = base.parallel.mesh
+            base = config.load(word)
+            base = config.replace(base, mesh=mesh) if base.parallel.mesh == "1x1" else base
+    config.validate(base)
+    return base
+
+
+def _is_mesh(word: str) -> bool:
+    try:
+        parse_mesh(word)
+    except UserError:
+        return False
+    return True
+
+
+def _value(base: Config, name: str, value: str) -> object:
+    """A setting's value, of the type that TOML would give it."""
+    field = name.strip("-").replace("-", "_")
+    group = config.groups_by_field().get(field)
+    if group is None:
+        return value  # config.replace names the nearest
+    try:
+        table = tomllib.loads(f"{field} = {value}")
+    except tomllib.TOMLDecodeError:
+        table = {field: value}
+    checked = config.from_dict({group: table}, base, source="--vs")
+    return getattr(getattr(checked, group), field)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that two reports are compared by."""
+
+    name: str
+    of: Callable[[Report], float | None]
+    show: Callable[[float], str]
+
+
+def measures(reports: Sequence[Report]) -> Iterator[Measure]:
+    """What is compared: bytes sent by axes and phase, memory, time."""
+    for axes, phase in sorted({(_axes(r), r.phase) for x in reports for r in x.rows}, key=lambda k: PHASES.index(k[1])):
+        yield Measure(f"sent over {axes}, {phase}", lambda r, a=axes, p=phase: sent_bytes(r, a, p), size)
+    yield Measure("sent by a device, all", lambda r: sent_bytes(r), size)
+    yield Measure("peak memory", lambda r: r.memory.peak, size)
+    yield Measure("  parameters", lambda r: r.memory.parameters, size)
+    yield Measure("  optimizer", lambda r: r.memory.optimizer, size)
+    yield Measure("  temporaries", lambda r: r.memory.temporaries, size)
+    yield Measure("TFLOP of products, all devices", lambda r: r.flops.counted / 1e12, lambda x: f"{x:,.2f}")
+    if all(r.time for r in reports):
+        yield Measure("predicted step", lambda r: r.time and r.time.seconds, duration)
+        yield Measure("  waiting for collectives", lambda r: r.time and r.time.exposed, duration)
+        yield Measure("model TFLOP/s per GPU", lambda r: r.time and r.time.tflops, lambda x: f"{x:.1f}")
+        yield Measure("MFU", lambda r: r.time and r.time.mfu, lambda x: f"{x:.1%}")
+
+
+def sent_bytes(report: Report, axes: str | None = None, phase: str | None = None) -> float:
+    """Bytes that a device sends in a step; over some axes and in some phase alone when given."""
+    return sum(
+        row.wire_bytes * row.count for row in report.rows if axes in (None, _axes(row)) and phase in (None, row.phase)
+    )
+
+
+def _axes(row: Row) -> str:
+    return "+".join(row.axes) if row.axes is not None else "?"
+
+
+def comparison_table(first: Report, second: Report) -> Table:
+    """Two columns and the difference."""
+    table = Table(title="Side by side", title_justify="left", title_style="bold")
+    table.add_column("")
+    for report in (first, second):
+        table.add_column(_title(report), justify="right")
+    table.add_column("difference", justify="right")
+    for measure in measures((first, second)):
+        a, b = measure.of(first) or 0.0, measure.of(second) or 0.0
+        change = "same" if a == b else f"{b / a - 1:+.1%}" if a else "new"
+        table.add_row(measure.name, measure.show(a), measure.show(b), change)
+    for name, of in (("contract", _holds), ("memory", _fits)):
+        table.add_row(name, of(first), of(second), "")
+    return table
+
+
+def _title(report: Report) -> str:
+    sizes = report.sizes
+    recompute = report.config.training.recompute
+    return f"{sizes.l} x {sizes.h} on {report.step.mesh}\nrecompute {recompute}, {sizes.m} x {sizes.b}"
+
+
+def _holds(report: Report) -> str:
+    return "holds" if report.verdict.holds else "broken"
+
+
+def _fits(report: Report) -> str:
+    return {True: "fits", False: "does not fit", None: "capacity unknown"}[report.memory.fits]
+
+
+# --- all meshes of so many devices
+
+
+@dataclass(frozen=True)
+class Try:
+    """One mesh of a sweep."""
+
+    mesh: MeshShape
+    report: Report | None
+    why_not: str = ""
+
+
+def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Config | UserError]]:
+    """Every (data, model) with that product, as a config or as the reason why there is none.
+
+    A microbatch too large for a mesh's share of the batch becomes the largest that divides it.
+    """
+    for model in (n for n in range(1, devices + 1) if devices % n == 0):
+        mesh = MeshShape(devices // model, model)
+        share, rest = divmod(base.training.global_batch_size, mesh.data)
+        wanted = min(base.training.microbatch_size or share, share)
+        micro = next((n for n in range(wanted, 0, -1) if share % n == 0), None)
+        run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)
+        try:
+            check_divisible(run, TENSOR, mesh)
+        except UserError as e:
+            yield mesh, e
+        else:
+            yield mesh, run
+
+
+def sweep_table(tries: Sequence[Try]) -> Table:
+    """Memory, communication and time of every mesh."""
+    table = Table(title="Meshes (data x model)", title_justify="left", title_style="bold")
+    for name in ("mesh", "microbatches", "peak memory", "", "sent a step", "of it between servers"):
+        table.add_column(name, justify="right")
+    timed = any(t.report and t.report.time for t in tries)
+    for name in ("predicted step", "waiting", "TFLOP/s per GPU", "MFU") if timed else ():
+        table.add_column(name, justify="right")
+    table.add_column("contract")
+    best = min((t.report for t in tries if t.report), key=rank, default=None)
+    for tried in tries:
+        if tried.report is not None:
+            table.add_row(*_sweep_row(tried.report, tried.report is best))
+    return table
+
+
+def rank(report: Report) -> tuple[bool, float]:
+    """Order of preference: what fits before what does not, then by predicted time, or peak memory where that is all."""
+    return report.memory.fits is False, report.time.seconds if report.time else float(report.memory.peak)
+
+
+def sweep_notes(tries: Sequence[Try]) -> list[str]:
+    """Which mesh is the fastest that fits, and why others were not tried."""
+    best = min((t.report for t in tries if t.report), key=rank, default=None)
+    notes = [f"* fastest that fits: {best.step.mesh}"] if best and best.time and best.memory.fits else []
+    return notes + [f"{t.mesh} was not tried: {t.why_not}" for t in tries if t.report is None]
+
+
+def _sweep_row(report: Report, is_best: bool) -> list[str]:
+    sizes, t = report.sizes, report.time
+    crossing = sum(r.wire_bytes * r.count for r in report.rows if r.servers > 1)
+    cells = [
+        str(report.step.mesh),
+        f"{sizes.m} of {sizes.b}",
+        size(report.memory.peak),
+        {True: "fits", False: "[red]does not fit[/]", None: ""}[report.memory.fits],
+        size(sent_bytes(report)),
+        size(crossing),
+    ]
+    if t:
+        star = " *" if is_best and report.memory.fits else ""
+        cells += [duration(t.seconds) + star, f"{t.exposed_share:.1%}", f"{t.tflops:.1f}", f"{t.mfu:.1%}"]
+    return [*cells, _holds(report)]

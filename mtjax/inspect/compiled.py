@@ -1,0 +1,116 @@
+"""A step compiled for a target, and what the compiler says about it."""
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.inspect import hlo
+from mtjax.inspect.targets import Target
+from mtjax.sharding.mesh import MeshShape, parse_mesh
+from mtjax.train.step import Program, make_program
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes per device that the compiler has planned."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Part of the outputs that reuses arguments: donated state."""
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """Most that is alive at once, as planned: everything but what is aliased."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A train step, compiled for a target."""
+
+    config: Config
+    program: Program
+    target: Target
+    text: str
+    """The optimized program as HLO text."""
+    module: hlo.Module
+    memory: MemoryStats
+    trace_seconds: float
+    compile_seconds: float
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The mesh it is compiled for."""
+        return self.program.shape
+
+    @property
+    def mesh_axes(self) -> Mapping[str, int]:
+        """Ways of each mesh axis, outermost first."""
+        return dict(self.program.mesh.shape)
+
+
+def compile_step(config: Config, target: Target) -> CompiledStep:
+    """Compiles the train step of `config` for `target`; no device runs it.
+
+    Raises:
+      UserError: config and mesh don't fit, or the target can't be compiled for here.
+    """
+    return compile_program(make_program(config, target.mesh(parse_mesh(config.parallel.mesh))), target)
+
+
+def compile_program(program: Program, target: Target) -> CompiledStep:
+    """Compiles the train step of a program that is already there, as `train --inspect` has.
+
+    Raises:
+      UserError: its attention kernel is cuDNN's, which is not installed.
+    """
+    start = time.perf_counter()
+    lowered = _lower(program)
+    traced = time.perf_counter()
+    with warnings.catch_warnings():
+        # Programs for devices that are not there can't be loaded from jax's cache, and it says so each time.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
+        compiled = lowered.compile()
+    done = time.perf_counter()
+    text = compiled.as_text()
+    assert text is not None
+    return CompiledStep(
+        config=program.config,
+        program=program,
+        target=target,
+        text=text,
+        module=hlo.parse(text),
+        memory=_memory(compiled),
+        trace_seconds=traced - start,
+        compile_seconds=done - traced,
+    )
+
+
+def _lower(program: Program) -> jax.stages.Lowered:
+    try:
+        return program.lower_step()
+    except RuntimeError as e:
+        if "cuDNN not found" not in str(e):
+            raise
+        raise UserError(
+            "flash attention needs cuDNN even to compile for GPUs that are not there: "
+            "pip install nvidia-cudnn-cu13, or choose --attention xla"
+        ) from e
+
+
+def _memory(compiled: jax.stages.Compiled) -> MemoryStats:
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    return MemoryStats(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )

@@ -1,0 +1,76 @@
+"""A user's own contract, pinned in a TOML file: `--contract FILE`.
+
+name = "my model"
+split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be split over `model`
+
+[[expect]]
+phase = "layer forward"
+kind = "all-reduce"
+axis = "model"
+count = "2*l*m"        # arrays in a step: a number or a formula in b, s, h, f, l, V, m, data, model, full, smoothing
+elements = "b*s*h"
+dtype = "compute"      # or "float32"
+pooled = false         # true: only the total counts
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from mtjax.errors import UserError, nearest
+from mtjax.inspect.collectives import KINDS
+from mtjax.sharding.axes import Rules
+from mtjax.sharding.contract import PHASES, Contract, Expectation
+
+_REQUIRED = ("phase", "kind", "axis", "count", "elements")
+
+
+def load_contract(path: Path) -> Contract:
+    """Reads a contract.
+
+    Raises:
+      UserError: the file can't be read, or a key or value in it is none of a contract's.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError as e:
+        raise UserError(f"no contract file {str(path)!r}") from e
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"contract file {path} can't be read as TOML: {e}") from e
+    _known(table, ("name", "split", "expect"), str(path))
+    expected = table.get("expect", [])
+    split = table.get("split", [])
+    if not isinstance(expected, list) or not all(isinstance(line, dict) for line in expected):
+        raise UserError(f"{path}: write each expectation under a line [[expect]]")
+    if not isinstance(split, list):
+        raise UserError(f'{path}: split is a list of logical axes, such as ["heads", "mlp"]')
+    for axis in split:
+        _one_of(axis, tuple(vars(Rules())), f"{path}: split")
+    lines = tuple(_expectation(line, f"{path}: expectation {i}") for i, line in enumerate(expected, 1))
+    return Contract(str(table.get("name", path.stem)), lines, tuple(split))
+
+
+def _expectation(line: dict[str, Any], where: str) -> Expectation:
+    hints = get_type_hints(Expectation)
+    _known(line, tuple(hints), where)
+    for name in _REQUIRED:
+        if name not in line:
+            raise UserError(f"{where} has no {name}; it needs {', '.join(_REQUIRED)}")
+    _one_of(line["phase"], PHASES, f"{where}: phase")
+    _one_of(line["kind"], KINDS, f"{where}: kind")
+    _one_of(line.get("dtype", "compute"), get_args(hints["dtype"]), f"{where}: dtype")
+    if not isinstance(line.get("pooled", False), bool):
+        raise UserError(f"{where}: pooled = {line['pooled']!r} should be true or false")
+    formulas = {name: str(line[name]) for name in ("count", "elements")}
+    return Expectation(**{**line, **formulas})
+
+
+def _known(table: dict[str, Any], names: tuple[str, ...], where: str) -> None:
+    for name in table:
+        if name not in names:
+            raise UserError(f"{where}: unknown key {name!r}{nearest(name, names)}")
+
+
+def _one_of(value: Any, values: tuple[str, ...], where: str) -> None:
+    if value not in values:
+        raise UserError(f"{where} = {value!r} is none of {', '.join(values)}{nearest(str(value), values)}")

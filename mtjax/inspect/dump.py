@@ -1,0 +1,34 @@
+"""Files that `inspect` leaves behind, each whole or not at all."""
+
+from pathlib import Path
+
+from mtjax.errors import UserError
+from mtjax.inspect.compiled import CompiledStep
+
+
+def write(path: Path, content: str) -> None:
+    """Writes a text file by way of a temporary one.
+
+    Raises:
+      UserError: it can't be written there.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(content)
+        temporary.replace(path)
+    except OSError as e:
+        raise UserError(f"can't write {path}: {e.strerror}") from e
+
+
+def dump(step: CompiledStep, folder: Path, number: int = 1) -> Path:
+    """Writes a program's HLO text, whose op_names lead back to the modules; returns the file.
+
+    Args:
+      step: any compiled step.
+      folder: made when it is not there.
+      number: tells programs of the same mesh apart.
+    """
+    name = f"step-{number}-{step.mesh}-{Path(step.target.name).stem}.hlo.txt"
+    write(folder / name, step.text)
+    return folder / name

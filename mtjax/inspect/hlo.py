@@ -1,0 +1,253 @@
+"""Reads the text of an optimized XLA program: computations, instructions, shapes and attributes.
+
+The text is the only form that every backend and version of jax gives. Everything that depends on how XLA prints is in
+this file and in `groups.py`; unknown operations are kept as they are, so that readers can list what they don't know.
+
+Grammar: https://openxla.org/xla/hlo_to_json and `xla/hlo/parser` in the XLA sources.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array's type: "bf16" and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes; 4-bit types are packed, tokens are nothing."""
+        return -(-self.elements * dtype_bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of an element: the first number in the type's name (bf16, s32, f8e4m3fn, c64); a pred takes a byte."""
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    """Leaves of the result's shape, in order."""
+    operands: tuple[str, ...]
+    """Names of the operands; the text between the parentheses for parameters and constants."""
+    attributes: str
+    """Everything after the operands, as printed."""
+    is_root: bool = False
+
+    @cached_property
+    def op_name(self) -> str:
+        """The path of scopes that jax wrote into the metadata, or "" when XLA dropped it."""
+        match = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, all leaves together."""
+        return sum(a.bytes for a in self.arrays)
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of all computations it calls: fusions, loops, branches, async bodies, reducers."""
+        single = re.findall(
+            r"(?:^|[\s,])(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
+            self.attributes,
+        )
+        listed = re.findall(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}", self.attributes)
+        return tuple(single + [n.strip().lstrip("%") for names in listed for n in names.split(",") if n.strip()])
+
+    def attribute(self, name: str) -> str | None:
+        """The text of a simple attribute: a word, a number, a quoted string, or a list in braces without the braces."""
+        match = re.search(rf"(?:^|[\s,]){name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([^\s,]+))", self.attributes)
+        return next((g for g in match.groups() if g is not None), None) if match else None
+
+    def dimensions(self, name: str) -> tuple[int, ...]:
+        """A list of dimensions, such as `lhs_contracting_dims`; empty when it is not there."""
+        text = self.attribute(name)
+        return tuple(int(d) for d in text.split(",")) if text else ()
+
+    @cached_property
+    def trip_count(self) -> int | None:
+        """How often a `while` runs its body, where XLA knows."""
+        match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', self.attributes)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A named list of instructions, in the order of the schedule when the module is scheduled."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Instructions by name."""
+        return {i.name: i for i in self.instructions}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Who uses the result of an instruction."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in instruction.operands:
+                users.setdefault(operand, []).append(instruction)
+        return {name: tuple(found) for name, found in users.items()}
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose value is the computation's."""
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """Parameters in their order."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.operands[0]))
+
+    def operand_arrays(self, instruction: Instruction) -> tuple[Array, ...]:
+        """Types of an instruction's operands, tuples flattened."""
+        found = (self.by_name[name].arrays for name in instruction.operands if name in self.by_name)
+        return tuple(array for arrays in found for array in arrays)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program for one of `num_partitions` devices."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+    is_scheduled: bool
+    num_partitions: int
+
+    def callees(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that an instruction calls."""
+        for name in instruction.called:
+            if name in self.computations:
+                yield self.computations[name]
+
+
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_NAME = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s+=\s+")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=\s]*)\]")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+
+
+def parse(text: str) -> Module:
+    """Reads what `jax.stages.Compiled.as_text()` returns.
+
+    Raises:
+      UserError: the text is no HLO module, or a line of it can't be read; names the line.
+    """
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith("HloModule"):
+        raise UserError("this is no HLO text: it does not start with HloModule")
+    computations: dict[str, Computation] = {}
+    entry = name = ""
+    body: list[Instruction] | None = None
+    for number, line in enumerate(lines[1:], 2):
+        if body is None:
+            header = _HEADER.match(line)
+            if header and "=" not in line.split("(")[0]:
+                name, body = header[2], []
+                entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name], body = Computation(name, tuple(body)), None
+        elif line.strip():
+            body.append(_instruction(line, number))
+    if entry not in computations:
+        raise UserError("this HLO text has no ENTRY computation, or it is cut off")
+    partitions = re.search(r"num_partitions=(\d+)", lines[0])
+    return Module(
+        name=lines[0].split()[1].rstrip(","),
+        computations=computations,
+        entry=computations[entry],
+        is_scheduled="is_scheduled=true" in lines[0],
+        num_partitions=int(partitions[1]) if partitions else 1,
+    )
+
+
+def _instruction(line: str, number: int) -> Instruction:
+    start = _NAME.match(line)
+    if not start:
+        raise UserError(f"line {number} of the HLO text can't be read: {line.strip()[:80]!r}")
+    shape_end = _skip(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
+    opcode = _OPCODE.match(line, shape_end)
+    if not opcode:
+        raise UserError(f"line {number} of the HLO text has no operation: {line.strip()[:80]!r}")
+    end = _skip(line, opcode.end() - 1)
+    inside = line[opcode.end() : end - 1]
+    literal = opcode[1] in ("parameter", "constant")
+    return Instruction(
+        name=start[2],
+        opcode=opcode[1],
+        arrays=parse_arrays(line[start.end() : shape_end]),
+        operands=(inside,) if literal else _operands(inside),
+        attributes=line[end:].lstrip(", "),
+        is_root=start[1] is not None,
+    )
+
+
+def parse_arrays(shape: str) -> tuple[Array, ...]:
+    """Leaves of a printed shape: "(f32[4,8]{1,0}, /*index=1*/bf16[])"; a bounded dimension counts as its bound."""
+    return tuple(
+        Array(dtype, tuple(int(d.strip().removeprefix("<=")) for d in dims.split(",") if d.strip()))
+        for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def _operands(inside: str) -> tuple[str, ...]:
+    """Operand names: with or without "%", and with or without the operand's shape before it."""
+    names = re.findall(r"%([\w.\-]+)", inside)
+    if names or not inside.strip():
+        return tuple(names)
+    return tuple(part.split()[-1] for part in _split(re.sub(r"/\*.*?\*/", "", inside)) if part.strip())
+
+
+def _split(text: str) -> list[str]:
+    """Splits at commas outside of brackets."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+_BRACKET = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
+
+
+def _skip(line: str, start: int) -> int:
+    """The place after the parenthesis that closes the one at `start`; quoted text does not count."""
+    depth = 0
+    for match in _BRACKET.finditer(line, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.end()
+    raise UserError(f"a parenthesis is never closed in the HLO text: {line.strip()[:80]!r}")

@@ -1,0 +1,26 @@
+"""What `train --inspect` shows before the first step: the program that is about to run."""
+
+from rich.console import Console
+
+from mtjax.inspect import text
+from mtjax.inspect.compiled import compile_program
+from mtjax.inspect.report import Report, report
+from mtjax.inspect.targets import running_target
+from mtjax.train.step import Program
+
+
+def show_program(program: Program, console: Console) -> Report:
+    """Compiles the program's step for the devices it is on, and prints what `mtjax inspect` prints.
+
+    The compilation is the run's own where jax's persistent cache is on; else the first step compiles once more.
+
+    Args:
+      program: of the run; its mesh holds real devices.
+      console: where to print.
+
+    Returns:
+      The report; `report.verdict.holds` says whether the program keeps its contract.
+    """
+    found = report(compile_program(program, running_target(program.mesh)))
+    text.show(found, console)
+    return found

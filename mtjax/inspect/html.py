@@ -1,0 +1,215 @@
+"""A report as one HTML page that needs nothing else: no network, no script."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from mtjax.inspect.chart import Bar, Part, bars, timeline
+from mtjax.inspect.predict import TimeReport
+from mtjax.inspect.report import Report
+from mtjax.inspect.text import axes_text, duration, shapes_text, size
+from mtjax.sharding.contract import PHASES
+
+STYLE = """
+:root { --ink: #1a1d21; --soft: #5c6670; --line: #d9dee3; --paper: #fff; --card: #f5f7f9; --good: #1a7f37;
+  --bad: #c62828; --c0: #4269d0; --c1: #efb118; --c2: #ff725c; --c3: #6cc5b0; --c4: #3ca951; --c5: #ff8ab7;
+  --c6: #a463f2; --c7: #97bbf5; --c8: #9c6b4e; --c9: #9498a0; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #9aa4ae; --line: #363c43; --paper: #14171a;
+  --card: #1e2226; --good: #57c773; --bad: #ff8a80; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+p, figcaption { color: var(--soft); margin: .25rem 0 .75rem } figure { margin: 0; overflow-x: auto }
+.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1rem 0 }
+.card { background: var(--card); border-radius: 8px; padding: .6rem 1rem; flex: 1 1 12rem }
+.card b { display: block; font-size: 1.25rem } .card span { color: var(--soft); font-size: .85rem }
+.good { color: var(--good) } .bad { color: var(--bad) }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; width: 100% }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
+th { color: var(--soft); font-weight: 600 } td.n, th.n { text-align: right; white-space: nowrap }
+td.path { font: .75rem/1.4 ui-monospace, monospace; color: var(--soft); max-width: 26rem; overflow-wrap: anywhere }
+svg { display: block; max-width: 100% } svg text { fill: var(--ink); font: 12px system-ui, sans-serif }
+svg .soft { fill: var(--soft) } svg .axis { stroke: var(--line) } svg .mark { stroke: var(--bad); stroke-width: 2 }
+.idle { --c: var(--line) } svg rect { fill: var(--c) } .legend i { background: var(--c) } ul { padding-left: 1.2rem }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: 0 0 .4rem 150px; font-size: .8rem;
+  color: var(--soft) }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px }
+.t0 { --c: var(--c0) } .t1 { --c: var(--c1) } .t2 { --c: var(--c2) } .t3 { --c: var(--c3) } .t4 { --c: var(--c4) }
+.t5 { --c: var(--c5) } .t6 { --c: var(--c6) } .t7 { --c: var(--c7) } .t8 { --c: var(--c8) } .t9 { --c: var(--c9) }
+"""
+
+
+def page(report: Report, others: Sequence[Report] = ()) -> str:
+    """The page of a report; `others` are compared with it."""
+    title = f"{report.sizes.l} x {report.sizes.h} on {report.step.mesh}, {report.target.name}"
+    sections = [_cards(report), _contract(report), _sent(report), _memory(report)]
+    if report.time:
+        sections.append(_time(report.time))
+    sections.append(_collectives(report))
+    if others:
+        sections.append(_others([report, *others]))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>mtjax inspect: {escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>{_subtitle(report)}\n" + "\n".join(sections) + "\n</body></html>\n"
+    )
+
+
+def _subtitle(report: Report) -> str:
+    sizes, step = report.sizes, report.step
+    recompute = "full recompute" if sizes.full else "no recompute"
+    pieces = "microbatches" if sizes.m > 1 else "microbatch"
+    text = (
+        f"{step.config.model.num_heads} heads, sequence {sizes.s}, vocabulary {sizes.V:,}, "
+        f"{step.config.training.compute_dtype}, {recompute}; {sizes.m} {pieces} of {sizes.b} samples on each of "
+        f"{sizes.data} data ranks, {sizes.model} model ways. Compiled in {step.compile_seconds:.1f} s."
+    )
+    return f"<p>{escape(text)}</p>"
+
+
+def _cards(report: Report) -> str:
+    verdict, memory, t = report.verdict, report.memory, report.time
+    contract = (
+        '<b class="good">holds</b>' if verdict.holds else f'<b class="bad">{len(verdict.violations)} breaches</b>'
+    )
+    cards = [f'{contract}<span>contract "{escape(report.contract.name)}"</span>']
+    of = f" of {size(memory.capacity)}" if memory.capacity else ""
+    colour = {True: "good", False: "bad", None: ""}[memory.fits]
+    cards.append(f'<b class="{colour}">{size(memory.peak)}{of}</b><span>peak memory of a device</span>')
+    sent = sum(r.wire_bytes * r.count for r in report.rows)
+    cards.append(f"<b>{size(sent)}</b><span>sent by a device in a step</span>")
+    if t:
+        cards.append(f"<b>{duration(t.seconds)}</b><span>predicted step on {escape(t.server.name)}</span>")
+        cards.append(f"<b>{t.tflops:.0f} TFLOP/s</b><span>per GPU, MFU {t.mfu:.1%}</span>")
+        cards.append(f"<b>{t.exposed_share:.1%}</b><span>of the step waits for collectives</span>")
+    return '<div class="cards">' + "".join(f'<div class="card">{c}</div>' for c in cards) + "</div>"
+
+
+def _contract(report: Report) -> str:
+    rows = []
+    for line in report.verdict.lines:
+        asked, good = line.due.line, line.status == "holds"
+        found = f"{line.found_elements:,} in {line.found}" if asked.pooled else f"{line.found:,}"
+        mark = f'<span class="{"good" if good else "bad"}">{"ok" if good else line.status}</span>'
+        rows.append(
+            [
+                escape(asked.phase),
+                f"{escape(asked.kind)} over {escape(asked.axis)}",
+                f"{line.due.count:,} = {escape(asked.count)}",
+                f"{line.due.elements:,} = {escape(asked.elements)}",
+                found,
+                f"{mark} {escape('; '.join(line.notes))}",
+            ]
+        )
+    heads = ["phase", "operation", "arrays", "elements each", "compiled", ""]
+    breaches = "".join(f'<li class="bad">{escape(v)}</li>' for v in report.verdict.violations)
+    also = "".join(f"<li>also sent: {escape(t)}</li>" for t in report.verdict.tolerated)
+    return f"<h2>Contract</h2>{_table(heads, rows)}<ul>{breaches}{also}</ul>"
+
+
+def _sent(report: Report) -> str:
+    sent: dict[str, dict[str, float]] = {}
+    for row in report.rows:
+        phases = sent.setdefault(axes_text(row.axes), {})
+        phases[row.phase] = phases.get(row.phase, 0.0) + row.wire_bytes * row.count
+    rows = [Bar(axes, _phase_parts(phases)) for axes, phases in sent.items()]
+    return (
+        "<h2>Bytes that a device sends in a step</h2><figure>"
+        + bars(rows, size, legend=[p for p in PHASES if any(p in phases for phases in sent.values())], tones=PHASES)
+        + "<figcaption>By mesh axis and phase, ring algorithms.</figcaption></figure>"
+    )
+
+
+def _phase_parts(phases: Mapping[str, float]) -> list[Part]:
+    return [Part(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
+
+
+def _memory(report: Report) -> str:
+    m, f = report.memory, report.memory.formula
+    kinds = ("parameters", "optimizer", "gradients", "activations and workspace", "other arguments", "new outputs")
+    compiled = (m.parameters, m.optimizer, m.gradients, m.activations, m.other_arguments, m.outputs - m.aliased)
+    formula = (f.weights, f.optimizer, f.gradients, f.kept + f.working + f.logits, 0, 0)
+    rows = [
+        Bar(name, [Part(kind, value) for kind, value in zip(kinds, values, strict=True) if value > 0])
+        for name, values in (("compiled", compiled), ("formula", formula))
+    ]
+    chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.capacity, mark_label="capacity")
+    note = "Gradients are counted (one float32 copy), activations are the rest of the compiler's temporaries."
+    return f"<h2>Memory of a device</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
+
+
+def _time(t: TimeReport) -> str:
+    causes = ("products", "memory-bound", "waiting")
+    rows = []
+    for phase in (p for p in PHASES if p in t.phases):
+        spent = t.phases[phase]
+        values = zip(causes, (spent.products, spent.memory_bound, spent.exposed), strict=True)
+        rows.append(Bar(phase, [Part(cause, value) for cause, value in values if value > 0]))
+    chart = bars(rows, duration, legend=causes, tones=causes)
+    layers = "".join(
+        f"<h2>Timeline of a layer: {escape(name.removeprefix('layer '))}</h2><figure>{timeline(events)}</figure>"
+        for name, events in t.layers.items()
+    )
+    note = f"A roofline walk of the schedule on {escape(t.server.name)}: a prediction, not a measurement."
+    return f"<h2>Where a step's time goes</h2><figure>{chart}<figcaption>{note}</figcaption></figure>{layers}"
+
+
+def _collectives(report: Report) -> str:
+    heads = [
+        "phase",
+        "operation",
+        "over",
+        "count",
+        "shape",
+        "bytes each",
+        "sent a step",
+        "crosses",
+        "behind compute",
+        "from",
+    ]
+    rows = [
+        [
+            escape(r.phase),
+            escape(r.kind),
+            escape(axes_text(r.axes)),
+            f"{r.count:,}",
+            escape(shapes_text(r.arrays)),
+            size(r.payload_bytes),
+            size(r.wire_bytes * r.count),
+            f"{r.servers} servers" if r.servers > 1 else "-",
+            f"{r.hidden} of {r.count}" if r.is_async else "no",
+            escape(r.op_name),
+        ]
+        for r in report.rows
+    ]
+    return f"<h2>Collectives of a step</h2>{_table(heads, rows, numbers=(3, 5, 6), paths=(9,))}"
+
+
+def _others(reports: Sequence[Report]) -> str:
+    heads = ["mesh", "microbatches", "peak memory", "sent a step", "predicted step", "MFU", "contract"]
+    rows = [
+        [
+            escape(str(r.step.mesh)),
+            f"{r.sizes.m} of {r.sizes.b}",
+            size(r.memory.peak),
+            size(sum(x.wire_bytes * x.count for x in r.rows)),
+            duration(r.time.seconds) if r.time else "-",
+            f"{r.time.mfu:.1%}" if r.time else "-",
+            "holds" if r.verdict.holds else '<span class="bad">broken</span>',
+        ]
+        for r in reports
+    ]
+    return f"<h2>Compared</h2>{_table(heads, rows)}"
+
+
+def _table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), paths: Sequence[int] = ()
+) -> str:
+    """A table of cells that are HTML already."""
+
+    def kind(place: int) -> str:
+        return ' class="n"' if place in numbers else ' class="path"' if place in paths else ""
+
+    head = "".join(f"<th{kind(i) if i in numbers else ''}>{h}</th>" for i, h in enumerate(heads))
+    body = "".join("<tr>" + "".join(f"<td{kind(i)}>{c}</td>" for i, c in enumerate(row)) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

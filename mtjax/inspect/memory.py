@@ -1,0 +1,79 @@
+"""Bytes per device: what the compiler planned, split as far as the program tells, beside the formulas."""
+
+from dataclasses import dataclass
+
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.hlo import Array, Module
+from mtjax.plan.formulas import Shape
+from mtjax.plan.memory import Memory, stage_memory
+from mtjax.plan.plans import Plan, Ways
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on one device."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+    parameters: int
+    """Part of the arguments."""
+    optimizer: int
+    """Part of the arguments."""
+    other_arguments: int
+    """Batch, step counter, random key."""
+    gradients: int
+    """Part of the temporaries: one float32 copy of the local parameters, counted, not read from the compiler."""
+    activations: int
+    """The rest of the temporaries: activations and workspaces."""
+    capacity: int | None
+    """Bytes that the target's device has; None when that is not known."""
+    formula: Memory
+    """What the formulas say of the same plan."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the capacity; None when that is not known."""
+        return None if self.capacity is None else self.peak <= self.capacity
+
+
+def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
+    """The memory of a compiled step.
+
+    Args:
+      step: any compiled step.
+      capacity: bytes of the device that it shall run on, or None.
+    """
+    stats = step.memory
+    arguments = argument_arrays(step.module)
+    parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
+    optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
+    elements = sum(a.elements for name, a in arguments if name.startswith("state.parameters"))
+    gradients = min(4 * elements, stats.temporaries)
+    return MemoryReport(
+        arguments=stats.arguments,
+        outputs=stats.outputs,
+        aliased=stats.aliased,
+        temporaries=stats.temporaries,
+        peak=stats.peak,
+        parameters=parameters,
+        optimizer=optimizer,
+        other_arguments=stats.arguments - parameters - optimizer,
+        gradients=gradients,
+        activations=stats.temporaries - gradients,
+        capacity=capacity,
+        formula=stage_memory(Shape.of(step.config.model), plan_of(step)),
+    )
+
+
+def plan_of(step: CompiledStep) -> Plan:
+    """The planner's view of a step."""
+    ways = Ways(data=step.mesh.data, model=step.mesh.model)
+    return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
+
+
+def argument_arrays(module: Module) -> list[tuple[str, Array]]:
+    """Name and local array of each of the program's arguments: "state.parameters['embedding']"."""
+    return [(p.op_name, array) for p in module.entry.parameters for array in p.arrays]

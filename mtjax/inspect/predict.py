@@ -1,0 +1,95 @@
+"""The predicted time of a step, and what of it is communication that nothing hides."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mtjax.inspect.collectives import Collective
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.roofline import Event, Roofline, Spent
+from mtjax.plan.formulas import Shape, model_flops_per_token
+from mtjax.plan.hardware import Server
+from mtjax.sharding.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
+
+
+@dataclass(frozen=True)
+class TimeReport:
+    """A predicted step."""
+
+    server: Server
+    seconds: float
+    products: float
+    """Seconds in operations that products bound."""
+    memory_bound: float
+    """Seconds in operations that memory bounds."""
+    exposed: float
+    """Seconds in which a device waits for a collective."""
+    hidden: float
+    """Seconds of collectives beside computation."""
+    exposed_by_axes: Mapping[str, float]
+    hidden_by_axes: Mapping[str, float]
+    phases: Mapping[str, Spent]
+    tflops: float
+    """Model FLOPs (recompute not counted) per device and second, in tera."""
+    hardware_tflops: float
+    """FLOPs of the program's products per device and second, in tera."""
+    mfu: float
+    """Model FLOPs over the peak; attention counted in full."""
+    hfu: float
+    """FLOPs of the program over the peak."""
+    layers: Mapping[str, tuple[Event, ...]]
+    """Timeline of one layer's forward and one layer's backward pass (with its recomputation)."""
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which a device waits for a collective."""
+        return self.exposed / self.seconds
+
+
+def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, server: Server) -> TimeReport:
+    """Walks the compiled step on the GPUs of `server`.
+
+    Args:
+      step: a program for GPUs.
+      collectives: all of its collectives.
+      flops: of its products, on one device.
+      server: the hardware; need not be that compiled for.
+    """
+    roofline = Roofline(step.module, list(collectives), server)
+    walked = roofline.run()
+    total = Spent()
+    for spent in walked.phases.values():
+        total.add(spent)
+    config = step.config
+    model_flops = model_flops_per_token(Shape.of(config.model)) * config.model.sequence_length
+    model_flops *= config.training.global_batch_size / step.mesh.size
+    peak = roofline.machines[2 if config.training.compute_dtype == "bfloat16" else 4].peak
+    return TimeReport(
+        server=server,
+        seconds=walked.seconds,
+        products=total.products,
+        memory_bound=total.memory_bound,
+        exposed=total.exposed,
+        hidden=total.hidden,
+        exposed_by_axes={axes: spent.exposed for axes, spent in walked.by_axes.items()},
+        hidden_by_axes={axes: spent.hidden for axes, spent in walked.by_axes.items()},
+        phases=dict(walked.phases),
+        tflops=model_flops / walked.seconds / 1e12,
+        hardware_tflops=flops / walked.seconds / 1e12,
+        mfu=model_flops / walked.seconds / peak,
+        hfu=flops / walked.seconds / peak,
+        layers=layer_timelines(roofline),
+    )
+
+
+def layer_timelines(roofline: Roofline) -> dict[str, tuple[Event, ...]]:
+    """The events of the loop bodies that are a layer's forward and backward pass."""
+    found: dict[str, tuple[float, tuple[Event, ...]]] = {}
+    for walked in roofline.walked.values():
+        times = {phase: walked.phases[phase].total for phase in LAYER_PHASES if phase in walked.phases}
+        inside = any(event.label.startswith("while") for event in walked.events)
+        if not times or inside or sum(times.values()) < 0.5 * walked.seconds:
+            continue
+        name = LAYER_BACKWARD if LAYER_BACKWARD in times else LAYER_FORWARD
+        if walked.seconds > found.get(name, (0.0, ()))[0]:
+            found[name] = (walked.seconds, tuple(walked.events))
+    return {name: events for name, (_, events) in found.items()}

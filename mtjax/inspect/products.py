@@ -1,0 +1,98 @@
+"""Matrix products of a program: their sizes, found wherever XLA has put them, and their FLOPs."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.inspect.hlo import Array, Computation, Instruction, Module
+from mtjax.inspect.walk import walk
+
+_LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm|__onednn\$matmul|__cudnn\$conv")
+_FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` products [m,k] x [k,n]."""
+
+    m: int
+    k: int
+    n: int
+    batch: int
+    dtype: str
+    """Type of the operands."""
+    is_flash: bool = False
+    """All of an attention kernel's products, as one of the same FLOPs."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.k * self.n * self.batch
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an operand's element."""
+        return Array(self.dtype, ()).bytes
+
+
+def product_of(computation: Computation, instruction: Instruction) -> Product | None:
+    """The product that an instruction computes itself, or None."""
+    if instruction.opcode == "dot":
+        return _dot(
+            computation,
+            instruction,
+            instruction.dimensions("lhs_contracting_dims"),
+            instruction.dimensions("lhs_batch_dims"),
+        )
+    if instruction.opcode != "custom-call":
+        return None
+    target = instruction.attribute("custom_call_target") or ""
+    if _FLASH.search(target):
+        return _flash(computation, instruction, target)
+    if not _LIBRARY_PRODUCT.search(target):
+        return None
+    numbers = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', instruction.attributes)
+    named = json.loads(numbers[1]) if numbers else {}
+    return _dot(
+        computation,
+        instruction,
+        tuple(int(d) for d in named.get("lhs_contracting_dimensions", ["1"])),
+        tuple(int(d) for d in named.get("lhs_batch_dimensions", [])),
+    )
+
+
+def _dot(
+    computation: Computation, instruction: Instruction, contracting: tuple[int, ...], batch: tuple[int, ...]
+) -> Product:
+    left = computation.by_name[instruction.operands[0]].arrays[0]
+    k = math.prod(left.dims[d] for d in contracting)
+    batches = math.prod(left.dims[d] for d in batch)
+    m = left.elements // max(k * batches, 1)
+    n = instruction.arrays[0].elements // max(m * batches, 1)
+    return Product(m, k, n, batches, left.dtype)
+
+
+def _flash(computation: Computation, instruction: Instruction, target: str) -> Product:
+    """Scores and context forward, five products backward, attention counted in full: queries [b, s, heads, width]."""
+    query, key = computation.operand_arrays(instruction)[:2]
+    batch, queries, heads, width = query.dims
+    products = 5 if "backward" in target.lower() else 2
+    return Product(queries, width * products, key.dims[1], batch * heads, query.dtype, is_flash=True)
+
+
+def products_inside(module: Module, computation: Computation) -> Iterator[Product]:
+    """The products of a fused or called computation, each run once."""
+    for instruction in computation.instructions:
+        found = product_of(computation, instruction)
+        if found:
+            yield found
+        for callee in module.callees(instruction):
+            yield from products_inside(module, callee)
+
+
+def count_flops(module: Module) -> int:
+    """FLOPs of all products that one device computes in a step."""
+    found = ((product_of(site.computation, site.instruction), site.count) for site in walk(module))
+    return sum(product.flops * count for product, count in found if product)

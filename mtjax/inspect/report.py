@@ -1,0 +1,198 @@
+"""Everything that `inspect` knows about a compiled step, in one place: what text, JSON and HTML show."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from mtjax.config import Config
+from mtjax.inspect.check import Landmarks, Verdict, check
+from mtjax.inspect.collectives import Collective, find_collectives
+from mtjax.inspect.compiled import CompiledStep, compile_step
+from mtjax.inspect.hlo import Array
+from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
+from mtjax.inspect.predict import TimeReport, predict
+from mtjax.inspect.products import count_flops
+from mtjax.inspect.targets import Target
+from mtjax.plan.formulas import Shape, compiled_flops_per_token, flops_per_step
+from mtjax.plan.hardware import Server
+from mtjax.sharding.contract import PHASES, Contract, Sizes, contract_of, due
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives that differ in nothing but their place: one line of the table."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    phase: str
+    arrays: tuple[Array, ...]
+    servers: int
+    is_async: bool
+    count: int
+    """Executions in a step."""
+    payload_bytes: int
+    """Of one execution."""
+    wire_bytes: float
+    """Sent by a device in one execution."""
+    hidden: int
+    """Executions in a step with computation between start and done."""
+    op_name: str
+    is_known: bool
+    """Whether kind, axes and count are certain."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a step, all devices together."""
+
+    counted: int
+    """Of the products in the program."""
+    formula: float
+    """Of the formula for what XLA keeps of a pre-LN decoder."""
+
+    @property
+    def difference(self) -> float:
+        """Counted over formula, minus 1."""
+        return self.counted / self.formula - 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled step sends, needs and takes."""
+
+    step: CompiledStep
+    sizes: Sizes
+    contract: Contract
+    collectives: tuple[Collective, ...]
+    rows: tuple[Row, ...]
+    verdict: Verdict
+    memory: MemoryReport
+    flops: Flops
+    time: TimeReport | None
+    """None for CPUs, whose speed is not in the table."""
+    analysis_seconds: float
+
+    @property
+    def config(self) -> Config:
+        """The run."""
+        return self.step.config
+
+    @property
+    def target(self) -> Target:
+        """What it is compiled for."""
+        return self.step.target
+
+
+def inspect(config: Config, target: Target, contract: Contract | None = None, time_on: Server | None = None) -> Report:
+    """Compiles the train step of a config and reports on it.
+
+    Args:
+      config: the run; its mesh is the one compiled for.
+      target: the devices.
+      contract: what the program should send; its layout's own when None.
+      time_on: servers whose speed and memory count, when they are not those compiled for (V100s, for which XLA does
+        not compile any more).
+
+    Raises:
+      UserError: config, mesh and target don't fit, or the contract can't be worked out.
+    """
+    return report(compile_step(config, target), contract, time_on)
+
+
+def report(step: CompiledStep, contract: Contract | None = None, time_on: Server | None = None) -> Report:
+    """The report on a step that is compiled already."""
+    start = time.perf_counter()
+    server = time_on or step.target.server
+    sizes = Sizes.of(step.config, step.mesh)
+    contract = contract or contract_of(step.program.layout)
+    dues = due(contract, sizes, step.config.training.compute_dtype)
+    found = find_collectives(step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server)
+    verdict = check(found, dues, landmarks(step, sizes), is_gpu=step.target.is_gpu)
+    replicated = unsplit_parameters(step, contract)
+    counted = count_flops(step.module)
+    return Report(
+        step=step,
+        sizes=sizes,
+        contract=contract,
+        collectives=tuple(found),
+        rows=tuple(table(found)),
+        verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
+        memory=memory_report(step, server.gpu.memory if server else None),
+        flops=Flops(counted * step.mesh.size, formula_flops(step, sizes)),
+        time=predict(step, found, counted, server) if server else None,
+        analysis_seconds=time.perf_counter() - start,
+    )
+
+
+def formula_flops(step: CompiledStep, sizes: Sizes) -> float:
+    """FLOPs that the formulas give for the products of a compiled step.
+
+    Beside what XLA keeps of a pre-LN decoder, flash attention computes its scores once more in the backward kernel
+    (2sh a token and layer), and `sharding.flash` runs the forward kernel once more (4sh). A microbatch of one chunk
+    keeps its logits: XLA finds that the backward pass would compute the same again.
+    """
+    shape, training = Shape.of(step.config.model), step.config.training
+    again = sizes.b * sizes.s > training.loss_chunk
+    token = compiled_flops_per_token(shape, training.recompute, recompute_logits=again)
+    flash = 6 * sizes.s * sizes.h * sizes.l if "__cudnn$fmha" in step.text else 0
+    return flops_per_step(token + flash, training.global_batch_size, sizes.s)
+
+
+def table(collectives: Sequence[Collective]) -> list[Row]:
+    """Collectives grouped by what, over which axes, when and how large; in the order of a step."""
+    groups: dict[tuple, list[Collective]] = {}
+    for c in collectives:
+        key = (PHASES.index(c.phase), c.kind, c.axes, c.arrays, c.servers, c.is_async, c.is_known)
+        groups.setdefault(key, []).append(c)
+    return [_row(groups[key]) for key in sorted(groups, key=lambda k: k[0])]
+
+
+def _row(alike: list[Collective]) -> Row:
+    first = alike[0]
+    return Row(
+        kind=first.kind,
+        axes=first.axes,
+        phase=first.phase,
+        arrays=first.arrays,
+        servers=first.servers,
+        is_async=first.is_async,
+        count=sum(c.count for c in alike),
+        payload_bytes=first.payload_bytes,
+        wire_bytes=first.wire_bytes,
+        hidden=sum(c.count for c in alike if c.hidden_behind),
+        op_name=first.op_name,
+        is_known=first.is_known,
+    )
+
+
+def landmarks(step: CompiledStep, sizes: Sizes) -> Landmarks:
+    """By what unexpected arrays of this step are recognised."""
+    return Landmarks(parameter_shapes(step), sizes.b * sizes.s * sizes.V)
+
+
+def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
+    """Dotted name -> whole shape of each parameter."""
+    leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+
+
+def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
+    """Parameters with a dimension that the contract splits over `model`, and that every device holds whole."""
+    ways = step.mesh.model
+    local = dict(argument_arrays(step.module))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
+    shapes = parameter_shapes(step)
+    notes = []
+    for path, names in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        array = local.get("state.parameters" + jax.tree_util.keystr(path))
+        split = [axis for axis in names if axis in contract.split]
+        if array is None or not split or ways == 1 or array.dims != shapes[name]:
+            continue
+        notes.append(
+            f"the weight {name} is whole on every device, {array}: "
+            f"the {contract.name} contract splits its {' and '.join(split)} {ways} ways"
+        )
+    return notes

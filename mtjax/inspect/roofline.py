@@ -1,0 +1,200 @@
+"""How long the scheduled program should take: a walk over its operations with two clocks, computing and sending.
+
+Each operation takes the longer of its products at the FLOP/s that a product of its size reaches and its bytes at the
+memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
+it runs beside whatever the schedule puts before its done. Speeds and latencies are those of `plan.timing.Constants` and
+`plan.hardware`, each with its source; nothing is fitted. Caches are not modelled: every operand comes from memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
+from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.phases import OTHER, locate
+from mtjax.inspect.products import Product, product_of, products_inside
+from mtjax.inspect.traffic import bytes_moved
+from mtjax.inspect.walk import executions
+from mtjax.plan.hardware import Server
+from mtjax.plan.timing import Constants, Machine
+from mtjax.plan.traffic import Axis
+from mtjax.plan.traffic import Collective as Sent
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation on one of the two clocks, for a timeline; seconds from the start of its computation."""
+
+    name: str
+    label: str
+    phase: str
+    stream: str
+    """ "compute", "send", or "wait" where computing stands still for a collective."""
+    start: float
+    end: float
+
+
+@dataclass
+class Spent:
+    """Seconds by cause."""
+
+    products: float = 0.0
+    memory_bound: float = 0.0
+    exposed: float = 0.0
+    """Computing stood still for a collective."""
+    hidden: float = 0.0
+    """A collective ran beside computing."""
+
+    @property
+    def total(self) -> float:
+        """What they add to the step."""
+        return self.products + self.memory_bound + self.exposed
+
+    def add(self, other: "Spent", times: int = 1) -> None:
+        """Adds `times` another."""
+        self.products += times * other.products
+        self.memory_bound += times * other.memory_bound
+        self.exposed += times * other.exposed
+        self.hidden += times * other.hidden
+
+
+@dataclass
+class Walked:
+    """One execution of a computation."""
+
+    seconds: float = 0.0
+    phases: dict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
+    by_axes: dict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
+    """Exposed and hidden seconds of the collectives over each set of axes."""
+    events: list[Event] = field(default_factory=list)
+
+
+class Roofline:
+    """Walks a module's computations on the GPUs of a server."""
+
+    def __init__(
+        self, module: Module, collectives: list[Collective], server: Server, constants: Constants | None = None
+    ) -> None:
+        self.module, self.server = module, server
+        self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
+        self.launch = self.machines[2].constants.launch
+        self.collectives: Mapping[str, Collective] = {c.name: c for c in collectives}
+        self.walked: dict[str, Walked] = {}
+
+    def run(self) -> Walked:
+        """The whole step."""
+        return self.walk(self.module.entry)
+
+    def walk(self, computation: Computation) -> Walked:
+        """One execution of a computation, remembered by its name."""
+        if computation.name not in self.walked:
+            self.walked[computation.name] = _Clock(self, computation).run()
+        return self.walked[computation.name]
+
+    def seconds(self, computation: Computation, instruction: Instruction) -> tuple[float, bool]:
+        """What an operation takes that calls no loop, and whether products make up its time."""
+        products = [product_of(computation, instruction)]
+        for callee in self.module.callees(instruction):
+            products += products_inside(self.module, callee)
+        computing = sum(self.product_seconds(p) for p in products if p)
+        moving = self.machines[2].passes(bytes_moved(self.module, computation, instruction))
+        return max(computing, moving, self.launch), computing >= moving
+
+    def product_seconds(self, product: Product) -> float:
+        """What a product takes."""
+        machine = self.machines[4 if product.element_bytes == 4 else 2]
+        if product.is_flash:
+            return machine.flash(product.flops / 2)  # the causal half is all it computes
+        return machine.product(product.m, product.k, product.n, product.batch)
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """What one execution of a collective takes on the links it crosses."""
+        ways = collective.group_size
+        if ways <= 1:
+            return 0.0
+        operation = collective.kind if collective.kind in KINDS[:4] else "send"
+        sent = Sent(Axis.MODEL, ways, operation, "", 1, collective.payload_bytes, 1)  # pyright: ignore[reportArgumentType]
+        return self.machines[2].collective(sent, inside=max(1, ways // collective.servers))
+
+
+class _Clock:
+    """One walk down a computation's schedule."""
+
+    def __init__(self, roofline: Roofline, computation: Computation) -> None:
+        self.roofline, self.computation = roofline, computation
+        self.now = 0.0
+        self.sending_until = 0.0
+        self.in_flight: dict[str, tuple[float, float]] = {}
+        self.result = Walked()
+
+    def run(self) -> Walked:
+        for instruction in self.computation.instructions:
+            self._step(instruction)
+        self.result.seconds = self.now
+        return self.result
+
+    def _step(self, instruction: Instruction) -> None:
+        collective = self.roofline.collectives.get(instruction.name)
+        if collective is not None:
+            self._send(instruction, collective)
+        elif instruction.opcode.endswith("-done"):
+            self._finish(instruction)
+        elif instruction.opcode in ("while", "call", "conditional"):
+            self._enter(instruction)
+        elif computes(instruction):
+            seconds, by_products = self.roofline.seconds(self.computation, instruction)
+            phase = locate(self.computation, instruction)[0]
+            spent = self.result.phases[phase]
+            if by_products:
+                spent.products += seconds
+            else:
+                spent.memory_bound += seconds
+            self._event(instruction, instruction.opcode, phase, "compute", self.now, self.now + seconds)
+            self.now += seconds
+
+    def _send(self, instruction: Instruction, collective: Collective) -> None:
+        start = max(self.now, self.sending_until)
+        end = start + self.roofline.collective_seconds(collective)
+        self.sending_until = end
+        over = "+".join(collective.axes) if collective.axes else "?"
+        self._event(instruction, f"{collective.kind} over {over}", collective.phase, "send", start, end)
+        self.in_flight[instruction.name] = (start, end)
+        if not is_started(instruction):
+            self._wait(instruction.name, collective)
+
+    def _finish(self, instruction: Instruction) -> None:
+        for name in instruction.operands:
+            if name in self.in_flight:
+                self._wait(name, self.roofline.collectives[name])
+
+    def _wait(self, name: str, collective: Collective) -> None:
+        start, end = self.in_flight.pop(name)
+        waited = max(0.0, end - self.now)
+        sent = Spent(exposed=waited, hidden=max(0.0, end - start - waited))
+        self.result.phases[collective.phase].add(sent)
+        self.result.by_axes["+".join(collective.axes or ("?",))].add(sent)
+        if waited:
+            self.result.events.append(Event(name, "waits", collective.phase, "wait", self.now, end))
+        self.now += waited
+
+    def _enter(self, instruction: Instruction) -> None:
+        """Loops run their body as often as XLA says; of a conditional's branches the longest counts."""
+        times, _ = executions(instruction)
+        condition = (instruction.attribute("condition") or "").lstrip("%")
+        callees = (c for c in self.roofline.module.callees(instruction) if c.name != condition)
+        inner = [self.roofline.walk(c) for c in callees]
+        if instruction.opcode == "conditional":
+            inner = [max(inner, key=lambda w: w.seconds)]
+        for walked in inner:
+            for phase, spent in walked.phases.items():
+                self.result.phases[phase].add(spent, times)
+            for axes, spent in walked.by_axes.items():
+                self.result.by_axes[axes].add(spent, times)
+            end = self.now + times * walked.seconds
+            if walked.seconds:
+                self._event(instruction, f"{instruction.opcode} x{times}", OTHER, "compute", self.now, end)
+            self.now = end
+
+    def _event(self, instruction: Instruction, label: str, phase: str, stream: str, start: float, end: float) -> None:
+        self.result.events.append(Event(instruction.name, label, phase, stream, start, end))

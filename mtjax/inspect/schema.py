@@ -1,0 +1,136 @@
+"""A report as JSON: schema `mtjax.inspect/1`, described in docs/inspect.md.
+
+Fields are only ever added to a version; a change of meaning makes a new one. Bytes, seconds and FLOPs are plain
+numbers; what is not known is null.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from mtjax.inspect.check import Line, Verdict
+from mtjax.inspect.collectives import Collective
+from mtjax.inspect.memory import MemoryReport
+from mtjax.inspect.predict import TimeReport
+from mtjax.inspect.report import Report
+from mtjax.inspect.targets import Target
+
+SCHEMA = "mtjax.inspect/1"
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as nested dicts of JSON values."""
+    step = report.step
+    return {
+        "schema": SCHEMA,
+        "run": {
+            "mesh": dict(step.mesh_axes),
+            "layout": step.program.layout.name,
+            "compute_dtype": step.config.training.compute_dtype,
+            "recompute": step.config.training.recompute,
+            "sizes": asdict(report.sizes),
+        },
+        "target": _target(report.target),
+        "seconds": {"trace": step.trace_seconds, "compile": step.compile_seconds, "analysis": report.analysis_seconds},
+        "collectives": [_collective(c) for c in report.collectives],
+        "contract": {"name": report.contract.name, **_verdict(report.verdict)},
+        "memory": _memory(report.memory),
+        "flops": {"counted": report.flops.counted, "formula": report.flops.formula},
+        "time": _time(report.time) if report.time else None,
+    }
+
+
+def _target(target: Target) -> dict[str, Any]:
+    server = target.server
+    facts = None
+    if server:
+        facts = {
+            "name": server.name,
+            "gpu": server.gpu.name,
+            "gpus": server.gpus,
+            "link_bytes_per_second": server.link,
+            "network_bytes_per_second": server.network,
+        }
+    return {"name": target.name, "is_gpu": target.is_gpu, "server": facts}
+
+
+def _collective(c: Collective) -> dict[str, Any]:
+    return {
+        "name": c.name,
+        "kind": c.kind,
+        "axes": None if c.axes is None else list(c.axes),
+        "group_size": c.group_size,
+        "servers": c.servers,
+        "phase": c.phase,
+        "count": c.count,
+        "arrays": [{"dtype": a.dtype, "dims": list(a.dims)} for a in c.arrays],
+        "payload_bytes": c.payload_bytes,
+        "wire_bytes": c.wire_bytes,
+        "is_async": c.is_async,
+        "hidden_behind": list(c.hidden_behind),
+        "op_name": c.op_name,
+        "has_own_name": c.has_own_name,
+        "is_known": c.is_known,
+    }
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "holds": verdict.holds,
+        "lines": [_line(line) for line in verdict.lines],
+        "violations": list(verdict.violations),
+        "also_sent": list(verdict.tolerated),
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    asked = line.due.line
+    return {
+        "phase": asked.phase,
+        "kind": asked.kind,
+        "axis": asked.axis,
+        "dtype": line.due.dtype,
+        "count": line.due.count,
+        "count_formula": asked.count,
+        "elements": line.due.elements,
+        "elements_formula": asked.elements,
+        "pooled": asked.pooled,
+        "found": line.found,
+        "found_elements": line.found_elements,
+        "status": line.status,
+        "notes": list(line.notes),
+    }
+
+
+def _memory(memory: MemoryReport) -> dict[str, Any]:
+    plain = {k: v for k, v in vars(memory).items() if k != "formula"}
+    formula = memory.formula
+    return {
+        **plain,
+        "fits": memory.fits,
+        "formula": {
+            "parameters": formula.weights,
+            "optimizer": formula.optimizer,
+            "gradients": formula.gradients,
+            "activations": formula.kept + formula.working,
+            "logits": formula.logits,
+            "total": formula.total,
+        },
+    }
+
+
+def _time(time: TimeReport) -> dict[str, Any]:
+    return {
+        "server": time.server.name,
+        "seconds": time.seconds,
+        "products": time.products,
+        "memory_bound": time.memory_bound,
+        "exposed": time.exposed,
+        "hidden": time.hidden,
+        "exposed_by_axes": dict(time.exposed_by_axes),
+        "hidden_by_axes": dict(time.hidden_by_axes),
+        "phases": {phase: asdict(spent) for phase, spent in time.phases.items()},
+        "model_tflops_per_gpu": time.tflops,
+        "program_tflops_per_gpu": time.hardware_tflops,
+        "mfu": time.mfu,
+        "hfu": time.hfu,
+    }

@@ -1,0 +1,124 @@
+"""What to compile for: virtual CPUs, the GPUs that are here, or GPUs that are not (compile-only devices)."""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from mtjax.errors import UserError
+from mtjax.plan import target as plan_target
+from mtjax.plan.hardware import SERVERS, Server, by_device_kind
+from mtjax.sharding.mesh import MeshShape, attach_devices, has_gpu, make_mesh
+
+CPU = "cpu"
+ATTACHED = "attached"
+PLUGIN = "jax_cuda13_plugin"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device, and the servers it comes in."""
+
+    name: str
+    """What the user called it."""
+    server: Server | None
+    """None for CPUs and for GPUs that are not in the hardware table."""
+    is_gpu: bool
+    """Whether the program is a GPU's: bf16 stays bf16, and a reduce-scatter stays one."""
+
+    @property
+    def devices_per_server(self) -> int:
+        """Neighbours in the mesh that share a server; all of them where there is no server."""
+        return self.server.gpus if self.server else 1 << 30
+
+    def mesh(self, shape: MeshShape) -> Mesh:
+        """A mesh of this target's devices.
+
+        Raises:
+          UserError: it can't be compiled for here, or not enough devices are attached.
+        """
+        if self.name in (CPU, ATTACHED):
+            return attach_devices(shape)
+        assert self.server is not None
+        return make_mesh(shape, compile_only_devices(self.server, shape.size))
+
+
+def find_target(name: str, link: float | None = None, network: float | None = None) -> Target:
+    """The target that `--target` names.
+
+    Args:
+      name: "cpu", "attached", KINDxGPUS-PER-SERVER such as "h100x8", or a .toml file.
+      link: bytes/s of a GPU inside its server, instead of the server's own.
+      network: bytes/s of a GPU between servers, instead of the server's own.
+
+    Raises:
+      UserError: there is no such target, or links are given for CPUs.
+    """
+    if name == CPU:
+        if link or network:
+            raise UserError("--intra-bandwidth and --inter-bandwidth describe servers of GPUs, and the target is cpu")
+        return Target(name, None, is_gpu=False)
+    server = attached_server() if name == ATTACHED else plan_target.parse(name)
+    speeds = {"link": link, "network": network}
+    changed = dataclasses.replace(server, **{k: v for k, v in speeds.items() if v is not None})
+    return Target(name, changed, is_gpu=True)
+
+
+def running_target(mesh: Mesh) -> Target:
+    """The target that a mesh of real devices is, whether or not the hardware table knows it."""
+    device = mesh.devices.flat[0]
+    gpu = by_device_kind(device.device_kind)
+    if device.platform not in ("gpu", "cuda") or gpu is None:
+        return Target(CPU if device.platform == "cpu" else ATTACHED, None, is_gpu=device.platform != "cpu")
+    server = dataclasses.replace(SERVERS[gpu.name], gpus=jax.local_device_count())
+    return Target(ATTACHED, server, is_gpu=True)
+
+
+def attached_server() -> Server:
+    """The servers of the GPUs that this process sees.
+
+    Raises:
+      UserError: there is no GPU, or its kind is not in the table.
+    """
+    if not has_gpu():
+        raise UserError(
+            "--target attached inspects for the GPUs of this machine, and there are none; try h100x8 or cpu"
+        )
+    device = jax.devices()[0]
+    gpu = by_device_kind(device.device_kind)
+    if gpu is None:
+        raise UserError(
+            f"the attached {device.device_kind!r} is not in the hardware table; describe it in a .toml file"
+        )
+    return dataclasses.replace(SERVERS[gpu.name], gpus=jax.local_device_count())
+
+
+def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
+    """GPUs that can be compiled for but are not there: `count` of them, filling one server after the other.
+
+    Raises:
+      UserError: the extra `aot` is missing, XLA does not compile for this kind, or the last server is not full.
+    """
+    missing = [name for name in (PLUGIN, "nvidia") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError("compiling for GPUs that are not there needs the extra aot: pip install 'mtjax[aot]'")
+    each = min(server.gpus, count)
+    if count % each:
+        raise UserError(
+            f"{count} GPUs don't fill servers of {server.gpus}: choose a mesh that does, or another --target"
+        )
+    if not has_gpu() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver, and complains
+    topology = topologies.get_topology_desc(
+        topology_name=server.target,
+        platform="cuda",
+        topology=f"1x{count // each}x{each}",
+        target_config=server.gpu.target_description(),
+    )
+    return topology.devices

@@ -1,0 +1,174 @@
+"""A report for the terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from mtjax.inspect.check import Line
+from mtjax.inspect.hlo import Array
+from mtjax.inspect.report import Report, Row
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints a report."""
+    console.print(heading(report), highlight=False)
+    console.print(collectives_table(report.rows))
+    console.print(contract_table(report))
+    for note in contract_notes(report):
+        console.print(note, highlight=False, soft_wrap=True)
+    console.print(memory_lines(report), highlight=False)
+    console.print(time_lines(report), highlight=False)
+
+
+def heading(report: Report) -> str:
+    """What was compiled, for what, and how long that took."""
+    step, sizes = report.step, report.sizes
+    recompute = "full recompute" if sizes.full else "no recompute"
+    return (
+        f"{step.config.model.num_layers} layers x {sizes.h}, {step.config.model.num_heads} heads, "
+        f"sequence {sizes.s}, vocabulary {sizes.V:,}; {step.config.training.compute_dtype}, {recompute}\n"
+        f"mesh {step.mesh} (data x model), {sizes.m} microbatch{'es' if sizes.m > 1 else ''} of {sizes.b} "
+        f"samples on each data rank; target {step.target.name}\n"
+        f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
+        f"read in {report.analysis_seconds:.1f} s"
+    )
+
+
+def collectives_table(rows: Iterable[Row]) -> Table:
+    """Every collective of a step."""
+    table = Table(title="Collectives of a step", title_justify="left", title_style="bold")
+    table.add_column("phase")
+    table.add_column("operation")
+    table.add_column("over")
+    table.add_column("count", justify="right")
+    table.add_column("shape", overflow="fold")
+    table.add_column("bytes each", justify="right")
+    table.add_column("sent a step", justify="right")
+    table.add_column("crosses")
+    table.add_column("behind compute", justify="right")
+    for row in rows:
+        table.add_row(
+            row.phase,
+            row.kind + ("" if row.is_known else " (?)"),
+            axes_text(row.axes),
+            str(row.count),
+            shapes_text(row.arrays),
+            size(row.payload_bytes),
+            size(row.wire_bytes * row.count),
+            f"{row.servers} servers" if row.servers > 1 else "-",
+            f"{row.hidden} of {row.count}" if row.is_async else "no",
+        )
+    return table
+
+
+def contract_table(report: Report) -> Table:
+    """Expected against compiled."""
+    table = Table(title=f"Contract: {report.contract.name}", title_justify="left", title_style="bold")
+    table.add_column("phase")
+    table.add_column("expected", overflow="fold")
+    table.add_column("elements each", justify="right")
+    table.add_column("compiled", justify="right")
+    table.add_column("")
+    for line in report.verdict.lines:
+        asked = line.due.line
+        what = f"{line.due.count} {asked.kind} over {asked.axis} ({asked.count})"
+        table.add_row(asked.phase, what, f"{line.due.elements:,} ({asked.elements})", _compiled(line), _mark(line))
+    return table
+
+
+def contract_notes(report: Report) -> list[str]:
+    """The verdict, every difference explained, and what else is sent."""
+    holds = "[green]the contract holds[/]" if report.verdict.holds else "[red]the contract is broken[/]"
+    breaches = [f"[red]x[/] {_escape(v)}" for v in report.verdict.violations]
+    return [holds, *breaches, *(f"also sent: {_escape(t)}" for t in report.verdict.tolerated)]
+
+
+def _compiled(line: Line) -> str:
+    if line.due.line.pooled:
+        return f"{line.found_elements:,} in {line.found}"
+    return str(line.found)
+
+
+def _mark(line: Line) -> str:
+    notes = "; ".join(_escape(n) for n in line.notes)
+    return {"holds": f"ok {notes}", "missing": "[red]missing[/]", "differs": "[red]differs[/]"}[line.status].strip()
+
+
+def memory_lines(report: Report) -> str:
+    """Bytes per device."""
+    m, f = report.memory, report.memory.formula
+    verdict = ""
+    if m.capacity is not None:
+        word = "[green]fits[/]" if m.fits else "[red]does not fit[/]"
+        verdict = f"  {word}: {size(m.peak)} of {size(m.capacity)}"
+    return (
+        f"[bold]Memory of a device[/]{verdict}\n"
+        f"  compiled: arguments {size(m.arguments)}, outputs {size(m.outputs)} ({size(m.aliased)} of them in place of "
+        f"arguments), temporaries {size(m.temporaries)}, peak {size(m.peak)}\n"
+        f"  of which: parameters {size(m.parameters)}, optimizer {size(m.optimizer)}, "
+        f"gradients {size(m.gradients)} (counted), activations and workspace {size(m.activations)} (the rest)\n"
+        f"  formula:  parameters {size(f.weights)}, optimizer {size(f.optimizer)}, gradients {size(f.gradients)}, "
+        f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, together {size(f.total)}"
+    )
+
+
+def time_lines(report: Report) -> str:
+    """FLOPs, and where the hardware is known the predicted time."""
+    flops = report.flops
+    lines = [
+        "[bold]Work of a step[/]",
+        f"  products {flops.counted / 1e12:,.3f} TFLOP compiled, {flops.formula / 1e12:,.3f} by formula "
+        f"({flops.difference:+.2%})"
+        + (": XLA computes some of them again to save memory" if flops.difference > 0.01 else ""),
+    ]
+    t = report.time
+    if t is None:
+        return "\n".join(lines)
+    waits = ", ".join(f"{axes} {duration(s)}" for axes, s in t.exposed_by_axes.items() if s >= 1e-6)
+    lines += [
+        f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",
+        f"  step {duration(t.seconds)}: products {duration(t.products)}, memory-bound {duration(t.memory_bound)}, "
+        f"waiting for collectives {duration(t.exposed)} = {t.exposed_share:.1%} ({waits or 'none'}); "
+        f"collectives behind compute {duration(t.hidden)}",
+        f"  {t.tflops:.1f} TFLOP/s of the model per GPU, MFU {t.mfu:.1%}; "
+        f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+def axes_text(axes: tuple[str, ...] | None) -> str:
+    """ "model", "data+model", "nobody" for lone devices, "?" for groups that are no set of axes."""
+    if axes is None:
+        return "?"
+    return "+".join(axes) or "nobody"
+
+
+def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
+    """The first arrays, and how many more."""
+    shown = ", ".join(str(a) for a in arrays[:most])
+    return shown + (f" and {len(arrays) - most} more" if len(arrays) > most else "")
+
+
+def size(number: float) -> str:
+    """Bytes in decimal units: 1.5 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 0.9995 * scale:
+            return f"{_three_digits(number / scale)} {unit}"
+    return f"{number:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a unit that fits: 1.5 ms."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,55 @@
+"""Bytes that an operation moves through a device's memory: whole operands and results, but of slices only the slice."""
+
+from mtjax.inspect.hlo import Computation, Instruction, Module
+
+_VIEWS = ("bitcast", "reshape", "copy", "convert")
+
+
+def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes read and written by one execution of an operation."""
+    if instruction.opcode == "fusion":
+        fused = next(iter(module.callees(instruction)), None)
+        if fused is not None:
+            return _fusion(fused)
+    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * instruction.bytes
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * computation.by_name[instruction.operands[1]].bytes
+    if instruction.opcode in ("iota", "broadcast", "partition-id"):
+        return instruction.bytes
+    return instruction.bytes + sum(a.bytes for a in computation.operand_arrays(instruction))
+
+
+def _fusion(fused: Computation) -> int:
+    """What a fused kernel reads of each parameter, and what it writes."""
+    return sum(_read(fused, p) for p in fused.parameters) + _written(fused, fused.root)
+
+
+def _read(fused: Computation, value: Instruction) -> int:
+    """Bytes read of a value: what its users slice out of it, when all of them do."""
+    users = fused.users.get(value.name, ())
+    if not users:
+        return 0
+    read = 0
+    for user in users:
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
+            read += user.bytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+            continue  # written in place
+        elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
+            read += _read(fused, user) if user.opcode == "bitcast" else min(_read(fused, user), value.bytes)
+        else:
+            return value.bytes
+    return min(read, value.bytes)
+
+
+def _written(fused: Computation, root: Instruction) -> int:
+    if root.opcode == "tuple":
+        return sum(_written(fused, fused.by_name[name]) for name in root.operands)
+    if root.opcode == "dynamic-update-slice":
+        return fused.by_name[root.operands[1]].bytes
+    if root.opcode == "bitcast" and root.operands[0] in fused.by_name:
+        return _written(fused, fused.by_name[root.operands[0]])
+    if root.opcode == "parameter":
+        return 0
+    return root.bytes

@@ -1,0 +1,43 @@
+"""Every instruction that a step executes, and how often: loops multiplied, fusions, calls and branches entered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.inspect.hlo import Computation, Instruction, Module
+
+
+@dataclass(frozen=True)
+class Site:
+    """An instruction at one place of the program."""
+
+    instruction: Instruction
+    computation: Computation
+    count: int
+    """Executions in a step."""
+    is_exact: bool = True
+    """False inside a loop of unknown length (counted once) or a branch (counted as if always taken)."""
+    callers: tuple["Site", ...] = ()
+    """The instructions through which it was entered, outermost first."""
+
+
+def walk(module: Module) -> Iterator[Site]:
+    """All instructions, from the entry down, in order of execution."""
+    yield from _visit(module, module.entry, 1, True, ())
+
+
+def _visit(
+    module: Module, computation: Computation, count: int, exact: bool, callers: tuple[Site, ...]
+) -> Iterator[Site]:
+    for instruction in computation.instructions:
+        site = Site(instruction, computation, count, exact, callers)
+        yield site
+        inner, known = executions(instruction)
+        for callee in module.callees(instruction):
+            yield from _visit(module, callee, count * inner, exact and known, (*callers, site))
+
+
+def executions(instruction: Instruction) -> tuple[int, bool]:
+    """How often an instruction runs what it calls, and whether that is certain."""
+    if instruction.opcode == "while":
+        return instruction.trip_count if instruction.trip_count is not None else 1, instruction.trip_count is not None
+    return 1, instruction.opcode != "conditional"

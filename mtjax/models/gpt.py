@@ -1,0 +1,78 @@
+"""GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+from jaxtyping import Float, Int, Key
+
+from mtjax.config import Config, padded_vocab_size
+from mtjax.models.layers import LayerNorm, dropout, normal
+from mtjax.models.transformer import RESIDUAL, Stack
+from mtjax.sharding.axes import spec
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
+
+EMBEDDING_SITE = 2**31 - 1
+"""Dropout site of the embeddings, apart from every layer's number."""
+
+
+class GPT(nnx.Module):
+    """A decoder-only language model.
+
+    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        table_key, position_key, stack_key = jax.random.split(key, 3)
+        rows = padded_vocab_size(model)
+        self.embedding = normal(table_key, {"vocab": rows, "embed": model.hidden_size}, model.init_std)
+        self.positions = normal(
+            position_key, {"seq": model.sequence_length, "embed": model.hidden_size}, model.init_std
+        )
+        self.stack = Stack(model, dtype, recompute=config.training.recompute == "full", key=stack_key)
+        self.final_norm = LayerNorm(model.hidden_size, model.norm_epsilon, dtype)
+        self.rate = model.hidden_dropout
+        self.vocab_size = model.vocab_size
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        position_ids: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        keys: Key[Array, " batch"] | None = None,
+    ) -> Float[Array, "batch act_seq embed"]:
+        """Final hidden states, normalised.
+
+        Args:
+          tokens: ids.
+          position_ids: of each token in its document; 0, 1, ... when None.
+          segment_ids: when given, tokens attend within their own segment only.
+          keys: one dropout key per sample; None turns dropout off.
+        """
+        with jax.named_scope("embedding"):
+            x = vocab_parallel_embedding(self.embedding[...], tokens, self.dtype)
+            x = x + self._positions(tokens.shape[1], position_ids)
+            x = dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
+        return self.final_norm(self.stack(x, segment_ids, keys))
+
+    def _positions(self, length: int, position_ids: Array | None) -> Array:
+        """Position embeddings, to be added to [batch, act_seq, embed]."""
+        positions = self.positions[...].astype(self.dtype)
+        if position_ids is None:
+            return reshard(positions[:length], spec("act_seq", "embed"))
+        return positions.at[position_ids].get(out_sharding=spec(*RESIDUAL))
+
+    def losses(
+        self, hidden: Float[Array, "batch act_seq embed"], labels: Int[Array, "batch seq"], options: LossOptions
+    ) -> Float[Array, "batch seq"]:
+        """Cross-entropy of each next token."""
+        return vocab_parallel_cross_entropy(hidden, self.embedding[...], labels, options)
+
+    def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """float32 logits over the padded vocabulary, split over the mesh; training never makes them."""
+        table = self.embedding[...].astype(self.dtype)
+        place = spec("batch", "seq", "vocab")
+        return jnp.einsum("bsh,vh->bsv", hidden, table, preferred_element_type=jnp.float32, out_sharding=place)

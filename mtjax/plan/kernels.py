@@ -1,0 +1,91 @@
+"""What a layer's element-wise kernels move through memory, for code that fuses them and code that doesn't.
+
+Bytes per element of [batch, sequence, hidden], in terms of c, the bytes of an element: a kernel that reads one array
+and writes one moves 2c; a dropout mask has one byte.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PerElement = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one pass over a layer."""
+
+    outside: PerElement
+    """Outside the tensor-parallel regions: norms, dropout, residual adds."""
+    inside: PerElement
+    """Inside attention, but for the scores."""
+    mlp: PerElement
+    """Per element of the MLP's inner width."""
+
+
+@dataclass(frozen=True)
+class ElementWise:
+    """How a code base runs its element-wise work."""
+
+    name: str
+    forward: Traffic
+    backward: Traffic
+    logits: float
+    """Bytes per logit, forward and backward."""
+    optimizer_extra: float
+    """Bytes per parameter beyond one read and write of the states."""
+
+
+UNFUSED = ElementWise(
+    "unfused",
+    # Two norms 2 x 2c, two biases 2 x 2c, two dropouts 2 x (2c+1), two residual adds 2 x 3c.
+    forward=Traffic(
+        outside=lambda c: 18 * c + 2,
+        # Bias of query, key and value 3 x 2c, their copies 3 x 2c, the context's copy 2c.
+        inside=lambda c: 14 * c,
+        # Bias 2c, GELU 2c.
+        mlp=lambda c: 4 * c,
+    ),
+    # Norms 2 x 5c (input and parameter gradients), dropouts 2 x (2c+1), bias sums 2 x c, residual adds 2 x 3c.
+    backward=Traffic(
+        outside=lambda c: 22 * c + 2,
+        # Bias sums 3c, joining the three gradients 3 x 2c, the context's copy 2c.
+        inside=lambda c: 11 * c,
+        # GELU 3c, bias sum c.
+        mlp=lambda c: 4 * c,
+    ),
+    # To float32, maximum, subtract, exponential, sum, divide; gradient back to 16 bit.
+    logits=40,
+    # Copies of the gradients to float32, unscaling, clipping.
+    optimizer_extra=22,
+)
+FUSED = ElementWise(
+    "fused",
+    # Two norms 2 x 2c, bias + dropout + residual add 2 x (3c+1).
+    forward=Traffic(outside=lambda c: 10 * c + 2, inside=lambda c: 6 * c, mlp=lambda c: 2 * c),
+    # Norms 2 x 4c, dropout and residual 2 x (2c+1).
+    backward=Traffic(outside=lambda c: 12 * c + 2, inside=lambda c: 6 * c, mlp=lambda c: 3 * c),
+    logits=16,
+    optimizer_extra=0,
+)
+
+
+@dataclass(frozen=True)
+class Core:
+    """Bytes per attention score when the probabilities are written out; `dropout` adds its kernels."""
+
+    forward: Callable[[int, bool], float]
+    backward: Callable[[int, bool], float]
+
+
+CORE = {
+    # Scale, mask (multiply and subtract), softmax: 4 x 2c; dropout 2c+1. Back: softmax 3c, mask and scale 2 x 2c.
+    "unfused": Core(
+        lambda c, dropout: 8 * c + (2 * c + 1 if dropout else 0),
+        lambda c, dropout: 7 * c + (2 * c + 1 if dropout else 0),
+    ),
+    # float32 scores read twice (maximum, sum), probabilities written; dropout's mask. Back: gradients through softmax.
+    "fused": Core(
+        lambda c, dropout: 8 + c + (c + 1 if dropout else 0),
+        lambda c, dropout: 4 * c + (1 if dropout else 0),
+    ),
+}

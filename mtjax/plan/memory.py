@@ -1,0 +1,204 @@
+"""Memory per GPU by formula: model states, activations by kind, logits; stage by stage.
+
+Symbols as in `mtjax.plan.formulas`; bytes. Sources: arXiv 2205.05198 (activations), 1910.02054 (ZeRO).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.plan.formulas import Recompute, Shape, layer_parameters, parameters_per_rank
+from mtjax.plan.plans import Plan, Precision, Residuals
+from mtjax.plan.schedules import in_flight
+
+
+def bytes_per_parameter(precision: Precision, zero: int, data_ways: int) -> tuple[float, float, float]:
+    """Bytes per parameter of weights, gradients and optimizer: w, g, k.
+
+    ZeRO-1 divides k by the data ways d, ZeRO-2 also g, ZeRO-3 also w (arXiv 1910.02054, section 5).
+    """
+    w, g, k = precision.weights, precision.gradients, precision.optimizer
+    d = data_ways
+    return (w / d if zero >= 3 else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
+
+
+def megatron_state_bytes(parameters: int, data_ways: int = 1, *, distributed_optimizer: bool = False) -> float:
+    """Model states as Megatron-LM's `theoretical_memory_usage` counts them: 18 per parameter, or 6 + 12/d."""
+    return parameters * (6 + 12 / data_ways if distributed_optimizer else 18)
+
+
+def layer_activations(
+    shape: Shape,
+    microbatch: int,
+    model_ways: int,
+    *,
+    sequence_parallel: bool = False,
+    flash_attention: bool = False,
+    dropout: bool = True,
+    element_bytes: int = 2,
+    residuals: Residuals = "megatron",
+) -> dict[str, float]:
+    """What one layer keeps of one microbatch for its backward pass, by kind.
+
+    Megatron's fused kernels: sums to `sbh (10 + 24/t + 5as/(ht))`; all of it over t with sequence parallelism; flash
+    attention leaves out the last term (arXiv 2205.05198, equations 1 to 4). Masks have one byte, all else
+    `element_bytes`, c.
+
+    JAX: norms keep three float32 arrays each, GELU's derivative six arrays where Megatron's kernels keep two, softmax
+    its float32 exponentials beside the probabilities: `sbh (28 + 2 (1 + 8/t) + ...)`; read off compiled programs.
+    """
+    s, b, h, t, c = shape.sequence_length, microbatch, shape.hidden_size, model_ways, element_bytes
+    outside = s * b * h / (t if sequence_parallel else 1)
+    inside = s * b * h / t
+    masks = 1 if dropout else 0
+    is_jax = residuals == "jax"
+    kinds = {
+        "norm inputs": 2 * (12 if is_jax else c) * outside,
+        "inputs of column-parallel products": 2 * c * outside,
+        "dropout masks": 2 * masks * outside,
+        "query, key, value": 3 * c * inside,
+        "attention output": c * inside,
+        "attention probabilities": 0.0,
+        "MLP": (6 if is_jax else 2) * c * inside * shape.mlp_size / h,
+    }
+    if not flash_attention:
+        per_score = (4 + c + masks) if is_jax else (2 * c + masks if dropout else c)
+        kinds["attention probabilities"] = per_score * shape.num_heads * s * s * b / t
+    return kinds
+
+
+def kept_by(kinds: Mapping[str, float], recompute: Recompute, layer_input: float) -> dict[str, float]:
+    """What stays of a layer between its passes: all of it, all but the probabilities, or its input alone."""
+    if recompute == "full":
+        return {"layer inputs": layer_input}
+    return {k: v for k, v in kinds.items() if recompute == "none" or k != "attention probabilities"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU of a stage, at the fullest moment of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: Mapping[str, float]
+    """Of all layers and microbatches in flight, by kind."""
+    working: float
+    """The layer at work: what it computes again, its scores' gradients, and the gathered weights of ZeRO-3."""
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it; the logits are gone when the layers' backward pass begins."""
+        return self.states + self.kept + max(self.working, self.logits)
+
+    @property
+    def states(self) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kept(self) -> float:
+        """All activations that wait for the backward pass."""
+        return sum(self.activations.values())
+
+
+def stage_parameters(shape: Shape, plan: Plan, stage: int) -> float:
+    """Parameters on a GPU of a stage.
+
+    The first stage has the embeddings, the last the output table (a copy when tied) and the final norm.
+    """
+    ways = plan.ways
+    if ways.stage == 1:
+        return parameters_per_rank(shape, ways.model)
+    layers = shape.num_layers // ways.stage * _layer_parameters_per_rank(shape, ways.model)
+    table = shape.padded_vocab_size * shape.hidden_size / ways.model
+    first = table + shape.sequence_length * shape.hidden_size if stage == 0 else 0
+    last = table + 2 * shape.hidden_size if stage == ways.stage - 1 else 0
+    return layers + first + last
+
+
+def _layer_parameters_per_rank(shape: Shape, model_ways: int) -> float:
+    replicated = 6 * shape.hidden_size
+    return (layer_parameters(shape) - replicated) / model_ways + replicated
+
+
+def stage_memory(shape: Shape, plan: Plan, stage: int = 0) -> Memory:
+    """Bytes on a GPU of a stage by formula."""
+    ways, b, c = plan.ways, plan.microbatch_size, plan.element_bytes
+    parameters = stage_parameters(shape, plan, stage)
+    w, g, k = bytes_per_parameter(plan.precision, plan.zero, ways.data)
+    kinds = layer_activations(
+        shape,
+        b,
+        ways.model,
+        sequence_parallel=plan.sequence_parallel,
+        flash_attention=plan.flash_attention,
+        dropout=plan.dropout,
+        element_bytes=c,
+        residuals=plan.residuals,
+    )
+    residual = c * shape.sequence_length * b * shape.hidden_size / (ways.model if plan.sequence_parallel else 1)
+    kept = kept_by(kinds, plan.recompute, residual)
+    layers = shape.num_layers // ways.stage
+    copies = in_flight(plan.schedule, ways.stage, plan.microbatches, stage, plan.chunks)
+    return Memory(
+        weights=w * parameters,
+        gradients=g * parameters * _gradient_copies(plan),
+        optimizer=k * parameters,
+        activations={name: copies * layers * size for name, size in kept.items()},
+        working=_working(shape, plan, kinds, kept),
+        logits=_logits(shape, plan) if stage == ways.stage - 1 else 0,
+    )
+
+
+def _gradient_copies(plan: Plan) -> int:
+    """JAX adds a microbatch's gradients to the sum of those before, so both are alive; Megatron adds in place."""
+    return 2 if plan.residuals == "jax" and plan.microbatches > 1 and plan.zero < 2 else 1
+
+
+def _working(shape: Shape, plan: Plan, kinds: Mapping[str, float], kept: Mapping[str, float]) -> float:
+    """Bytes that the layer at work needs beside what it kept."""
+    layer, c = _layer_parameters_per_rank(shape, plan.ways.model), plan.element_bytes
+    gathered = 2 * c * layer if plan.zero == 3 else 0
+    if plan.residuals == "megatron":
+        return gathered + sum(kinds.values()) - sum(v for name, v in kept.items() if name in kinds)
+    return gathered + _jax_working(shape, plan, kinds, layer)
+
+
+def _jax_working(shape: Shape, plan: Plan, kinds: Mapping[str, float], layer: float) -> float:
+    """The fuller of two moments of a layer's backward pass: in attention, and in the MLP before it."""
+    c, t, rows = plan.element_bytes, plan.ways.model, plan.microbatch_size * shape.sequence_length
+    pairs = 0 if plan.flash_attention else rows * shape.sequence_length * shape.num_heads / t
+    # Scores read or computed again, then their float32 gradients; float32 programs hoist two constants of that shape.
+    attention = kinds["attention probabilities"] + 4 * pairs
+    hoisted = 8 * pairs if c == 4 else 0
+    if plan.recompute == "none":
+        # The scan keeps its weights as cast.
+        cast = c * layer * (shape.num_layers // plan.ways.stage) if c < plan.precision.weights else 0
+        return hoisted + attention + cast
+    if plan.recompute == "selective":
+        return hoisted + attention
+    # One norm's three arrays, the residual stream's float32 gradient, two arrays in the compute type, two masks.
+    split = t if plan.sequence_parallel else 1
+    near = (3 * 4 + 4 + 2 * c + (2 if plan.dropout else 0)) * rows * shape.hidden_size / split
+    return hoisted + near + max(attention, kinds["attention probabilities"] + kinds["MLP"])
+
+
+def _logits(shape: Shape, plan: Plan) -> float:
+    """float32 logits of the tokens that are alive at a time, with their gradients.
+
+    Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside them
+    lies the table in the compute type.
+    """
+    rows = shape.sequence_length * plan.microbatch_size
+    tokens = min(rows, plan.loss_chunk or rows)
+    columns = shape.padded_vocab_size / plan.ways.model
+    if plan.residuals == "megatron":
+        return 2 * 4 * tokens * columns
+    gradients = plan.element_bytes * tokens * columns if tokens < rows else 0
+    return 4 * tokens * columns + gradients + plan.element_bytes * columns * shape.hidden_size
+
+
+def fullest_stage(shape: Shape, plan: Plan) -> Memory:
+    """The memory of the stage that needs most."""
+    return max((stage_memory(shape, plan, i) for i in range(plan.ways.stage)), key=lambda m: m.total)

@@ -1,0 +1,77 @@
+"""The planner's own command-line options."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mtjax.errors import UserError
+from mtjax.plan.schedules import Schedule
+
+PLOT_FORMATS = (".png", ".pdf", ".svg")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to plan."""
+
+    target: str = "h100x8"
+    """GPUs and how many share a server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file of your own."""
+    tokens: float | None = None
+    """Tokens to train on, say 300e9: prints steps and days."""
+    gpus: int | None = None
+    """Search the fastest plan for this many GPUs, instead of reporting on --mesh."""
+    days: float | None = None
+    """Search the fewest GPUs that read --tokens within this many days."""
+    price: float | None = None
+    """Price of a GPU for an hour: prints the cost."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage over the data ways: 1 shards the optimizer, 2 also gradients, 3 also parameters (an estimate)."""
+    sequence_parallel: bool = False
+    """Split the residual stream over the model ways along the sequence (an estimate)."""
+    selective: bool = False
+    """Compute only the attention core again, in place of --recompute (an estimate)."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule of a mesh with stages (an estimate)."""
+    chunks: int = 1
+    """Chunks of layers per stage of the interleaved schedule."""
+    usable: float = 0.9
+    """Share of a GPU's memory that a plan may fill."""
+    exposed_share: float = 0.05
+    """Communication that can't be hidden, as a share of the compute time it serves: sets the bandwidth demand."""
+    serial_share: float = 0.0005
+    """Share of the work that no GPU can share with another: sets Amdahl's bound."""
+    verify: bool = False
+    """Compile the step for the target, without GPUs, and print the error of each formula."""
+    inference: bool = False
+    """Print what generating text takes."""
+    context: int | None = None
+    """Tokens of context for --inference; the model's sequence length when not given."""
+    plot: Path | None = None
+    """Draw memory and scaling into this PNG, PDF or SVG."""
+    published: bool = False
+    """Print what the scaling model predicts for published runs, with each gap."""
+
+    def check(self) -> None:
+        """Refuses numbers that mean nothing.
+
+        Raises:
+          UserError: the first of them.
+        """
+        for name in ("tokens", "gpus", "days", "price", "context", "chunks"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"--{name} is {value}, and must be above 0")
+        for name in ("usable", "exposed_share", "serial_share"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}, and must be above 0 and at most 1")
+        if self.days is not None and self.tokens is None:
+            raise UserError("--days needs to know how much is read in them: give --tokens, say --tokens 300e9")
+        if self.days is not None and self.gpus is not None:
+            raise UserError(f"--gpus {self.gpus} and --days {self.days:g} each search for the other: give one of them")
+        if self.plot is not None and self.plot.suffix.lower() not in PLOT_FORMATS:
+            raise UserError(f"--plot {self.plot} should end in one of {', '.join(PLOT_FORMATS)}")
+        if self.plot is not None and not self.plot.parent.is_dir():
+            raise UserError(f"--plot {self.plot}: there is no folder {self.plot.parent}")
+        if self.verify and (self.gpus is not None or self.days is not None):
+            raise UserError("--verify compiles one plan: give its --mesh, not --gpus or --days")

@@ -1,0 +1,118 @@
+"""Memory against mesh, weak scaling with the paper's points, strong scaling with Amdahl's bound."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mtjax.errors import UserError
+from mtjax.plan import formulas, published
+from mtjax.plan.formulas import Shape
+from mtjax.plan.hardware import Server
+from mtjax.plan.memory import Memory, fullest_stage
+from mtjax.plan.options import Options
+from mtjax.plan.plans import Plan, Ways, check
+from mtjax.plan.search import divisors
+from mtjax.plan.timing import step_time
+
+
+def draw(path: Path, shape: Shape, plan: Plan, server: Server, options: Options) -> None:
+    """Writes all three plots into one file, atomically; its ending says the format."""
+    figure = Figure(figsize=(17, 5.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    memory_by_mesh(left, shape, plan, server, options.usable)
+    weak_scaling(middle)
+    strong_scaling(right, shape, plan, server, options.serial_share)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=130)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def memory_parts(memory: Memory) -> dict[str, float]:
+    """GiB by component."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "kept activations": memory.kept,
+        "layer at work": memory.working,
+        "logits": memory.logits,
+    }
+    return {name: size / 2**30 for name, size in parts.items()}
+
+
+def mesh_choices(shape: Shape, plan: Plan, server: Server) -> list[Plan]:
+    """The plan on every mesh of as many GPUs that divides, by model ways; stages as planned."""
+    gpus = plan.ways.gpus // plan.ways.stage
+    choices = []
+    for model in divisors(gpus):
+        data = gpus // model
+        if model > server.gpus or plan.global_batch_size % data:
+            continue
+        microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
+        option = replace(plan, ways=Ways(data, plan.ways.stage, model), microbatch_size=microbatch)
+        try:
+            check(shape, option)
+        except UserError:
+            continue
+        choices.append(option)
+    return choices
+
+
+def memory_by_mesh(axes: Axes, shape: Shape, plan: Plan, server: Server, usable: float) -> None:
+    """Stacked components, one bar per mesh."""
+    choices = mesh_choices(shape, plan, server)
+    names = [f"{p.ways.data}x{p.ways.stage}x{p.ways.model}" for p in choices]
+    parts = [memory_parts(fullest_stage(shape, p)) for p in choices]
+    bottom = [0.0] * len(choices)
+    for name in parts[0]:
+        heights = [p[name] for p in parts]
+        axes.bar(names, heights, bottom=bottom, label=name)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axes.axhline(usable * server.gpu.memory / 2**30, color="black", linestyle="--", label=f"{usable:.0%} of the GPU")
+    axes.set(title=f"Memory per {server.gpu.name}, by formula", xlabel="data x stage x model ways", ylabel="GiB")
+    axes.tick_params(axis="x", rotation=40 if len(names) > 4 else 0)
+    axes.legend(fontsize=8)
+
+
+def weak_scaling(axes: Axes) -> None:
+    """Figure 5: the paper's points and the model's."""
+    points = published.figure_5()
+    for part, colour, name in ((points[:4], "tab:blue", "model ways"), (points[4:], "tab:orange", "model x data ways")):
+        gpus = [p.plan.ways.gpus for p in part]
+        axes.plot(gpus, [100 * p.published for p in part], "o", color=colour, label=f"{name}: paper, measured")
+        axes.plot(gpus, [100 * p.predicted for p in part], "--", color=colour, label=f"{name}: model")
+    axes.set_xscale("log", base=2)
+    axes.set(title="Weak scaling, V100 (Figure 5)", xlabel="GPUs", ylabel="% of one GPU's speed", ylim=(0, 110))
+    axes.legend(fontsize=8, loc="lower left")
+
+
+def strong_scaling(axes: Axes, shape: Shape, plan: Plan, server: Server, serial_share: float) -> None:
+    """Speed-up over the smallest data ways, the global batch fixed; with the ideal and Amdahl's bound."""
+    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.ways.data)]
+    times = []
+    for data in counts:
+        microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
+        while plan.global_batch_size % (data * microbatch):
+            microbatch -= 1
+        option = replace(plan, ways=replace(plan.ways, data=data), microbatch_size=microbatch)
+        times.append(step_time(shape, option, server).total)
+    each = plan.ways.stage * plan.ways.model
+    gpus = [d * each for d in counts]
+    axes.plot(gpus, [times[0] / t for t in times], "o-", label="model")
+    axes.plot(gpus, counts, ":", color="grey", label="ideal")
+    bound = [formulas.amdahl_speedup(serial_share, d) for d in counts]
+    axes.plot(gpus, bound, "--", color="tab:red", label=f"Amdahl, {100 * serial_share:g}% serial")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    title = f"Strong scaling, global batch {plan.global_batch_size}, {each} GPUs a replica"
+    axes.set(title=title, xlabel="GPUs", ylabel="speed-up over one replica")
+    axes.legend(fontsize=8)

@@ -1,0 +1,274 @@
+"""The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mtjax.errors import UserError
+from mtjax.plan.formulas import SECONDS_PER_DAY, Recompute, Shape, model_flops_per_token, steps_for_tokens
+from mtjax.plan.hardware import Server
+from mtjax.plan.memory import Memory, fullest_stage
+from mtjax.plan.plans import Plan, Ways, check
+from mtjax.plan.timing import MTJAX, Software, StepTime, step_time
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may choose from."""
+
+    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    sequence: tuple[bool, ...] = (False, True)
+    max_stages: int = 64
+    chunks: tuple[int, ...] = (1, 2, 4)
+    usable: float = 0.9
+    """Share of a GPU's memory that a plan may fill."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its cost."""
+
+    plan: Plan
+    memory: Memory
+    time: StepTime
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Fastest first; of equally fast ones the smallest."""
+        return (self.time.total, self.memory.total)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    fitting: list[Candidate]
+    """Fastest first."""
+    too_large: list[Candidate]
+    """Would-be plans that exceed the memory, fastest first."""
+    limit: float
+    """Bytes a plan may fill."""
+
+    @property
+    def best(self) -> Candidate:
+        """The winner."""
+        return self.fitting[0]
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def meshes(shape: Shape, gpus: int, global_batch_size: int, server: Server, space: Space) -> Iterator[Ways]:
+    """Meshes of exactly `gpus` that divide the model; model ways stay inside a server."""
+    for model in divisors(gpus):
+        if model > server.gpus or shape.num_heads % model or shape.padded_vocab_size % model:
+            continue
+        for stage in divisors(gpus // model):
+            if stage > space.max_stages or shape.num_layers % stage:
+                continue
+            data = gpus // model // stage
+            if global_batch_size % data == 0:
+                yield Ways(data, stage, model)
+
+
+def rejections(shape: Shape, gpus: int, global_batch_size: int, server: Server) -> list[tuple[Ways, str]]:
+    """Meshes of two axes, up to twice the GPUs of a server in model ways, that the search leaves out, each with why."""
+    found = []
+    for model in divisors(gpus):
+        ways = Ways(gpus // model, 1, model)
+        if model > 2 * server.gpus:
+            break
+        if shape.num_heads % model:
+            found.append((ways, f"{shape.num_heads} heads don't divide over {model} model ways"))
+        elif shape.padded_vocab_size % model:
+            found.append(
+                (ways, f"{shape.padded_vocab_size} padded vocabulary rows don't divide over {model} model ways")
+            )
+        elif model > server.gpus:
+            found.append((ways, f"{model} model ways would leave a server of {server.gpus} GPUs"))
+        elif global_batch_size % ways.data:
+            found.append((ways, f"global batch {global_batch_size} does not divide over {ways.data} data ways"))
+    return found
+
+
+def variants(base: Plan, ways: Ways, space: Space) -> Iterator[Plan]:
+    """Everything the search may choose on a mesh; settings that change nothing there are left out."""
+    per_rank = base.global_batch_size // ways.data
+    for microbatch in divisors(per_rank):
+        if microbatch & (microbatch - 1) and microbatch != per_rank:
+            continue
+        for recompute in space.recomputes:
+            if recompute == "selective" and base.flash_attention:
+                continue  # there are no stored scores to leave out
+            for sequence in space.sequence if ways.model > 1 else (False,):
+                for zero in space.zeros if ways.data > 1 else (0,):
+                    for chunks in space.chunks if ways.stage > 1 else (1,):
+                        yield replace(
+                            base,
+                            ways=ways,
+                            microbatch_size=microbatch,
+                            recompute=recompute,
+                            sequence_parallel=sequence,
+                            zero=zero,
+                            schedule="interleaved" if chunks > 1 else "1f1b",
+                            chunks=chunks,
+                        )
+
+
+def search(
+    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+) -> Found:
+    """All plans on `gpus`, those that fit fastest first.
+
+    `base` gives what is not searched: global batch, precision, attention kernel, dropout.
+    """
+    space = space or Space()
+    limit = space.usable * server.gpu.memory
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    for ways in meshes(shape, gpus, base.global_batch_size, server, space):
+        for plan in variants(base, ways, space):
+            if not _divides(shape, plan):
+                continue
+            candidate = Candidate(plan, fullest_stage(shape, plan), step_time(shape, plan, server, software))
+            (fitting if candidate.memory.total <= limit else too_large).append(candidate)
+    fitting.sort(key=lambda c: c.order)
+    too_large.sort(key=lambda c: c.order)
+    return Found(fitting, too_large, limit)
+
+
+def _divides(shape: Shape, plan: Plan) -> bool:
+    try:
+        check(shape, plan)
+    except UserError:
+        return False
+    return True
+
+
+def best_plan(
+    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+) -> Found:
+    """Like `search`, but finding nothing is an error.
+
+    Raises:
+      UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
+    """
+    found = search(shape, base, gpus, server, space, software)
+    if found.fitting:
+        return found
+    near = nearest_feasible(shape, base, gpus, server, space, software)
+    hint = (
+        f"the nearest plan that fits is {describe(near.plan)}, {near.plan.ways.gpus} GPUs"
+        if near
+        else ("no number of GPUs up to 64 times as many fits; take GPUs with more memory")
+    )
+    if not found.too_large:
+        raise UserError(
+            f"{gpus} GPUs form no mesh that divides {shape.num_heads} heads, {shape.num_layers} layers and "
+            f"global batch {base.global_batch_size} with at most {server.gpus} model ways; {hint}"
+        )
+    least = min(found.too_large, key=lambda c: c.memory.total)
+    raise UserError(
+        f"no plan for {gpus} GPUs fits {found.limit / 2**30:.1f} GiB each: the smallest, {describe(least.plan)}, needs "
+        f"{least.memory.total / 2**30:.1f} GiB; {hint}"
+    )
+
+
+def nearest_feasible(
+    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+) -> Candidate | None:
+    """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
+    for count in _counts_near(shape, base, gpus, server):
+        found = search(shape, base, count, server, space, software)
+        if found.fitting:
+            return found.best
+    return None
+
+
+def _counts_near(shape: Shape, base: Plan, gpus: int, server: Server) -> Iterator[int]:
+    counts = {
+        data * model
+        for data in divisors(base.global_batch_size)
+        for model in divisors(shape.num_heads)
+        if model <= server.gpus
+    } | {gpus * 2**k for k in range(1, 7)}
+    yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
+
+
+def gpus_within(
+    shape: Shape,
+    base: Plan,
+    tokens: float,
+    days: float,
+    server: Server,
+    space: Space | None = None,
+    software: Software = MTJAX,
+) -> Candidate:
+    """The plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
+
+    Raises:
+      UserError: no number of GPUs does, with the time of the largest that there is.
+    """
+    space = space or Space()
+    steps = steps_for_tokens(tokens, base.global_batch_size, shape.sequence_length)
+    floor = steps * base.global_batch_size * shape.sequence_length * model_flops_per_token(shape, causal=True)
+    least = floor / (days * SECONDS_PER_DAY * server.gpu.peak[max(server.gpu.peak, key=lambda d: server.gpu.peak[d])])
+    for count in (n for n in _counts(shape, base, server, space) if n >= least):
+        found = search(shape, base, count, server, space, software)
+        if found.fitting and found.best.time.total * steps <= days * SECONDS_PER_DAY:
+            return found.best
+    largest = _largest(shape, base, server, space, software)
+    if largest is None:
+        raise UserError(
+            f"no number of {server.gpu.name} GPUs holds this model at global batch {base.global_batch_size}"
+        )
+    took = largest.time.total * steps / SECONDS_PER_DAY
+    raise UserError(
+        f"no plan reads {tokens:.3g} tokens within {days:g} days at global batch {base.global_batch_size}; the largest "
+        f"takes {took:.3g} days on {largest.plan.ways.gpus} GPUs ({describe(largest.plan)}); a larger batch feeds more"
+    )
+
+
+def _largest(shape: Shape, base: Plan, server: Server, space: Space, software: Software) -> Candidate | None:
+    """The best plan of the largest number of GPUs that has one."""
+    for count in reversed(_counts(shape, base, server, space)):
+        found = search(shape, base, count, server, space, software)
+        if found.fitting:
+            return found.best
+    return None
+
+
+def _counts(shape: Shape, base: Plan, server: Server, space: Space) -> list[int]:
+    """Numbers of GPUs that some mesh has: inside one server, or whole servers."""
+    counts = {
+        data * stage * model
+        for data in divisors(base.global_batch_size)
+        for stage in divisors(shape.num_layers)
+        if stage <= space.max_stages
+        for model in divisors(shape.num_heads)
+        if model <= server.gpus
+    }
+    return sorted(n for n in counts if n <= server.gpus or n % server.gpus == 0)
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words: mesh, microbatch, and what is switched on."""
+    parts = [f"mesh {plan.ways}", f"microbatch {plan.microbatch_size}", f"recompute {plan.recompute}"]
+    if plan.zero:
+        parts.append(f"ZeRO-{plan.zero}")
+    if plan.sequence_parallel:
+        parts.append("sequence parallel")
+    if plan.ways.stage > 1:
+        parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
+    return ", ".join(parts)
+
+
+def trains_today(plan: Plan) -> bool:
+    """Whether `mtjax train` has every setting of the plan; the rest is an estimate."""
+    return plan.ways.stage == 1 and plan.zero == 0 and not plan.sequence_parallel and plan.recompute != "selective"

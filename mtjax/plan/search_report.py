@@ -1,0 +1,146 @@
+"""What the search found: the best plans and why, those that fail and why, and the command that trains the winner."""
+
+import shlex
+
+from rich.console import Console
+from rich.table import Table
+
+from mtjax import config
+from mtjax.plan import formulas
+from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
+from mtjax.plan.hardware import Server
+from mtjax.plan.options import Options
+from mtjax.plan.plans import Plan
+from mtjax.plan.report import show, table, time_parts
+from mtjax.plan.search import Candidate, Found, describe, rejections, trains_today
+from mtjax.plan.timing import Machine
+from mtjax.plan.units import days, gib, percent, seconds
+
+SHOWN = 10
+
+
+def print_search(
+    console: Console, shape: Shape, found: Found, server: Server, options: Options, run: config.Config, source: str
+) -> None:
+    """The best ten, the next that fail, and the winner's command."""
+    tables = best_table(shape, found, server, options), failed_table(found), rejected_table(shape, found.best, server)
+    show(console, *(t for t in tables if t.row_count))
+    console.print()
+    print_command(console, found, run, source)
+
+
+def best_table(shape: Shape, found: Found, server: Server, options: Options) -> Table:
+    """The ten fastest plans that fit."""
+    first, *_ = found.fitting
+    title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.ways.gpus} x {server.gpu.description}"
+    note = "source: model. * needs settings that `mtjax train` does not have yet: an estimate"
+    lengths = ["days"] if options.tokens else []
+    made = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note=note)
+    for candidate in found.fitting[:SHOWN]:
+        mark = "" if trains_today(candidate.plan) else " *"
+        row = [describe(candidate.plan) + mark, seconds(candidate.time.total), percent(mfu(shape, candidate, server))]
+        row.append(gib(candidate.memory.total))
+        if options.tokens:
+            row.append(days(length(shape, candidate, options.tokens)))
+        made.add_row(*row, reasons(candidate))
+    return made
+
+
+def mfu(shape: Shape, candidate: Candidate, server: Server) -> float:
+    """Model FLOPs over the peak, attention in full."""
+    plan = candidate.plan
+    tokens = plan.global_batch_size * shape.sequence_length
+    peak = Machine(server, plan.element_bytes).peak
+    useful = formulas.model_flops_per_token(shape) * tokens
+    return formulas.utilisation(useful, candidate.time.total, plan.ways.gpus, peak)
+
+
+def length(shape: Shape, candidate: Candidate, tokens: float) -> float:
+    """Days for `tokens`."""
+    steps = formulas.steps_for_tokens(tokens, candidate.plan.global_batch_size, shape.sequence_length)
+    return steps * candidate.time.total / SECONDS_PER_DAY
+
+
+def reasons(candidate: Candidate) -> str:
+    """What takes the plan's time beyond products and attention."""
+    time = candidate.time
+    losses = {k: v for k, v in time_parts(time).items() if k not in ("products", "attention")}
+    return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(losses.items())[:3])
+
+
+def failed_table(found: Found) -> Table:
+    """Plans that would be faster than the tenth best, and what keeps them from running."""
+    made = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
+    slowest = found.fitting[:SHOWN][-1].time.total
+    for candidate in [c for c in found.too_large if c.time.total <= slowest][:5]:
+        size = candidate.memory.total
+        row = describe(candidate.plan), seconds(candidate.time.total), gib(size), gib(size - found.limit)
+        made.add_row(*row)
+    return made
+
+
+def rejected_table(shape: Shape, best: Candidate, server: Server) -> Table:
+    """Meshes without stages that were not tried, and why."""
+    made = table("Not possible", "mesh", "because")
+    plan = best.plan
+    for ways, reason in rejections(shape, plan.ways.gpus, plan.global_batch_size, server):
+        made.add_row(str(ways), reason)
+    return made
+
+
+def print_command(console: Console, found: Found, run: config.Config, source: str) -> None:
+    """The `mtjax train` command of the winner, and of the best plan that trains today."""
+    best = found.best
+    if trains_today(best.plan):
+        console.print(f"Train it:  {train_command(best.plan, run, source)}", soft_wrap=True)
+        return
+    console.print(
+        f"Train it:  {train_command(best.plan, run, source)}\n"
+        f"           an estimate: `mtjax train` does not have {', '.join(missing(best.plan))} yet",
+        soft_wrap=True,
+    )
+    today = next((c for c in found.fitting if trains_today(c.plan)), None)
+    if today is None:
+        console.print("No plan without those settings fits.")
+        return
+    slower = percent(today.time.total / best.time.total - 1)
+    console.print(f"Trains today, {slower} slower:  {train_command(today.plan, run, source)}", soft_wrap=True)
+
+
+def missing(plan: Plan) -> list[str]:
+    """Settings of the plan that no config has yet."""
+    wanted = {
+        f"{plan.ways.stage} stages": plan.ways.stage > 1,
+        f"ZeRO-{plan.zero}": plan.zero > 0,
+        "sequence parallelism": plan.sequence_parallel,
+        "selective recompute": plan.recompute == "selective",
+    }
+    return [name for name, present in wanted.items() if present]
+
+
+def train_command(plan: Plan, run: config.Config, source: str) -> str:
+    """What to type, as far as options exist.
+
+    Args:
+      plan: the winner.
+      run: the config with what the command line changed of it.
+      source: the config's name or path, as typed.
+    """
+    words = ["mtjax train", f"--config {shlex.quote(source)}"]
+    chosen = {"mesh": str(plan.ways), "microbatch_size": plan.microbatch_size}
+    if plan.recompute != "selective":
+        chosen["recompute"] = plan.recompute
+    asked = config.to_dict(config.replace(run, **chosen))
+    shipped = config.to_dict(config.load(source))
+    for group, fields in asked.items():
+        for name, value in fields.items():
+            if name in ("mesh", "microbatch_size") or value != shipped[group].get(name):
+                words.append(_option(name, value))
+    return " ".join(words)
+
+
+def _option(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {shlex.quote(str(value))}"

@@ -1,0 +1,84 @@
+"""Tables beside the plan itself: generating text, and published runs against the scaling model."""
+
+from rich.console import Console
+from rich.table import Table
+
+from mtjax.plan import formulas, inference, published
+from mtjax.plan.formulas import Shape
+from mtjax.plan.hardware import Server
+from mtjax.plan.published import Point
+from mtjax.plan.report import MODEL, show, table
+from mtjax.plan.search import describe
+from mtjax.plan.units import gib, seconds, si
+
+BATCHES = (1, 8, 64)
+
+
+def print_inference(console: Console, shape: Shape, server: Server, model_ways: int, context: int) -> None:
+    """FLOPs, weights, caches and the time of a token."""
+    show(console, weights_table(shape, server), cache_table(shape, server, model_ways, context))
+
+
+def weights_table(shape: Shape, server: Server) -> Table:
+    """Weights by precision."""
+    made = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them", "source")
+    for precision in inference.WEIGHT_BYTES:
+        size = inference.weight_bytes(shape, precision)
+        made.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}", MODEL)
+    flops = inference.flops_per_token(shape)
+    made.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({formulas.parameters(shape):,})"
+    return made
+
+
+def cache_table(shape: Shape, server: Server, model_ways: int, context: int) -> Table:
+    """Cache and speed by batch and length."""
+    title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
+    note = "bounds by compute and memory; communication between the GPUs is left out"
+    made = table(title, "batch x context", "KV cache", "prefill", "per token", "tokens/s", "source", note=note)
+    lengths = sorted({context // 4 or 1, context})
+    for batch in BATCHES:
+        for tokens in lengths:
+            cache = inference.cache_bytes(shape, batch, tokens)
+            speed = inference.generation(shape, server, model_ways, batch, tokens)
+            made.add_row(
+                f"{batch} x {tokens}",
+                gib(cache),
+                seconds(speed.prefill_seconds),
+                seconds(speed.token_seconds),
+                f"{batch * speed.tokens_per_second:,.0f}",
+                MODEL,
+            )
+    return made
+
+
+def print_published(console: Console) -> None:
+    """Predictions of published runs, with each gap."""
+    base = published.figure_5_base()
+    parts = [
+        relative_table("Figure 5 of arXiv 1909.08053, V100: speed per GPU relative to one", published.figure_5()),
+        speed_table("That one GPU, 1.2B: TFLOP/s", [base]),
+        speed_table("Megatron-Core, H100: model TFLOP/s per GPU", published.h100_weak_scaling()),
+        speed_table(
+            "Table 1 of arXiv 2104.04473, A100: TFLOP/s per GPU - one constant is set from these",
+            published.a100_weak_scaling(),
+        ),
+    ]
+    show(console, *parts)
+
+
+def relative_table(title: str, points: list[Point]) -> Table:
+    """Shares of the first point's speed, gaps in percentage points."""
+    made = table(title, "", "published", "model", "gap")
+    for p in points:
+        gap = f"{100 * p.gap:+.1f} points"
+        made.add_row(f"{p.name} ({p.plan.ways})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
+    return made
+
+
+def speed_table(title: str, points: list[Point]) -> Table:
+    """Speeds, gaps in percent."""
+    made = table(title, "", "published", "model", "gap", "assumed")
+    for p in points:
+        gap = f"{p.predicted / p.published - 1:+.1%}"
+        made.add_row(p.name, f"{p.published:.0f}", f"{p.predicted:.0f}", gap, describe(p.plan))
+    return made

@@ -1,0 +1,35 @@
+"""Numbers as people read them."""
+
+_SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, or in MiB below a tenth of one."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
+
+
+def si(value: float, unit: str) -> str:
+    """Three digits with a decimal prefix: 27.6 PFLOP."""
+    for scale, prefix in _SI:
+        if abs(value) >= scale:
+            return (
+                f"{value / scale:.3g} {prefix}{unit}"
+                if value < 1000 * scale
+                else f"{value / scale:,.0f} {prefix}{unit}"
+            )
+    return f"{value:.3g} {unit}"
+
+
+def seconds(value: float) -> str:
+    """Milliseconds below a second."""
+    return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.3f} s"
+
+
+def percent(share: float) -> str:
+    """One digit after the point."""
+    return f"{100 * share:.1f}%"
+
+
+def days(value: float) -> str:
+    """Days, or hours below one."""
+    return f"{value:,.1f} days" if value >= 1 else f"{value * 24:,.1f} hours"

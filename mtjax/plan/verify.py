@@ -1,0 +1,122 @@
+"""Formulas against the compiled program: the same road as `mtjax inspect`, and the error of each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.targets import find_target
+from mtjax.plan import formulas, memory, traffic
+from mtjax.plan.formulas import Shape
+from mtjax.plan.plans import Plan, Ways
+from mtjax.plan.report import COMPILED, MODEL, show, table
+from mtjax.plan.timing import step_time
+from mtjax.plan.units import gib, seconds, si
+
+
+@dataclass(frozen=True)
+class Check:
+    """A formula's figure beside the program's."""
+
+    name: str
+    formula: float
+    program: float
+    unit: str
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Formula over program, minus 1; 0 when both are 0."""
+        return self.formula / self.program - 1 if self.program else 0.0 if not self.formula else float("inf")
+
+
+def counted_parameters(step: CompiledStep) -> int:
+    """Parameters of the model's abstract tree."""
+    leaves = jax.tree.leaves(step.program.abstract_parameters)
+    return sum(leaf.size for leaf in leaves)
+
+
+def plan_of(step: CompiledStep) -> Plan:
+    """The planner's view of a compiled step; the attention kernel as compiled."""
+    ways = Ways(data=step.mesh.data, model=step.mesh.model)
+    return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
+
+
+def compare(report: Report) -> list[Check]:
+    """Every formula that the compiled program can tell about."""
+    step = report.step
+    shape, plan = Shape.of(step.config.model), plan_of(step)
+    checks = [
+        Check("parameters, whole model", formulas.parameters(shape), counted_parameters(step), "", "counted"),
+        Check("FLOPs of a step", report.flops.formula, report.flops.counted, "FLOP", "products of the program"),
+        *_memory(report, shape, plan),
+        *_traffic(report, shape, plan),
+    ]
+    if report.time is not None:
+        server = report.time.server
+        walk = step_time(shape, plan, server).total
+        checks.append(Check("step time", walk, report.time.seconds, "s", "a walk over the program: also a model"))
+    return checks
+
+
+def _memory(report: Report, shape: Shape, plan: Plan) -> Iterator[Check]:
+    formula, compiled = memory.stage_memory(shape, plan), report.memory
+    yield Check("weights", formula.weights, compiled.parameters, "B")
+    yield Check("optimizer", formula.optimizer, compiled.optimizer, "B", "and Adam's step counter")
+    temporaries = formula.total - formula.weights - formula.optimizer
+    note = "gradients, activations, workspace, logits"
+    yield Check("temporaries", temporaries, compiled.temporaries, "B", note)
+    yield Check("peak", formula.total, compiled.peak, "B")
+
+
+def _traffic(report: Report, shape: Shape, plan: Plan) -> Iterator[Check]:
+    by_axis = traffic.sent_by_axis(traffic.collectives(shape, plan))
+    names = {traffic.Axis.MODEL: plan.ways.model, traffic.Axis.DATA: plan.ways.data}
+    for axis, ways in names.items():
+        compiled = [c for c in report.collectives if c.axes is not None and len(c.axes) == 1]
+        mesh_axis = {traffic.Axis.MODEL: list(report.step.mesh_axes)[-1]}.get(axis, next(iter(report.step.mesh_axes)))
+        sent = sum(c.wire_bytes * c.count for c in compiled if c.axes == (mesh_axis,))
+        if ways > 1:
+            yield Check(f"sent over {axis.value}", by_axis.get(axis, 0.0), sent, "B", "per GPU and step")
+
+
+def verification_table(checks: list[Check]) -> Table:
+    """Formula, program, error."""
+    made = table("Verified against the compiled program", "", MODEL, COMPILED, "error", "")
+    for c in checks:
+        error = "exact" if c.formula == c.program else f"{c.error:+.2%}"
+        made.add_row(c.name, _amount(c.formula, c.unit), _amount(c.program, c.unit), error, c.note)
+    return made
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "B":
+        return gib(value)
+    if unit == "s":
+        return seconds(value)
+    return f"{value:,.0f}" if not unit else si(value, unit)
+
+
+def print_verification(console: Console, run: Config, target: str) -> None:
+    """Compiles and prints the error of each formula.
+
+    Raises:
+      UserError: the target can't be compiled for here, XLA fails, or the mesh does not fit.
+    """
+    console.print("\nCompiling ...", style="dim")
+    try:
+        report = inspect(run, find_target(target))
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(
+            f"XLA can't compile this step for {target}: {str(e).splitlines()[0][:150]}... - where Triton's tiles are "
+            "the reason, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false takes cuBLAS instead"
+        ) from e
+    made = verification_table(compare(report))
+    made.caption = f"compiled in {report.step.compile_seconds:.0f} s for {report.target.name}; nothing was run"
+    show(console, made)

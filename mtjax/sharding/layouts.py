@@ -1,0 +1,84 @@
+"""Layouts: which mesh axis splits which logical axis, and which sizes that divides."""
+
+from dataclasses import dataclass
+
+from mtjax.config import Config, mlp_size, nearest_divisors, padded_vocab_size
+from mtjax.errors import UserError
+from mtjax.sharding.axes import DATA, MODEL, Rules
+from mtjax.sharding.mesh import MeshShape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A named way of spreading a model over the mesh."""
+
+    name: str
+    rules: Rules
+    """Of activations and of parameters alike."""
+
+
+TENSOR = Layout("tensor", Rules(batch=DATA, heads=MODEL, mlp=MODEL, vocab=MODEL))
+"""The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
+
+
+def check_divisible(config: Config, layout: Layout, mesh: MeshShape) -> None:
+    """Checks that every split dimension whose size is known divides by the ways it is split.
+
+    Raises:
+      UserError: names the dimension, both numbers and the nearest sizes that fit.
+    """
+    model = config.model
+    sizes = {"heads": ("num_heads", model.num_heads), "mlp": ("mlp_size", mlp_size(model))}
+    if model.vocab_size is not None:  # else the tokenizer will say
+        sizes["vocab"] = ("the padded vocabulary", padded_vocab_size(model))
+    for axis, (name, size) in sizes.items():
+        ways = mesh.ways(layout.rules.mesh_axis(axis))
+        if size % ways:
+            raise UserError(
+                f"{name} {size} does not divide over {ways} {layout.rules.mesh_axis(axis)} ways of the mesh; "
+                f"{_fitting(axis, size, ways, model.hidden_size)}"
+            )
+    check_batch(config, mesh)
+
+
+def check_batch(config: Config, mesh: MeshShape) -> None:
+    """Checks that the global batch is a whole number of microbatches on every data rank.
+
+    Raises:
+      UserError: names global batch, microbatch and data ways, and the nearest batch that fits.
+    """
+    batch, ways, micro = config.training.global_batch_size, mesh.data, config.training.microbatch_size
+    if micro is None and batch % ways:
+        raise UserError(
+            f"global_batch_size {batch} does not divide over {ways} data ways of the mesh; "
+            f"the nearest that do are {_nearest_multiples(batch, ways)}"
+        )
+    if micro is not None and batch % (micro * ways):
+        raise UserError(
+            f"global_batch_size {batch} is no multiple of microbatch_size {micro} x {ways} data ways = {micro * ways}; "
+            f"the nearest that are: {_nearest_multiples(batch, micro * ways)}"
+        )
+
+
+def num_microbatches(config: Config, mesh: MeshShape, global_batch_size: int | None = None) -> int:
+    """Microbatches that a data rank accumulates in a step."""
+    batch = global_batch_size or config.training.global_batch_size
+    micro = config.training.microbatch_size or batch // mesh.data
+    return batch // (micro * mesh.data)
+
+
+def _nearest_multiples(size: int, of: int) -> str:
+    below, above = size // of * of, -(-size // of) * of
+    return " and ".join(str(n) for n in (below, above) if n > 0)
+
+
+def _fitting(axis: str, size: int, ways: int, hidden_size: int) -> str:
+    """What would divide: heads must divide hidden_size too, so that other ways may be the only cure."""
+    if axis == "heads":
+        heads = [n for n in range(ways, hidden_size + 1, ways) if hidden_size % n == 0]
+        near = sorted(heads, key=lambda n: abs(n - size))[:2]
+        choices = [f"{' or '.join(map(str, sorted(near)))} heads"] if near else []
+        choices.append(f"model ways that divide {size}: {nearest_divisors(size, ways)}")
+        return f"take {', or '.join(choices)}"
+    advice = " (set vocab_multiple to a multiple of the model ways)" if axis == "vocab" else ""
+    return f"the nearest that do are {_nearest_multiples(size, ways)}{advice}"

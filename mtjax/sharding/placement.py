@@ -1,0 +1,95 @@
+"""From a model's logical axis names to the sharding of each parameter and of the optimizer's state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mtjax.sharding.axes import DATA, Rules
+
+Tree = Any
+
+
+def logical_axes(state: nnx.State) -> dict[str, Any]:
+    """The names of every parameter's dimensions, in a tree of plain dicts like the parameters'.
+
+    A module that was stacked has one dimension more than its names: that one is `layers`.
+    """
+
+    def names(variable: nnx.Variable) -> nnx.Variable:
+        axes = tuple(variable.get_metadata()["axes"])
+        return variable.replace(("layers",) * (len(variable.shape) - len(axes)) + axes)
+
+    named = jax.tree.map(names, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return nnx.to_pure_dict(named)
+
+
+def specs(axes: Tree, rules: Rules) -> Tree:
+    """Partition specs of a tree of logical names."""
+    return jax.tree.map(rules.spec, axes, is_leaf=is_names)
+
+
+def shardings(axes: Tree, rules: Rules, mesh: Mesh) -> Tree:
+    """Shardings of a tree of logical names."""
+    return jax.tree.map(lambda names: NamedSharding(mesh, rules.spec(names)), axes, is_leaf=is_names)
+
+
+def optimizer_shardings(optimizer: optax.GradientTransformation, parameters: Tree, placed: Tree, mesh: Mesh) -> Tree:
+    """Shardings of the optimizer's state: moments like their parameters, counters on every device.
+
+    Left to itself, a jitted `init` puts whole moments on every device.
+    """
+    state = jax.eval_shape(optimizer.init, parameters)
+    return optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state,
+        placed,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """A batch: split by samples over `data`."""
+    return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def process_rows(mesh: Mesh, global_batch_size: int) -> np.ndarray:
+    """The rows of a global batch that this process' devices hold, ascending: all that it needs to load."""
+    places = batch_sharding(mesh).addressable_devices_indices_map((global_batch_size,))
+    rows = [np.arange(global_batch_size)[index] for index in places.values() if index is not None]
+    return np.unique(np.concatenate(rows))
+
+
+def global_batch(mesh: Mesh, local: Mapping[str, np.ndarray], global_batch_size: int) -> dict[str, jax.Array]:
+    """One global array of each array of rows that this process loaded, without sending any of them elsewhere."""
+    rows = process_rows(mesh, global_batch_size)
+
+    def assemble(array: np.ndarray) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(global_batch_size)
+            first = int(np.searchsorted(rows, start))
+            return array[first : first + stop - start]
+
+        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), batch_sharding(mesh), part)
+
+    return {name: assemble(array) for name, array in local.items()}
+
+
+def with_sharding(abstract: Tree, placed: Tree) -> Tree:
+    """Abstract arrays that know where they live: enough to lower a program without a device."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, placed)
+
+
+def is_names(x: Any) -> bool:
+    """Whether `x` is a tuple of logical names: a leaf of the trees above."""
+    return isinstance(x, tuple)

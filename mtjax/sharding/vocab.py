@@ -1,0 +1,275 @@
+"""Vocabulary-parallel embedding and the cross-entropy fused with its projection (section 3 of the paper).
+
+Each model rank owns a slice of the table's rows. A lookup yields zeros for rows that a rank doesn't own and is summed
+over `model`; logits never leave the rank that made them: only a maximum, a sum of exponentials and the target's logit
+per token cross the wire. Logits exist for one chunk of tokens at a time, in the forward pass and again in the
+backward pass.
+
+Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int
+
+from mtjax.sharding.axes import MODEL, explicit_axes, spec, varying_like
+
+NEVER = -1e30
+"""Logit of a padding row: its exponential is 0, and it stays finite in products."""
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """Where the arguments live, read off the rules once: a `custom_vjp` is traced at times of jax's choosing."""
+
+    table: PartitionSpec
+    tokens: PartitionSpec
+    hidden: PartitionSpec
+
+    @classmethod
+    def in_force(cls) -> "_Specs":
+        return cls(spec("vocab", "embed"), spec("batch", "seq"), spec("batch", "act_seq", "embed"))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which the tokens are split here, so that a table's gradient is summed over them here."""
+        axis = self.tokens[0]
+        return () if axis is None else (axis,)
+
+
+def _map(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`shard_map` over all axes that are still explicit.
+
+    Differentiating through a map inside a manual region does not lower, so every map below stands inside one side of a
+    `custom_vjp`.
+    """
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
+
+
+# --- embedding
+
+
+def vocab_parallel_embedding(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "batch act_seq embed"]:
+    """Rows of a table that is split by rows: one all-reduce over `model`.
+
+    Args:
+      table: [vocab, embed], float32.
+      tokens: ids in [0, vocab); others give zeros.
+      dtype: type of the result and of what is summed.
+
+    Returns:
+      [batch, act_seq, embed], placed as the residual stream.
+    """
+    return _embedding(_Specs.in_force(), jnp.dtype(dtype), table, tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _embedding(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+    def local(table_VH: Array, tokens_BS: Array) -> Array:
+        row, owned = _own_rows(tokens_BS, table_VH.shape[0])
+        found = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
+        return lax.psum(found, MODEL)
+
+    with jax.named_scope("embedding"):
+        return _map(local, (places.table, places.tokens), places.hidden)(table, tokens)
+
+
+def _embedding_forward(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
+    return _embedding(places, dtype, table, tokens), (table, tokens)
+
+
+def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
+    def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
+        rows, width = table_VH.shape
+        row, owned = _own_rows(tokens_BS, rows)
+        row = jnp.where(owned, row, rows)  # one past the end: dropped
+        zeros = varying_like(jnp.zeros((rows, width), jnp.float32), table_VH, gradient_BSH, tokens_BS)
+        flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
+        return _sum(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.batch_axes)
+
+    with jax.named_scope("embedding"):
+        table, tokens = saved
+        mapped = _map(local, (places.table, places.tokens, places.hidden), places.table)
+        return mapped(table, tokens, gradient), None
+
+
+_embedding.defvjp(_embedding_forward, _embedding_backward)
+
+
+def _own_rows(tokens: Array, rows: int) -> tuple[Array, Array]:
+    """Row of each token in this rank's slice, clipped into it, and whether it is really there."""
+    row = tokens - lax.axis_index(MODEL) * rows
+    owned = (row >= 0) & (row < rows)
+    return jnp.where(owned, row, 0), owned
+
+
+# --- loss
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the cross-entropy computes."""
+
+    vocab_size: int
+    """Tokens of the vocabulary; rows of the table from here on are padding and never win."""
+    chunk: int = 1024
+    """Tokens whose logits are alive at a time."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2."""
+
+
+def vocab_parallel_cross_entropy(
+    hidden: Float[Array, "batch act_seq embed"],
+    table: Float[Array, "vocab embed"],
+    labels: Int[Array, "batch seq"],
+    options: LossOptions,
+) -> Float[Array, "batch seq"]:
+    """Cross-entropy of `hidden @ table.T` against `labels`, token by token, without gathering logits.
+
+    With e = label_smoothing and Z = sum(exp(logits)):
+    `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
+
+    Args:
+      hidden: [batch, act_seq, embed] in the compute type; products accumulate in float32.
+      table: [vocab, embed], float32, rows split over `model`.
+      labels: ids in [0, vocab_size).
+      options: vocabulary size, chunk length, smoothing and z-loss.
+
+    Returns:
+      Losses in float32. Weight and sum them; a token of weight 0 has no gradient.
+    """
+    return _cross_entropy(_Specs.in_force(), options, hidden, table, labels)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cross_entropy(places: _Specs, options: LossOptions, hidden: Array, table: Array, labels: Array) -> Array:
+    return _cross_entropy_forward(places, options, hidden, table, labels)[0]
+
+
+def _cross_entropy_forward(
+    places: _Specs, options: LossOptions, hidden: Array, table: Array, labels: Array
+) -> tuple[Array, Any]:
+    def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
+        chunks = _Chunks.of(hidden_BSH, options.chunk)
+        table_VH = table_VH.astype(hidden_BSH.dtype)
+
+        def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
+            hidden_CH, labels_C = chunk
+            logits_CV, column_V = _logits(hidden_CH, table_VH, options.vocab_size)
+            highest = logits_CV.max(-1)
+            scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
+            target = jnp.where(column_V == labels_C[:, None], logits_CV, 0).sum(-1)
+            return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
+
+        _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
+        highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
+        top = lax.pmax(highest, MODEL)
+        sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
+        scale, target, *rest = lax.psum(sums, MODEL)
+        log_z = jnp.log(scale) + top
+        mean = rest[0] / options.vocab_size if rest else 0.0
+        loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean
+        return loss + options.z_loss * log_z**2, log_z
+
+    with jax.named_scope("loss"):
+        mapped = _map(local, (places.hidden, places.table, places.tokens), (places.tokens, places.tokens))
+        loss, log_z = mapped(hidden, table, labels)
+        return loss, (hidden, table, labels, log_z)
+
+
+def _cross_entropy_backward(
+    places: _Specs, options: LossOptions, saved: Any, gradient: Array
+) -> tuple[Array, Array, None]:
+    def local(
+        hidden_BSH: Array, table_VH: Array, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
+    ) -> tuple[Array, Array]:
+        chunks = _Chunks.of(hidden_BSH, options.chunk)
+        cast_VH = table_VH.astype(hidden_BSH.dtype)
+
+        def differentiate_chunk(table_gradient_VH: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+            hidden_CH, labels_C, log_z_C, gradient_C = chunk
+            logits_CV, column_V = _logits(hidden_CH, cast_VH, options.vocab_size)
+            z_term = 1 + 2 * options.z_loss * log_z_C
+            slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
+            slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
+            slope -= options.label_smoothing / options.vocab_size
+            slope = jnp.where(column_V < options.vocab_size, slope * gradient_C[:, None], 0).astype(hidden_CH.dtype)
+            table_gradient_VH += lax.dot_general(
+                slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            return table_gradient_VH, slope @ cast_VH
+
+        zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), hidden_BSH, table_VH, labels_BS, gradient_BS)
+        pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
+        table_gradient, hidden_gradient = lax.scan(differentiate_chunk, zeros, pieces)
+        hidden_gradient = lax.psum(chunks.join(hidden_gradient, hidden_BSH.shape), MODEL)
+        return hidden_gradient, _sum(table_gradient, places.batch_axes)
+
+    with jax.named_scope("loss"):
+        hidden, table, labels, log_z = saved
+        tokens = places.tokens
+        mapped = _map(local, (places.hidden, places.table, tokens, tokens, tokens), (places.hidden, places.table))
+        hidden_gradient, table_gradient = mapped(hidden, table, labels, log_z, gradient)
+        return hidden_gradient, table_gradient, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _logits(hidden_CH: Array, table_VH: Array, vocab_size: int) -> tuple[Array, Array]:
+    """float32 logits of this rank's columns, and which columns of the whole vocabulary they are."""
+    logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    rows = table_VH.shape[0]
+    column = lax.axis_index(MODEL) * rows + jnp.arange(rows)
+    return jnp.where(column < vocab_size, logits, NEVER), column
+
+
+def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
+    """Sum of the logits that are not padding: label smoothing's part of the forward pass."""
+    if not options.label_smoothing:
+        return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)
+    return jnp.where(column_V < options.vocab_size, logits_CV, 0).sum(-1)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """A rank's tokens in equal chunks of at most `size`, the last one filled up with zeros."""
+
+    tokens: int
+    count: int
+
+    @classmethod
+    def of(cls, hidden_BSH: Array, size: int) -> "_Chunks":
+        tokens = hidden_BSH.shape[0] * hidden_BSH.shape[1]
+        return cls(tokens, -(-tokens // size))
+
+    @property
+    def length(self) -> int:
+        return -(-self.tokens // self.count)
+
+    def split(self, a: Array) -> Array:
+        """[B, S, ...] -> [chunks, C, ...]."""
+        flat = a.reshape(self.tokens, *a.shape[2:])
+        fill = self.count * self.length - self.tokens
+        if fill:
+            flat = jnp.pad(flat, [(0, fill)] + [(0, 0)] * (flat.ndim - 1))
+        return flat.reshape(self.count, self.length, *a.shape[2:])
+
+    def join(self, a: Array, shape: tuple[int, ...]) -> Array:
+        """[chunks, C, ...] -> [B, S, ...], without the filling."""
+        return a.reshape(-1, *a.shape[2:])[: self.tokens].reshape(shape)
+
+
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    return lax.psum(x, axes) if axes else x

@@ -1,0 +1,49 @@
+"""`python -m mtjax.train`, also `mtjax train`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtjax.cli import parse, run_main
+
+DESCRIPTION = """Trains a GPT. Without options: a small one, on text that comes with Python, over 8 virtual CPU devices.
+
+Examples:
+  mtjax train --data book.txt --steps 500
+  mtjax train --config gpt2-small --mesh 4x2 --out runs/small
+  mtjax train --config runs/small/config.toml --resume
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of this start of the run."""
+
+    inspect: bool = False
+    """Show what the step sends, as `mtjax inspect` does, before the first one."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+
+    def body() -> int:
+        command = parse(argv, "mtjax train", DESCRIPTION, Options)
+        from mtjax.train.local import processes_needed, run_processes
+
+        count = processes_needed(command.config, os.environ)
+        if count > 1:
+            print(
+                f"{command.config.parallel.mesh} virtual CPU devices take {count} processes of this machine", flush=True
+            )
+            return run_processes(list(sys.argv[1:] if argv is None else argv), count)
+        from mtjax.train.loop import train  # seconds to import: not before the options are right
+
+        train(command.config, command.name, inspect=command.options.inspect)
+        return 0
+
+    return run_main(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

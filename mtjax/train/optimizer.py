@@ -1,0 +1,52 @@
+"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only, linear warmup and cosine to a floor."""
+
+from typing import Any
+
+import jax
+import optax
+
+from mtjax.config import Config, Optimizer
+from mtjax.sharding.placement import is_names
+
+
+def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW.
+
+    Args:
+      config: rates, decay and clipping.
+      axes: logical names of every parameter, in a tree like the parameters'.
+    """
+    options = config.optimizer
+    clip = optax.clip_by_global_norm(options.clip_grad_norm) if options.clip_grad_norm else optax.identity()
+    adamw = optax.adamw(
+        make_schedule(options, config.training.steps),
+        b1=options.beta1,
+        b2=options.beta2,
+        eps=options.epsilon,
+        weight_decay=options.weight_decay,
+        mask=jax.tree.map(is_matrix, axes, is_leaf=is_names),
+    )
+    return optax.chain(clip, adamw)
+
+
+def is_matrix(names: tuple[str, ...]) -> bool:
+    """Whether a parameter maps the residual stream to or from something else, and so is decayed.
+
+    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
+    """
+    return "embed" in names and any(name not in ("embed", "layers") for name in names)
+
+
+def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of each step, counted from 0.
+
+    Step k of the warmup has `peak (k + 1) / warmup_steps` (Megatron counts so too: the first step is not lost), then a
+    cosine reaches the floor at `decay_steps` and stays there.
+    """
+    peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
+    last = max(options.decay_steps or steps, warmup + 1)
+    cosine = optax.cosine_decay_schedule(peak, last - warmup, alpha=floor / peak if peak else 0.0)
+    if not warmup:
+        return cosine
+    climb = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([climb, cosine], [warmup])

@@ -1,0 +1,52 @@
+"""A continuation of a prompt: how the model that was just trained writes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import reshard
+
+from mtjax.data import Tokenizer
+from mtjax.sharding.axes import WHOLE, use_rules
+from mtjax.train.step import Program, Tree
+
+
+def continue_text(
+    program: Program,
+    parameters: Tree,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    length: int = 48,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """`prompt` and up to `length` sampled tokens after it, the same on every mesh.
+
+    The whole window is computed again for each token: made for one look at a model, not for serving.
+    """
+    ids = tokenizer.encode(prompt)[-program.config.model.sequence_length // 2 :] or [tokenizer.eod]
+    window = min(program.config.model.sequence_length, len(ids) + length)
+    tokens = np.full((1, window), tokenizer.eod, np.int32)
+    tokens[0, : len(ids)] = ids
+    # One sample does not split over data ranks: all of them do the same.
+    rules = dataclasses.replace(program.layout.rules, batch=None)
+
+    def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
+        with use_rules(rules):
+            model = program.model(parameters)
+
+            def append(position: Array, tokens: Array) -> Array:
+                hidden = lax.dynamic_slice_in_dim(model(tokens), position - 1, 1, axis=1)
+                logits = reshard(model.logits(hidden), WHOLE)[0, 0, : tokenizer.vocab_size]
+                chosen = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+                return lax.dynamic_update_slice(tokens, chosen.astype(jnp.int32)[None, None], (0, position))
+
+            return lax.fori_loop(len(ids), window, append, tokens)
+
+    with jax.set_mesh(program.mesh):
+        out = np.asarray(jax.jit(sample)(parameters, jnp.asarray(tokens), jax.random.key(seed)))[0].tolist()
+    new = out[len(ids) :]
+    return tokenizer.decode(out[: len(ids)] + new[: new.index(tokenizer.eod) if tokenizer.eod in new else None])

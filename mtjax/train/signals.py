@@ -1,0 +1,43 @@
+"""SIGTERM and Ctrl-C end a run at its next step, in all processes at the same one."""
+
+import os
+import signal
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopRequest:
+    """Watches for a request to stop; use as a context manager.
+
+    In one process it handles the signals itself, and a second Ctrl-C interrupts at once. With several, jax's
+    coordination service catches SIGTERM and makes all of them agree on the step; Ctrl-C is passed on as SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self._signal: str | None = None
+        self._together = jax.process_count() > 1
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
+        if not self._together:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+
+    def at(self, step: int) -> str | None:
+        """What asked the run to stop after this step, if anything did."""
+        if self._together:
+            return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
+        return self._signal

@@ -1,0 +1,214 @@
+"""The compiled programs of a run - initialise, train step, evaluate - and where their arguments live.
+
+`inspect` and the planner build the same `Program` from compile-only devices.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from mtjax.config import Config, replace
+from mtjax.models.attention import choose_kernel
+from mtjax.models.gpt import GPT
+from mtjax.sharding import placement
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
+from mtjax.sharding.layouts import TENSOR, Layout, check_divisible, num_microbatches
+from mtjax.sharding.mesh import MeshShape
+from mtjax.sharding.vocab import LossOptions
+from mtjax.train.optimizer import make_optimizer, make_schedule
+
+Tree = Any
+Batch = dict[str, Any]
+"""tokens, labels [batch, seq] int32, loss_mask [batch, seq] float32, sample_index [batch] uint32; position_ids and
+segment_ids [batch, seq] int32 when the data resets them at document ends."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "random", "parameters", "optimizer"], meta_fields=[])
+@dataclass(frozen=True)
+class State:
+    """All that a step changes, and all that a checkpoint must hold of the model."""
+
+    step: Any
+    """Steps done, int32."""
+    random: Any
+    """Data of the key that dropout derives from."""
+    parameters: Tree
+    """Nested dicts of float32 arrays."""
+    optimizer: Tree
+    """optax state."""
+
+
+class Program:
+    """A config's model and step on a mesh: abstract until a method is called.
+
+    `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout = TENSOR) -> None:
+        kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
+        self.config = replace(config, attention=kernel)
+        self.mesh, self.layout = mesh, layout
+        self.shape = MeshShape(**mesh.shape)
+        check_divisible(config, layout, self.shape)
+        with jax.set_mesh(mesh):
+            model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+        self.graph, abstract = nnx.split(model)
+        self.axes = placement.logical_axes(abstract)
+        self.abstract_parameters = nnx.to_pure_dict(abstract)
+        self._template = abstract
+        self.optimizer = make_optimizer(config, self.axes)
+        self.schedule = make_schedule(config.optimizer, config.training.steps)
+
+    @cached_property
+    def state_sharding(self) -> State:
+        """Where each part of the state lives."""
+        parameters = placement.shardings(self.axes, self.layout.rules, self.mesh)
+        everywhere = placement.replicated(self.mesh)
+        optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, parameters, self.mesh)
+        return State(everywhere, everywhere, parameters, optimizer)
+
+    @cached_property
+    def abstract_state(self) -> State:
+        """Shapes, types and shardings of the state: what a checkpoint is restored into."""
+        with jax.set_mesh(self.mesh):
+            state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
+        return placement.with_sharding(state, self.state_sharding)
+
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """The arrays of a batch that this program reads."""
+        names = ("tokens", "labels", "loss_mask", "sample_index")
+        names += ("position_ids",) if self.config.data.reset_position_ids else ()
+        return names + (("segment_ids",) if self.config.data.reset_attention_mask else ())
+
+    def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
+        """Shapes, types and shardings of a batch."""
+        samples = global_batch_size or self.config.training.global_batch_size
+        sequence = (samples, self.config.model.sequence_length)
+        types = {"loss_mask": jnp.float32, "sample_index": jnp.uint32}
+        arrays = {
+            name: jax.ShapeDtypeStruct(sequence[:1] if name == "sample_index" else sequence, types.get(name, jnp.int32))
+            for name in self.batch_names
+        }
+        return placement.with_sharding(arrays, dict.fromkeys(arrays, placement.batch_sharding(self.mesh)))
+
+    def initialize(self, seed: int) -> State:
+        """A fresh state, made where it lives; the same values on every mesh."""
+        return self._on_mesh(self._compiled_initial, jax.random.key(seed))
+
+    def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        """One optimizer step; consumes `state`. Metrics are float32 scalars: loss, grad_norm, learning_rate, tokens."""
+        return self._on_mesh(self._compiled_step, state, batch)
+
+    def evaluate(self, parameters: Tree, batch: Batch) -> tuple[Array, Array]:
+        """Sum of the losses of a batch without dropout, and the number of tokens it is over."""
+        return self._on_mesh(self._compiled_evaluate, parameters, batch)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """The train step, lowered from abstract values: no device is touched."""
+        return self._on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch())
+
+    def model(self, parameters: Tree) -> GPT:
+        """The model with these parameters."""
+        state = jax.tree.map(lambda v: v, self._template)
+        nnx.replace_by_pure_dict(state, parameters)
+        return nnx.merge(self.graph, state)
+
+    def _on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls with the mesh in force; the arguments are made without it, for optax puts scalars on a real device."""
+        with jax.set_mesh(self.mesh):
+            return function(*arguments)
+
+    # --- the compiled functions
+
+    @cached_property
+    def _compiled_initial(self) -> Any:
+        return jax.jit(self._initial, out_shardings=self.state_sharding)
+
+    @cached_property
+    def _compiled_step(self) -> Any:
+        everywhere = placement.replicated(self.mesh)
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_sharding, everywhere))
+
+    @cached_property
+    def _compiled_evaluate(self) -> Any:
+        return jax.jit(self._evaluate)
+
+    def _initial(self, key: Array) -> State:
+        model_key, dropout_key = jax.random.split(key)
+        parameters = nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        random = jax.random.key_data(dropout_key)
+        return State(jnp.zeros((), jnp.int32), random, parameters, self.optimizer.init(parameters))
+
+    def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        loss, gradients = self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random))
+        with jax.named_scope("optimizer"):
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters)
+            parameters = optax.apply_updates(state.parameters, updates)
+            metrics = {
+                "loss": loss,
+                "grad_norm": optax.tree.norm(gradients),
+                "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
+                "tokens": batch["loss_mask"].sum(),
+            }
+        return State(state.step + 1, state.random, parameters, optimizer), metrics
+
+    def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, Tree]:
+        """The step's differentiated part, to be traced: mean loss over the batch's unmasked tokens, and its gradients.
+
+        `key` is what dropout derives from; None turns it off.
+        """
+        # Divided by the global count here, so that sums over microbatches and ranks are the mean: no mean of means.
+        weights = batch["loss_mask"] / jnp.maximum(batch["loss_mask"].sum(), 1)
+        count = num_microbatches(self.config, self.shape, weights.shape[0])
+        with use_rules(self.layout.rules):
+            loss_sum = partial(self._loss_sum, key=key, options=self._loss_options)
+            return data_parallel_gradients(loss_sum, parameters, {**batch, "loss_mask": weights}, self._specs, count)
+
+    def _evaluate(self, parameters: Tree, batch: Batch) -> tuple[Array, Array]:
+        plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
+        with use_rules(self.layout.rules):
+            loss_sum = partial(self._loss_sum, key=None, options=plain)
+            return data_parallel_sum(loss_sum, parameters, batch, self._specs), batch["loss_mask"].sum()
+
+    def _loss_sum(self, parameters: Tree, batch: Batch, *, key: Array | None, options: LossOptions) -> Array:
+        """Weighted sum of a (micro)batch's losses; `key` turns dropout on."""
+        model = self.model(parameters)
+        keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
+        hidden = model(batch["tokens"], batch.get("position_ids"), batch.get("segment_ids"), keys)
+        losses = model.losses(hidden, batch["labels"], options)
+        with jax.named_scope("loss"):
+            return (losses * batch["loss_mask"]).sum()
+
+    @property
+    def _specs(self) -> Tree:
+        return placement.specs(self.axes, self.layout.rules)
+
+    @property
+    def _loss_options(self) -> LossOptions:
+        options, vocab_size = self.config.optimizer, self.config.model.vocab_size
+        assert vocab_size is not None  # check_divisible has asked for it
+        return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
+
+    def _build(self, key: Array) -> GPT:
+        with use_rules(self.layout.rules):
+            return GPT(self.config, key=key)
+
+
+def make_program(config: Config, mesh: Mesh) -> Program:
+    """The program of `config` on `mesh`, attached or compile-only.
+
+    Raises:
+      UserError: the model or batch does not divide over the mesh.
+    """
+    return Program(config, mesh)

@@ -1,0 +1,15 @@
+import pytest
+
+from tests.end_to_end.runs import Finished, Launcher
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """One folder for all runs: they differ by --out."""
+    return Launcher.prepare(tmp_path_factory.mktemp("end_to_end"))
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(launcher: Launcher) -> Finished:
+    """40 steps on 2x4, start to end: what interrupted runs must equal."""
+    return launcher.train("uninterrupted", "--steps", "40")

@@ -1,0 +1,192 @@
+"""Starts `python -m mtjax.train` as a user does, in processes of its own, on a model that trains in a second."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT = 240
+TINY = """
+[model]
+num_layers = 2
+hidden_size = 64
+num_heads = 8
+sequence_length = 32
+vocab_multiple = 128
+
+[parallel]
+mesh = "2x4"
+
+[optimizer]
+learning_rate = 2e-3
+min_learning_rate = 2e-4
+warmup_steps = 4
+decay_steps = 40
+
+[training]
+steps = 6
+global_batch_size = 8
+compute_dtype = "float32"
+
+[output]
+log_every = 1
+valid_every = 0
+checkpoint_every = 0
+"""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts runs in `folder`, which has a text, a config of a tiny model and a cache of its own."""
+
+    folder: Path
+
+    @classmethod
+    def prepare(cls, folder: Path) -> "Launcher":
+        (folder / "text.txt").write_text(made_up_text())
+        (folder / "tiny.toml").write_text(TINY)
+        return cls(folder)
+
+    def command(self, *options: str) -> list[str]:
+        given = ["--config", "tiny.toml"] if "--config" not in options else []
+        return [sys.executable, "-m", "mtjax.train", *given, "--cache-dir", "cache", *options]
+
+    def start(self, *options: str, data: str = "text.txt") -> "subprocess.Popen[str]":
+        """A run in the background; its output is read by `finish`."""
+        return subprocess.Popen(
+            self.command("--data", data, *options),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+
+    def train(self, out: str, *options: str, data: str = "text.txt", timeout: int = TIMEOUT) -> "Finished":
+        """A run that must end well."""
+        finished = finish(self.start("--out", out, *options, data=data), self.folder / out, timeout)
+        assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
+        return finished
+
+    def start_together(self, out: str, *options: str, processes: int = 2) -> "list[subprocess.Popen[str]]":
+        """The processes of one run."""
+        together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
+        return [self.start("--out", out, *together, "--process-id", str(i), *options) for i in range(processes)]
+
+    def train_together(self, out: str, *options: str, processes: int = 2) -> "list[Finished]":
+        """Several processes as one run that must end well; process 0 comes first."""
+        with ended(self.start_together(out, *options, processes=processes)) as started:
+            all_of_them = [finish(process, self.folder / out) for process in started]
+        for finished in all_of_them:
+            assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
+        return all_of_them
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run after its end, as it was then: the folder may have changed since.
+
+    Attributes:
+      checkpoints: steps whose checkpoints are complete.
+    """
+
+    code: int
+    stdout: str
+    stderr: str
+    out: Path
+    metrics: list[dict[str, float]]
+    checkpoints: set[int]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step."""
+        return {int(entry["step"]): entry["loss"] for entry in self.metrics}
+
+    def fingerprints(self, step: int) -> dict[str, int]:
+        """Of every array in the checkpoint of a step."""
+        page: dict[str, dict[str, int]] = json.loads((self.out / f"checkpoints/{step}/page/metadata").read_text())
+        return page["fingerprints"]
+
+
+def finish(process: "subprocess.Popen[str]", out: Path, timeout: int = TIMEOUT) -> Finished:
+    """Waits for a run."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"still running after {timeout} s\n{stdout}\n{stderr}") from None
+    checkpoints = {int(p.name) for p in out.glob("checkpoints/*") if p.name.isdigit()}
+    return Finished(process.returncode, stdout, stderr, out, read_metrics(out), checkpoints)
+
+
+@contextmanager
+def ended(processes: "Sequence[subprocess.Popen[str]]") -> "Iterator[Sequence[subprocess.Popen[str]]]":
+    """Kills what is left of `processes` at the end, whatever happens."""
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def wait_for_step(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    """Waits until a run has logged this step."""
+    wait_until(lambda: any(entry["step"] >= step for entry in read_metrics(out)), process, f"step {step}")
+
+
+def wait_for_checkpoint(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    """Waits until the checkpoint of this step is complete."""
+    wait_until(lambda: (out / "checkpoints" / str(step)).is_dir(), process, f"the checkpoint of step {step}")
+
+
+def wait_until(done: "object", process: "subprocess.Popen[str]", what: str) -> None:
+    assert callable(done)
+    deadline = time.monotonic() + TIMEOUT
+    while not done():
+        if process.poll() is not None:
+            stdout, stderr = process.communicate()
+            raise AssertionError(f"the run ended ({process.returncode}) before {what}\n{stdout}\n{stderr}")
+        assert time.monotonic() < deadline, f"{what} did not come in {TIMEOUT} s"
+        time.sleep(0.05)
+
+
+def read_metrics(out: Path) -> list[dict[str, float]]:
+    """Whole lines of a run's metrics.jsonl, which may still be growing."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def relative_difference(ours: dict[int, float], theirs: dict[int, float]) -> float:
+    """Largest over the steps, which must be the same."""
+    assert ours.keys() == theirs.keys()
+    assert ours
+    return max(abs(ours[step] / theirs[step] - 1) for step in ours)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def made_up_text() -> str:
+    """80 kB of sentences from 150 made-up words."""
+    chance = random.Random(0)
+    words = ["".join(chance.choice("abcdefghij") for _ in range(chance.randint(2, 7))) for _ in range(150)]
+    return "\n\n".join(" ".join(chance.choices(words, k=60)) for _ in range(250))
+
+
+INTERRUPTS = {"SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}

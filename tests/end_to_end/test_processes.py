@@ -1,0 +1,63 @@
+"""Several processes are one run: the numbers, the checkpoints and the end are those of one process."""
+
+import signal
+
+import pytest
+
+from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_difference, wait_for_step
+
+STEPS = ["--steps", "40"]
+
+
+def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninterrupted: Finished) -> None:
+    """Two processes until SIGTERM, then one on another mesh, then two again: the losses of one all the way."""
+    out = launcher.folder / "together"
+    with ended(launcher.start_together("together", *STEPS)) as started:
+        wait_for_step(out, 8, started[0])
+        started[1].send_signal(signal.SIGTERM)  # one of them is enough
+        stopped = [finish(process, out) for process in started]
+    for finished in stopped:
+        assert finished.code == 0, finished.stderr
+        assert "Traceback" not in finished.stderr
+    reached = max(stopped[0].losses)
+    assert 8 <= reached < 40
+    assert stopped[0].checkpoints == {reached}
+    assert f"stopped by SIGTERM after step {reached}; saved" in stopped[0].stdout
+    assert "8 virtual CPU devices in 2 processes" in stopped[0].stdout
+    assert "loss" not in stopped[1].stdout  # one process speaks (Gloo, under XLA, always does)
+    one_process = {step: loss for step, loss in uninterrupted.losses.items() if step <= reached}
+    assert relative_difference(stopped[0].losses, one_process) < 1e-6
+
+    alone = launcher.train("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
+    assert f"resumed from step {reached}" in alone.stdout
+    back = launcher.train_together("together", "--resume", *STEPS)
+    assert f"resumed from step {reached + 4}" in back[0].stdout
+    assert relative_difference(back[0].losses, uninterrupted.losses) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["1x8", "8x1", "4x2"])
+def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
+    """1x8 puts one model-parallel group over both processes, each of which loads every sample."""
+    one = launcher.train(f"one-{mesh}", "--steps", "5", "--mesh", mesh)
+    two = launcher.train_together(f"two-{mesh}", "--steps", "5", "--mesh", mesh)
+    assert relative_difference(two[0].losses, one.losses) < 1e-6
+
+
+@pytest.mark.long
+def test_four_processes_with_two_devices_each(launcher: Launcher, uninterrupted: Finished) -> None:
+    four = launcher.train_together("four", "--steps", "5", processes=4)
+    one_process = {step: loss for step, loss in uninterrupted.losses.items() if step <= 5}
+    assert relative_difference(four[0].losses, one_process) < 1e-6
+
+
+@pytest.mark.long
+def test_ctrl_c_stops_all_processes(launcher: Launcher) -> None:
+    out = launcher.folder / "ctrl-c"
+    with ended(launcher.start_together("ctrl-c", *STEPS)) as started:
+        wait_for_step(out, 5, started[0])
+        for process in started:  # a terminal sends it to both
+            process.send_signal(signal.SIGINT)
+        stopped = [finish(process, out) for process in started]
+    assert [finished.code for finished in stopped] == [0, 0], [f.stderr for f in stopped]
+    assert stopped[0].checkpoints == {max(stopped[0].losses)}

@@ -1,0 +1,82 @@
+"""A run that was stopped in any way and resumed equals one that never was, to the bit."""
+
+import signal
+
+import pytest
+
+from tests.end_to_end.runs import Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
+
+STEPS = ["--steps", "40"]
+
+
+def test_stopped_by_sigterm_then_ctrl_c_then_killed(launcher: Launcher, uninterrupted: Finished) -> None:
+    """One run in four parts; each ends in another way, and the next goes on from there."""
+    out = launcher.folder / "interrupted"
+    first = stop(launcher, signal.SIGTERM, after_step=5)
+    assert "stopped by SIGTERM after step" in first.stdout
+    second = stop(launcher, signal.SIGINT, after_step=max(first.losses) + 4)
+    assert "stopped by Ctrl-C after step" in second.stdout
+    assert f"resumed from step {max(first.checkpoints)}" in second.stdout
+
+    before = max(second.losses)
+    with ended([launcher.start("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")]) as started:
+        following = 4 * (before // 4 + 1)
+        wait_for_checkpoint(out, following, started[0])
+        wait_for_step(out, following + 1, started[0])
+        started[0].kill()
+        killed = finish(started[0], out)
+    assert killed.code == -signal.SIGKILL
+    assert before < max(killed.losses) < 40
+
+    last = launcher.train("interrupted", *STEPS, "--resume")
+    assert list(last.losses) == list(range(1, 41))  # no step twice, none missing
+    assert last.losses == uninterrupted.losses
+    assert [entry["grad_norm"] for entry in last.metrics] == [entry["grad_norm"] for entry in uninterrupted.metrics]
+    assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+
+
+def stop(launcher: Launcher, number: signal.Signals, after_step: int) -> Finished:
+    """Starts or resumes the run, and sends it a signal when it has logged a step."""
+    out = launcher.folder / "interrupted"
+    with ended([launcher.start("--out", "interrupted", *STEPS, "--resume")]) as started:
+        wait_for_step(out, after_step, started[0])
+        started[0].send_signal(number)
+        finished = finish(started[0], out)
+    assert finished.code == 0, finished.stderr
+    assert "Traceback" not in finished.stderr
+    reached = max(finished.losses)
+    assert after_step <= reached < 40, "the signal came too late to stop anything"
+    assert max(finished.checkpoints) == reached  # saved where it stopped: nothing is lost
+    return finished
+
+
+def test_resuming_a_run_without_checkpoints_starts_it(launcher: Launcher) -> None:
+    finished = launcher.train("fresh", "--steps", "1", "--resume")
+    assert "no checkpoint" in finished.stdout
+    assert list(finished.losses) == [1]
+
+
+def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrupted: Finished) -> None:
+    again = launcher.train("uninterrupted", *STEPS, "--resume")
+    assert again.metrics == uninterrupted.metrics
+    assert again.checkpoints == {40}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["4x2", "8x1", "1x1"])
+def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
+    out = f"mesh-{mesh}"
+    launcher.train(out, "--steps", "20")
+    moved = launcher.train(out, *STEPS, "--resume", "--mesh", mesh)
+    for step, loss in uninterrupted.losses.items():
+        assert moved.losses[step] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.long
+def test_resumed_with_accumulation_and_bfloat16_is_bit_exact(launcher: Launcher) -> None:
+    options = ["--microbatch-size", "2", "--compute-dtype", "bfloat16", "--recompute", "full"]
+    whole = launcher.train("bf16-whole", "--steps", "12", *options)
+    launcher.train("bf16", "--steps", "5", *options)
+    resumed = launcher.train("bf16", "--steps", "12", "--resume", *options)
+    assert resumed.losses == whole.losses
+    assert resumed.fingerprints(12) == whole.fingerprints(12)

@@ -1,0 +1,25 @@
+"""The mesh of a cluster on one CPU: hundreds of virtual devices train with the numbers of one."""
+
+import pytest
+
+from tests.end_to_end.runs import Launcher, relative_difference
+
+SMALL = ["--global-batch-size", "64", "--sequence-length", "16"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "steps"), [("8x8", 10), ("32x8", 5), ("64x8", 2)])
+def test_losses_equal_those_of_one_device(mesh: str, steps: int, launcher: Launcher) -> None:
+    """Dropout is on: the masks don't depend on the mesh. 512 devices are two processes, and a step takes a minute."""
+    alone = launcher.train(f"alone-of-{mesh}", "--mesh", "1x1", "--steps", str(steps), *SMALL)
+    cluster = launcher.train(f"cluster-{mesh}", "--mesh", mesh, "--steps", str(steps), *SMALL, timeout=900)
+    assert "virtual CPU devices" in cluster.stdout
+    assert len(cluster.losses) == steps
+    assert relative_difference(cluster.losses, alone.losses) < 1e-5
+
+
+def test_three_steps_on_16_devices_equal_those_of_one(launcher: Launcher) -> None:
+    """More than the 8 of other tests, and both axes at once."""
+    alone = launcher.train("alone-of-4x4", "--mesh", "1x1", "--steps", "3")
+    cluster = launcher.train("cluster-4x4", "--mesh", "4x4", "--steps", "3")
+    assert relative_difference(cluster.losses, alone.losses) < 1e-5

@@ -1,0 +1,133 @@
+"""Wrong input ends with exit code 2 and one line that says what to do; nothing is left behind."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mtjax.train.__main__ import main
+from tests.end_to_end.runs import Launcher, finish
+
+CASES = {
+    "missing data": (["--data", "missing.txt"], "no file matches 'missing.txt'"),
+    "empty data": (["--data", "empty.txt"], r"empty\.txt"),
+    "broken line": (["--data", "broken.jsonl"], r"broken\.jsonl.* document can't be used"),
+    "no text in line": (["--data", "other.jsonl"], r"other\.jsonl.*'text'"),
+    "damaged gzip": (["--data", "damaged.txt.gz"], r"damaged\.txt\.gz is damaged"),
+    "mesh of nonsense": (["--mesh", "3y4"], "mesh '3y4' is neither DATAxMODEL, like 64x8, nor named"),
+    "mesh axis": (["--mesh", "data=2,modle=4"], "unknown axis 'modle' - did you mean 'model'"),
+    "mesh axis without ways": (["--mesh", "0x8"], "mesh '0x8' gives data 0 ways; every axis needs at least 1"),
+    "mesh axis twice": (["--mesh", "data=2,data=4"], "mesh 'data=2,data=4' names an axis twice"),
+    "heads": (["--mesh", "1x3"], "num_heads 8 does not divide over 3 model ways.*2 and 4"),
+    "hidden": (["--num-heads", "6"], "hidden_size 64 is not divisible by num_heads 6;.*4 and 8"),
+    "mlp": (["--mesh", "1x4", "--mlp-size", "126"], "mlp_size 126 does not divide over 4 model ways.*124 and 128"),
+    "vocabulary": (
+        ["--mesh", "1x8", "--vocab-size", "1002", "--vocab-multiple", "6"],
+        "padded vocabulary 1002 does not divide over 8 model ways.*1000 and 1008.*vocab_multiple",
+    ),
+    "vocabulary of the tokenizer": (
+        ["--mesh", "1x8", "--vocab-multiple", "3"],
+        r"padded vocabulary \d+ does not divide over 8 model ways.*vocab_multiple",
+    ),
+    "batch": (["--global-batch-size", "9"], "global_batch_size 9 does not divide over 2 data ways.*8 and 10"),
+    "microbatch": (["--microbatch-size", "3"], "global_batch_size 8 is no multiple of microbatch_size 3 x 2.*6 and 12"),
+    "small vocabulary": (["--vocab-size", "300"], r"vocab_size 300 is below the \d+ tokens of the tokenizer"),
+    "a used folder": (["--out", "used"], "--out used holds a run already: add --resume"),
+    "a file as folder": (["--out", "text.txt"], "--out text.txt can't be a folder: text.txt is a file"),
+    "a folder in a file": (["--out", "text.txt/run"], "--out text.txt/run can't be a folder: text.txt is a file"),
+    "process id": (
+        ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"],
+        "--process-id 2 is not one of --num-processes 2: it runs from 0 to 1",
+    ),
+    "half a coordinator": (["--coordinator", "localhost:1"], "--num-processes N and --process-id I go together"),
+    "no tokenizer": (["--tokenizer", "nowhere.json"], r"tokenizer nowhere\.json does not exist"),
+    "tokenizer kind": (["--tokenizer", "gtp2:folder"], "no kind of tokenizer is called 'gtp2' - did you mean 'gpt2'"),
+    "learning rate": (["--learning-rate", "nan"], "learning_rate is nan, and must be a finite number"),
+    "warmup": (["--warmup-steps", "-1"], "warmup_steps is -1, and must be 0 or more"),
+    "dropout": (["--hidden-dropout", "1.5"], "hidden_dropout is 1.5, and must be at least 0 and below 1"),
+    "steps": (["--steps", "0"], "steps is 0, and must be at least 1"),
+    "config": (["--config", "gpt2-smal"], "no config file 'gpt2-smal'.* - did you mean 'gpt2-small'"),
+    "split": (["--split", "0,0,0"], "split '0,0,0'"),
+    "nothing held out": (["--split", "1,0,0", "--valid-every", "1"], "split 1,0,0 leaves nothing for valid"),
+    "too little held out": (
+        ["--data", "short.txt", "--valid-every", "1"],
+        r"split 969,30,1 leaves none of the \d+ documents of short\.txt for valid",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(launcher: Launcher) -> Path:
+    files = {
+        "empty.txt": "",
+        "short.txt": "a few words and no more",
+        "broken.jsonl": '{"text": "good"}\n{"text": "bad\n',
+        "other.jsonl": '{"words": "no text"}\n',
+        "used/metrics.jsonl": json.dumps({"step": 1, "loss": 1.0}) + "\n",
+        "damaged.txt.gz": "no gzip",
+    }
+    for name, content in files.items():
+        (launcher.folder / name).parent.mkdir(exist_ok=True)
+        (launcher.folder / name).write_text(content)
+    return launcher.folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    case: str,
+    folder: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    options, message = CASES[case]
+    words = launcher.command("--data", "text.txt", "--out", f"never/{list(CASES).index(case)}")[3:]
+    monkeypatch.chdir(folder)
+    before = listing(folder)
+    assert main([*words, *options]) == 2
+    check_error(capfd.readouterr().err, message)
+    assert listing(folder) == before
+
+
+def check_error(stderr: str, message: str) -> None:
+    """One line, after what was said about preparing data."""
+    *progress, line = stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert re.search(message, line)
+    assert len(line) < 400
+    assert all("preparing" in said or "training a tokenizer" in said for said in progress)
+
+
+def listing(folder: Path) -> dict[str, int]:
+    """All files but those of the cache, with their times of change."""
+    files = [p for p in folder.rglob("*") if "cache" not in p.parts]
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in files}
+
+
+def test_another_model_than_the_checkpoints_is_refused_by_field(launcher: Launcher, folder: Path) -> None:
+    """In a process of its own, so that the exit code and the absence of a traceback are the real ones."""
+    launcher.train("small", "--steps", "1")
+    before = listing(folder)
+    wrong = finish(launcher.start("--out", "small", "--resume", "--hidden-size", "128"), folder / "small")
+    assert wrong.code == 2
+    check_error(wrong.stderr, "is of another model: hidden_size is 64 there and 128 here")
+    assert listing(folder) == before
+
+
+def test_a_wrong_option_ends_with_code_2(launcher: Launcher) -> None:
+    wrong = finish(launcher.start("--out", "nothing", "--hiden-size", "128"), launcher.folder / "nothing")
+    assert wrong.code == 2
+    assert "--hidden-size" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    assert not wrong.out.exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(launcher: Launcher) -> None:
+    """With a rate that throws the weights to infinity; the half-trained model is not saved over a good one."""
+    options = ["--learning-rate", "1e38", "--warmup-steps", "0", "--clip-grad-norm", "0", "--steps", "10"]
+    finished = finish(launcher.start("--out", "exploded", *options), launcher.folder / "exploded")
+    assert finished.code == 2, finished.stdout
+    line = finished.stderr.strip().splitlines()[-1]
+    assert re.search(r"error: the loss is (nan|inf) at step \d+ .*: lower --learning-rate", line)
+    assert finished.checkpoints == set()

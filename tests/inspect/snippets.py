@@ -1,0 +1,142 @@
+"""HLO written for the tests: every form in which a collective can hide."""
+# ruff: noqa: E501 - XLA prints long lines
+
+HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8"
+
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+
+LOOP = f"""{HEADER}
+{ADD}
+%body (state: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %state = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[4,8]{{1,0}} get-tuple-element(%state), index=1
+  %start = bf16[4,8]{{1,0}} all-reduce-start(%x), channel_id=2, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(step)/jvp(layers)/while/body/mlp/dot_general"}}, backend_config={{"collective_backend_config":{{"is_sync":false}}}}
+  %square = bf16[4,8]{{1,0}} multiply(%x, %x), metadata={{op_name="jit(step)/jvp(layers)/while/body/mlp/mul"}}
+  %done = bf16[4,8]{{1,0}} all-reduce-done(%start)
+  %out = bf16[4,8]{{1,0}} add(%done, %square)
+  ROOT %next = (s32[], bf16[4,8]{{1,0}}) tuple(%i, %out)
+}}
+
+%condition (state.1: (s32[], bf16[4,8])) -> pred[] {{
+  %state.1 = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %end = s32[] constant(6)
+  ROOT %less = pred[] compare(%i.1, %end), direction=LT
+}}
+
+ENTRY %main (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %p = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  ROOT %loop = (s32[], bf16[4,8]{{1,0}}) while(%p), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"6"}},"known_init_step":{{"init":"0","step":"1"}}}}
+}}
+"""
+
+NESTED = (
+    LOOP.replace("ENTRY %main", "%inner").replace("%p ", "%q ").replace("(%p)", "(%q)").replace("(p:", "(q:")
+    + """
+%outer_condition (s: (s32[], bf16[4,8])) -> pred[] {
+  %s = (s32[], bf16[4,8]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %p = (s32[], bf16[4,8]{1,0}) parameter(0)
+  ROOT %outside = (s32[], bf16[4,8]{1,0}) while(%p), condition=%outer_condition, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+)
+
+UNKNOWN_LENGTH = LOOP.replace('"known_trip_count":{"n":"6"},', "")
+
+ASYNC_WRAPPED = f"""{HEADER}
+%wrapped (a: f32[16,4]) -> f32[2,4] {{
+  %a = f32[16,4]{{1,0}} parameter(0)
+  ROOT %scatter = f32[2,4]{{1,0}} reduce-scatter(%a), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, to_apply=%add, metadata={{op_name="jit(step)/gradients/psum_scatter"}}
+}}
+{ADD}
+ENTRY %main (p: f32[16,4], q: f32[64,64]) -> f32[2,4] {{
+  %p = f32[16,4]{{1,0}} parameter(0)
+  %q = f32[64,64]{{1,0}} parameter(1)
+  %begin = ((f32[16,4]{{1,0}}), f32[2,4]{{1,0}}, u32[]) async-start(%p), calls=%wrapped
+  %busy = f32[64,64]{{1,0}} dot(%q, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/optimizer/dot_general"}}
+  %between = ((f32[16,4]{{1,0}}), f32[2,4]{{1,0}}, u32[]) async-update(%begin)
+  ROOT %end = f32[2,4]{{1,0}} async-done(%between)
+}}
+"""
+
+BRANCHES = f"""{HEADER}
+%yes (a: f32[4]) -> f32[16] {{
+  %a = f32[4]{{0}} parameter(0)
+  ROOT %gather = f32[16]{{0}} all-gather(%a), channel_id=1, replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, dimensions={{0}}, use_global_device_ids=true
+}}
+
+%no (b: f32[4]) -> f32[16] {{
+  %b = f32[4]{{0}} parameter(0)
+  ROOT %wide = f32[16]{{0}} pad(%b, %b), padding=0_12
+}}
+
+ENTRY %main (c: pred[], p: f32[4]) -> f32[16] {{
+  %c = pred[] parameter(0)
+  %p = f32[4]{{0}} parameter(1)
+  ROOT %either = f32[16]{{0}} conditional(%c, %p, %p), true_computation=%yes, false_computation=%no
+}}
+"""
+
+FUSED_AND_CALLED = f"""{HEADER}
+%fused (a: f32[4]) -> f32[4] {{
+  %a = f32[4]{{0}} parameter(0)
+  ROOT %permute = f32[4]{{0}} collective-permute(%a), channel_id=3, source_target_pairs={{{{0,4}},{{4,0}},{{1,5}},{{5,1}},{{2,6}},{{6,2}},{{3,7}},{{7,3}}}}
+}}
+
+%called (b: f32[4]) -> f32[4] {{
+  %b = f32[4]{{0}} parameter(0)
+  ROOT %swap = f32[4]{{0}} all-to-all(%b), replica_groups=[1,8]<=[8], dimensions={{0}}
+}}
+
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %f = f32[4]{{0}} fusion(%p), kind=kLoop, calls=%fused
+  ROOT %c = f32[4]{{0}} call(%f), to_apply=%called
+}}
+"""
+
+SEVERAL_OPERANDS = f"""{HEADER}
+{ADD}
+ENTRY %main (p: f32[4], q: bf16[2,3]) -> (f32[16], bf16[8,3]) {{
+  %p = f32[4]{{0}} parameter(0)
+  %q = bf16[2,3]{{1,0}} parameter(1)
+  %sync = (f32[4]{{0}}, bf16[2,3]{{1,0}}) all-reduce-start(%p, %q), channel_id=1, replica_groups={{}}, to_apply=%add, metadata={{op_name="jit(step)/optimizer/(a:b)"}}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}
+  %sync.done = (f32[4]{{0}}, bf16[2,3]{{1,0}}) all-reduce-done(%sync)
+  %g = ((f32[4]{{0}}, bf16[2,3]{{1,0}}), (f32[16]{{0}}, /*index=1*/bf16[8,3]{{1,0}})) all-gather-start(%p, %q), channel_id=2, replica_groups=[2,4]<=[8], dimensions={{0}}
+  ROOT %g.done = (f32[16]{{0}}, bf16[8,3]{{1,0}}) all-gather-done(%g)
+}}
+"""
+
+UNKNOWN_OPERATIONS = f"""{HEADER}
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %novel = f32[4]{{0}} teleport(%p), channel_id=9, replica_groups=[2,4]<=[8]
+  %library = f32[4]{{0}} custom-call(%novel), custom_call_target="xla.gpu.nvshmem_put", api_version=API_VERSION_TYPED_FFI
+  %plain = f32[4]{{0}} frobnicate(%library), strength=3
+  %odd = f32[4]{{0}} all-reduce(%plain), replica_groups={{{{0,1,2}},{{3,4,5}},{{6,7}}}}, to_apply=%add
+  %future = f32[4]{{0}} all-reduce(%odd), replica_groups=<hypercube>, to_apply=%add
+  ROOT %text = f32[4]{{0}} custom-call(%future), custom_call_target="topk (fast)", metadata={{op_name="jit(step)/a \\"quoted) name"}}
+}}
+"""
+
+LOST_NAMES = f"""{HEADER}
+{ADD}
+ENTRY %main (p: f32[4], q: f32[4]) -> f32[8] {{
+  %p = f32[4]{{0}} parameter(0)
+  %q = f32[4]{{0}} parameter(1)
+  %g = f32[4]{{0}} negate(%p), metadata={{op_name="jit(step)/gradients/neg"}}
+  %joined = f32[8]{{0}} concatenate(%g, %q), dimensions={{0}}
+  ROOT %combined = f32[8]{{0}} all-reduce(%joined), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add
+}}
+"""

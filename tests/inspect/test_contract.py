@@ -1,0 +1,123 @@
+"""The tensor layout's contract on compiled programs: operations and bytes for H100, elements for CPUs."""
+
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.targets import find_target
+from mtjax.plan.formulas import Shape, parameters_per_rank
+from mtjax.sharding.contract import TENSOR_CONTRACT, Sizes, due, evaluate
+from mtjax.sharding.mesh import MeshShape
+from tests.inspect.steps import SIZES, needs_aot, tiny
+
+BSH = 2 * 64 * 64
+
+
+def sent(report: Report, phase: str, axes: tuple[str, ...] = ("model",)) -> dict[tuple[str, int, str], int]:
+    """(operation, elements, type) -> arrays in a step, of what is larger than scalars."""
+    found: dict[tuple[str, int, str], int] = {}
+    for c in report.collectives:
+        for array in c.arrays:
+            if c.phase == phase and c.axes == axes and array.elements > 16:
+                key = (c.kind, array.elements, array.dtype)
+                found[key] = found.get(key, 0) + c.count
+    return found
+
+
+@needs_aot
+def test_figure_4_of_the_paper_on_h100(gpu_report):
+    """Per layer and microbatch: two all-reduces forward, one recomputed, two backward; 3 layers, 2 microbatches."""
+    assert gpu_report.verdict.violations == ()
+    assert sent(gpu_report, "layer forward") == {("all-reduce", BSH, "bf16"): 12}
+    assert sent(gpu_report, "layer recompute") == {("all-reduce", BSH, "bf16"): 6}
+    assert sent(gpu_report, "layer backward") == {("all-reduce", BSH, "bf16"): 12}
+    assert sent(gpu_report, "embedding forward") == {("all-reduce", BSH, "bf16"): 2}
+    assert sent(gpu_report, "loss backward") == {("all-reduce", BSH, "bf16"): 2}
+    assert sum(e * n for (_, e, _), n in sent(gpu_report, "loss forward").items()) == 3 * 2 * 64 * 2
+
+
+@needs_aot
+def test_no_recompute_and_one_microbatch_on_two_servers(two_servers_report):
+    report, bsh = two_servers_report, 4 * 64 * 64
+    assert report.verdict.violations == ()
+    assert sent(report, "layer forward") == {("all-reduce", bsh, "bf16"): 6}
+    assert sent(report, "layer recompute") == {}
+    assert sent(report, "layer backward") == {("all-reduce", bsh, "bf16"): 6}
+    crossing = {c.axes: c.servers for c in report.collectives}
+    assert crossing[("model",)] == 1
+    assert crossing[("data",)] == 2
+
+
+@needs_aot
+def test_data_parallel_sends_each_gradient_once_a_step(data_parallel_report):
+    report = data_parallel_report
+    assert report.verdict.violations == ()
+    assert {c.axes for c in report.collectives} == {("data",)}
+    gradients = sum(e * n for (_, e, _), n in sent(report, "gradients", ("data",)).items())
+    scalars = gradients - parameters_per_rank(Shape.of(report.config.model), 1)
+    assert 0 <= scalars <= 2
+
+
+def test_cpu_programs_keep_the_contract_in_elements(cpu_report):
+    assert cpu_report.verdict.violations == ()
+    assert sent(cpu_report, "layer forward") == {("all-reduce", BSH, "f32"): 12}
+    assert sent(cpu_report, "layer recompute") == {("all-reduce", BSH, "f32"): 6}
+    assert sent(cpu_report, "layer backward") == {("all-reduce", BSH, "f32"): 12}
+    notes = {note for line in cpu_report.verdict.lines for note in line.notes}
+    assert "f32 for bf16: CPU programs widen it" in notes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing": 0.1, "z_loss": 1e-4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "loss_chunk": 100},
+        {"mesh": "1x4", "recompute": "none", "microbatch_size": None},
+        {"mesh": "8x1", "microbatch_size": 1, "compute_dtype": "float32"},
+        {"mesh": "1x1"},
+    ],
+)
+def test_the_contract_holds_on_cpus_whatever_the_run(settings):
+    report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
+    assert report.verdict.violations == ()
+    ways = report.step.mesh
+    assert {axis for c in report.collectives for axis in c.axes or ("?",) if c.group_size > 1} == {
+        axis for axis, n in (("data", ways.data), ("model", ways.model)) if n > 1
+    }
+
+
+def test_gradients_of_the_contract_are_the_parameters_of_a_rank():
+    for ways in (1, 2, 4):
+        config = tiny(mesh=f"2x{ways}")
+        sizes = Sizes.of(config, MeshShape(2, ways))
+        (line,) = (d for d in due(TENSOR_CONTRACT, sizes, "bfloat16") if d.line.phase == "gradients")
+        assert line.elements == parameters_per_rank(Shape.of(config.model), ways)
+
+
+def test_axes_of_one_way_ask_for_nothing():
+    sizes = Sizes.of(tiny(mesh="1x1"), MeshShape(1, 1))
+    assert due(TENSOR_CONTRACT, sizes, "bfloat16") == []
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"), [("2*l*m", 12), ("b*s*h", 8192), ("(4*h*h + h)/model", 4112), ("7-2", 5)]
+)
+def test_formulas(formula, value):
+    assert evaluate(formula, SIZES) == value
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        ("2*q", "uses 'q'"),
+        ("h/3", "no whole number"),
+        ("h/(s-h)", "no whole number"),
+        ("h - 2*s", "comes out at -64"),
+        ("2*", "no formula"),
+        ("__import__('os')", "no formula"),
+        ("h**9", "no formula"),
+        ("1.5*h", "no formula"),
+    ],
+)
+def test_formulas_that_are_none(formula, message):
+    with pytest.raises(UserError, match=message):
+        evaluate(formula, SIZES)

@@ -1,0 +1,158 @@
+"""The command: exit codes, files, and errors in one line."""
+
+import json
+
+import pytest
+
+from mtjax.inspect import __main__ as command
+from mtjax.inspect import report as reports
+from mtjax.inspect.contract_file import load_contract
+from mtjax.sharding.contract import TENSOR_CONTRACT
+from tests.inspect.steps import needs_aot
+
+CONTRACT = """
+name = "mine"
+[[expect]]
+phase = "layer forward"
+kind = "all-reduce"
+axis = "model"
+count = "2*l*m"
+elements = "b*s*h"
+"""
+
+
+@pytest.fixture
+def compiled_once(monkeypatch, cpu_report):
+    """The command on a step that is there already, whatever the options say of the model."""
+    monkeypatch.setattr(
+        command, "inspect", lambda config, target, contract, on: reports.report(cpu_report.step, contract)
+    )
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    try:
+        code = command.main([*argv])
+    except SystemExit as e:  # tyro, for an unknown option
+        code = int(e.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_holds(capsys, compiled_once, tmp_path):
+    page, dump = tmp_path / "deep" / "page.html", tmp_path / "dump"
+    code, out, _ = run(capsys, "--mesh", "2x4", "--html", str(page), "--dump", str(dump))
+    assert code == 0
+    assert "the contract holds" in out
+    assert page.read_text().startswith("<!doctype html>")
+    (text,) = dump.iterdir()
+    assert "layers" in text.read_text()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_json_to_stdout_is_nothing_but_json(capsys, compiled_once):
+    code, out, _ = run(capsys, "--json", "-")
+    assert code == 0
+    assert json.loads(out)["schema"] == "mtjax.inspect/1"
+
+
+def test_vs_reports_both(capsys, compiled_once, tmp_path):
+    code, out, _ = run(capsys, "--vs", "1x8", "--json", str(tmp_path / "both.json"))
+    assert code == 0
+    assert "Side by side" in out
+    assert len(json.loads((tmp_path / "both.json").read_text())["reports"]) == 2
+
+
+def test_sweep_lists_every_mesh(capsys, compiled_once):
+    code, out, _ = run(capsys, "--sweep", "8", "--num-heads", "4", "--hidden-size", "64")
+    assert code == 0
+    assert all(mesh in out for mesh in ("8x1", "4x2", "2x4", "1x8"))
+    assert "1x8 was not tried: num_heads 4 does not divide" in out
+
+
+def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
+    file = tmp_path / "contract.toml"
+    file.write_text(CONTRACT)
+    code, out, _ = run(capsys, "--contract", str(file))
+    assert code == 1
+    assert "the contract is broken" in out
+    assert "12 extra all-reduce over model in layer backward: f32[2,64,64], from op_name" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--target", "h1000x8"], "h1000"),
+        (["--target", "v100x16"], "compute capability 7.0"),
+        (["--target", "attached"], "there are none"),
+        (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 does not divide over 5"),
+        (["--sweep", "8", "--vs", "1x8"], "give one of them"),
+        (["--sweep", "0"], "1 or more"),
+        (["--intra-bandwidth", "100"], "the target is cpu"),
+        (["--target", "h100x8", "--inter-bandwidth", "-1"], "above 0"),
+        (["--time-on", "v100x16"], "needs a program for GPUs"),
+        (["--contract", "/nowhere.toml"], "no contract file"),
+        (["--vs", "gpt2-tinny"], "did you mean"),
+        (["--vs", "hiden_size=3"], "did you mean 'hidden_size'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(capsys, argv, message, monkeypatch, cpu_report):
+    if "--vs" in argv:
+        monkeypatch.setattr(command, "inspect", lambda *_: cpu_report)
+    if argv == ["--target", "v100x16"]:
+        pytest.importorskip("jax_cuda13_plugin")
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("layer forward", "layer foward"), "did you mean 'layer forward'"),
+        (("all-reduce", "all-reduse"), "did you mean 'all-reduce'"),
+        (('elements = "b*s*h"', ""), "has no elements"),
+        (('name = "mine"', 'naem = "mine"'), "unknown key 'naem'"),
+        (("[[expect]]", "[expect]"), "under a line"),
+        (('name = "mine"', 'split = ["head"]'), "is none of"),
+        (('"model"', '"modle"'), "no mesh axis is called 'modle'"),
+        (('"b*s*h"', '"b*s*x"'), "uses 'x'"),
+        (("name", "name ="), "can't be read as TOML"),
+    ],
+)
+def test_broken_contract_files(capsys, compiled_once, tmp_path, change, message):
+    file = tmp_path / "contract.toml"
+    file.write_text(CONTRACT.replace(*change))
+    code, _, err = run(capsys, "--contract", str(file))
+    assert code == 2
+    assert message in err
+
+
+def test_the_layouts_contract_written_down_is_the_layouts_contract(tmp_path):
+    lines = [
+        f'[[expect]]\nphase = "{e.phase}"\nkind = "{e.kind}"\naxis = "{e.axis}"\ncount = "{e.count}"\n'
+        f'elements = "{e.elements}"\ndtype = "{e.dtype}"\npooled = {str(e.pooled).lower()}\nwhy = "{e.why}"\n'
+        for e in TENSOR_CONTRACT.lines
+    ]
+    file = tmp_path / "tensor.toml"
+    file.write_text('split = ["heads", "mlp", "vocab"]\n' + "".join(lines))
+    assert load_contract(file) == TENSOR_CONTRACT
+
+
+@needs_aot
+def test_missing_extra_says_how_to_install_it(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run(capsys, "--target", "h100x8", "--mesh", "2x4")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pip install 'mtjax[aot]'" in err
+
+
+@needs_aot
+def test_missing_cudnn_says_what_to_do(capsys, monkeypatch):
+    def lower_step(_):
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr("mtjax.train.step.Program.lower_step", lower_step)
+    code, _, err = run(capsys, "--target", "h100x8", "--mesh", "2x4", "--vocab-size", "100")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--attention xla" in err

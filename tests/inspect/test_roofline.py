@@ -1,0 +1,116 @@
+"""The time walk on programs small enough to work out by hand, and the products and bytes that it is fed."""
+
+import dataclasses
+
+import pytest
+
+from mtjax.inspect import hlo
+from mtjax.inspect.collectives import find_collectives
+from mtjax.inspect.products import count_flops, product_of, products_inside
+from mtjax.inspect.roofline import Roofline, Walked
+from mtjax.inspect.traffic import bytes_moved
+from mtjax.plan.hardware import DGX_H100
+from mtjax.plan.timing import Constants
+from tests.inspect import snippets
+
+CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0)
+"""A kernel takes two seconds and memory its datasheet speed, so that sums can be done in the head."""
+
+SERVER = dataclasses.replace(DGX_H100, link=96.0, link_latency=0.0, network_latency=0.0)
+"""Links of 96 bytes a second: an all-reduce of 64 bytes over 4 sends 96 bytes, in one second."""
+
+
+def walk(text: str, server=SERVER) -> Walked:
+    module = hlo.parse(text)
+    found = find_collectives(module, {"data": 2, "model": 4}, server.gpus)
+    return Roofline(module, found, server, CONSTANTS).run()
+
+
+def test_a_collective_behind_computation_costs_nothing():
+    """Six turns of two kernels of two seconds; the all-reduce of one second runs beside the first of them."""
+    walked = walk(snippets.LOOP)
+    assert walked.seconds == pytest.approx(6 * 4)
+    assert walked.phases["layer forward"].hidden == pytest.approx(6 * 1)
+    assert walked.phases["layer forward"].exposed == 0
+
+
+def test_what_computation_does_not_cover_is_waited_for():
+    walked = walk(snippets.LOOP, dataclasses.replace(SERVER, link=96.0 / 5))
+    assert walked.seconds == pytest.approx(6 * (5 + 2))
+    assert walked.phases["layer forward"].exposed == pytest.approx(6 * 3)
+    assert walked.by_axes["model"].exposed == pytest.approx(6 * 3)
+    assert walked.by_axes["model"].hidden == pytest.approx(6 * 2)
+
+
+def test_a_synchronous_collective_is_all_waiting():
+    walked = walk(snippets.LOOP.replace('"is_sync":false', '"is_sync":true'))
+    assert walked.phases["layer forward"].exposed == pytest.approx(6 * 1)
+
+
+def test_between_servers_the_network_is_the_limit():
+    """Two servers of two members each share 2 x 12 bytes a second: 96 bytes take four, two of them hidden."""
+    server = dataclasses.replace(SERVER, gpus=2, network=12.0)
+    assert walk(snippets.LOOP, server).seconds == pytest.approx(6 * (4 + 2))
+
+
+def test_of_a_branch_the_longer_counts():
+    walked = walk(snippets.BRANCHES)  # all-gather of 64 bytes over 4: 48 bytes, half a second; or a kernel of two
+    assert walked.seconds == pytest.approx(2.0)
+
+
+FUSED = """HloModule m, is_scheduled=true
+
+%slice_and_update (stack: f32[8,100], i: s32[], new: f32[100]) -> (f32[1,100], f32[8,100]) {
+  %stack = f32[8,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %new = f32[100]{0} parameter(2)
+  %zero = s32[] constant(0)
+  %cut = f32[1,100]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,100}
+  %row = f32[1,100]{1,0} bitcast(%new)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%stack, %row, %i, %zero)
+  ROOT %both = (f32[1,100]{1,0}, f32[8,100]{1,0}) tuple(%cut, %put)
+}
+
+%gemm (a: bf16[4,6,5], b: bf16[4,5,7]) -> f32[4,6,7] {
+  %a = bf16[4,6,5]{2,1,0} parameter(0)
+  %b = bf16[4,5,7]{2,1,0} parameter(1)
+  ROOT %dot = f32[4,6,7]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (s: f32[8,100], i: s32[], n: f32[100], x: bf16[4,6,5], y: bf16[4,5,7], q: bf16[2,64,3,16]) -> f32[4,6,7] {
+  %s = f32[8,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %n = f32[100]{0} parameter(2)
+  %x = bf16[4,6,5]{2,1,0} parameter(3)
+  %y = bf16[4,5,7]{2,1,0} parameter(4)
+  %q = bf16[2,64,3,16]{3,2,1,0} parameter(5)
+  %f = (f32[1,100]{1,0}, f32[8,100]{1,0}) fusion(%s, %i, %n), kind=kLoop, calls=%slice_and_update
+  %flash = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  %back = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %lib = (f32[4,6,7]{2,1,0}, s8[64]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+  ROOT %g = f32[4,6,7]{2,1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
+}
+"""  # noqa: E501
+
+
+def test_of_slices_only_the_slice_moves():
+    module = hlo.parse(FUSED)
+    moved = bytes_moved(module, module.entry, module.entry.by_name["f"])
+    # Read: a row of the stack, the number, the new row; written: the row that was cut, and the row in place.
+    assert moved == 400 + 4 + 400 + 400 + 400
+
+
+def test_products_in_fusions_and_libraries():
+    module = hlo.parse(FUSED)
+    (fused,) = products_inside(module, module.computations["gemm"])
+    library = product_of(module.entry, module.entry.by_name["lib"])
+    assert fused == library
+    assert (fused.m, fused.k, fused.n, fused.batch, fused.flops) == (6, 5, 7, 4, 2 * 4 * 6 * 5 * 7)
+
+
+def test_flash_attention_counts_its_products_in_full():
+    module = hlo.parse(FUSED)
+    once = 2 * 2 * 3 * 64 * 64 * 16
+    assert product_of(module.entry, module.entry.by_name["flash"]).flops == 2 * once
+    assert product_of(module.entry, module.entry.by_name["back"]).flops == 5 * once
+    assert count_flops(module) == 7 * once + 2 * 2 * 4 * 6 * 5 * 7

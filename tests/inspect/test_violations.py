@@ -1,0 +1,160 @@
+"""Planted breaches of the contract: each is caught, and called by its name."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec, reshard
+
+from mtjax.inspect.check import Landmarks, check
+from mtjax.inspect.collectives import Collective
+from mtjax.inspect.compiled import compile_program
+from mtjax.inspect.hlo import Array
+from mtjax.inspect.report import Report, report
+from mtjax.inspect.targets import find_target
+from mtjax.models.gpt import GPT
+from mtjax.models.transformer import MLP
+from mtjax.sharding.axes import DATA, MODEL, Rules, spec
+from mtjax.sharding.contract import TENSOR_CONTRACT, Contract, Expectation, due
+from mtjax.sharding.layouts import TENSOR, Layout
+from mtjax.sharding.mesh import parse_mesh
+from mtjax.train.step import Program
+from tests.inspect.steps import SIZES, needs_aot, tiny
+
+
+def inspect_tiny(layout: Layout = TENSOR, target_name: str = "cpu", **values) -> Report:
+    target, config = find_target(target_name), tiny(num_layers=2, **values)
+    return report(compile_program(Program(config, target.mesh(parse_mesh("2x4")), layout), target))
+
+
+def gathering(self, x):
+    """An MLP that gathers its inner activations and splits them again."""
+    inner = jax.nn.gelu(self.up(reshard(x, spec("batch", "seq", "embed"))))
+    whole = jnp.tanh(reshard(inner, PartitionSpec(None, None, None)))
+    return self.down(reshard(whole, spec("batch", "seq", "mlp")))
+
+
+def test_an_extra_gather_of_an_activation(monkeypatch):
+    monkeypatch.setattr(MLP, "__call__", gathering)
+    violations = inspect_tiny(compute_dtype="float32").verdict.violations
+    forward = [v for v in violations if "in layer forward" in v]
+    assert any(v.startswith("4 extra all-gather over model") and "f32[2,64,256]" in v and "mlp" in v for v in forward)
+
+
+@pytest.mark.long
+@needs_aot
+def test_an_extra_gather_in_a_program_for_h100(monkeypatch):
+    monkeypatch.setattr(MLP, "__call__", gathering)
+    violations = inspect_tiny(target_name="h100x8", attention="xla").verdict.violations
+    forward = [v for v in violations if "in layer forward" in v]
+    assert any(v.startswith("4 extra all-gather over model") and "bf16[2,64,256]" in v and "mlp" in v for v in forward)
+
+
+def test_a_replicated_weight():
+    layout = Layout("tensor", Rules(batch=DATA, heads=MODEL, vocab=MODEL))
+    violations = inspect_tiny(layout).verdict.violations
+    assert any("the weight stack.layers.mlp.up.weight is whole on every device" in v for v in violations)
+    assert any("all-reduce over data in gradients carries" in v and "too many" in v for v in violations)
+
+
+def test_gathered_logits(monkeypatch):
+    def naive(self, hidden, labels, options):
+        with jax.named_scope("loss"):
+            logits = reshard(self.logits(hidden), PartitionSpec(None, None, None))
+            picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+            return jax.nn.logsumexp(logits, axis=-1) - picked
+
+    monkeypatch.setattr(GPT, "losses", naive)
+    violations = inspect_tiny().verdict.violations
+    assert any("extra all-gather over model in loss forward" in v and "the logits, whole" in v for v in violations)
+
+
+# --- single lines, on collectives made by hand
+
+
+def collective(phase="layer forward", kind="all-reduce", axes=(MODEL,), count=12, arrays=((2, 64, 64),), dtype="bf16"):
+    shapes = tuple(Array(dtype, dims) for dims in arrays)
+    return Collective(kind, "c", axes, 4, 1, phase, f"jit(step)/{phase}/dot", True, count, True, shapes, False, ())
+
+
+def whole_program() -> list[Collective]:
+    """What the tensor contract asks for with SIZES."""
+    gradients = next(d.elements for d in due(TENSOR_CONTRACT, SIZES, "bfloat16") if d.line.pooled)
+    return [
+        collective(),
+        collective("layer recompute", count=6),
+        collective("layer backward", count=12),
+        collective("embedding forward", count=2),
+        collective("loss forward", count=2, arrays=((2, 64),), dtype="f32"),
+        collective("loss forward", count=2, arrays=((256,),), dtype="f32"),
+        collective("loss backward", count=2),
+        collective("gradients", axes=(DATA,), count=1, arrays=((gradients + 1,),), dtype="f32"),
+        collective("optimizer", count=1, arrays=((), ()), dtype="f32"),
+    ]
+
+
+def violations(collectives, is_gpu=True):
+    landmarks = Landmarks({"mlp.up": (3, 64, 256)}, logits=2 * 64 * 256)
+    return check(collectives, due(TENSOR_CONTRACT, SIZES, "bfloat16"), landmarks, is_gpu=is_gpu).violations
+
+
+def test_the_whole_program_holds():
+    assert violations(whole_program()) == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (collective(count=3), "3 extra all-reduce over model in layer forward: bf16[2,64,64], from op_name"),
+        (collective("layer backward", "all-gather", arrays=((64, 256),)), "the weight mlp.up, whole"),
+        (collective("other", "all-to-all", arrays=((9, 999),)), "12 extra all-to-all over model in other"),
+        (collective("layer forward", arrays=((),)), "extra all-reduce over model in layer forward: bf16[]"),
+        (collective("gradients", axes=(DATA, MODEL), arrays=((4000,),)), "extra all-reduce over data+model"),
+        (collective("other", axes=None, count=1, arrays=((),)), "no set of mesh axes"),
+        (collective("other", "teleport", count=1, arrays=((),)), "does not know"),
+    ],
+)
+def test_what_is_too_much(extra, message):
+    (found, *_) = violations([*whole_program(), extra])
+    assert message in found
+
+
+def test_what_is_missing():
+    program = [c for c in whole_program() if c.phase != "layer recompute"]
+    assert violations(program) == (
+        "6 of 6 all-reduce over model missing in layer recompute: 8,192 elements each (b*s*h)",
+    )
+
+
+def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
+    wide = [collective(dtype="f32"), *whole_program()[1:]]
+    (found,) = violations(wide)
+    assert "carries f32 instead of bf16, 2x the bytes" in found
+    assert violations(wide, is_gpu=False) == ()
+
+
+def test_three_summed_cotangents_are_not_one():
+    """Operations may be right and the traffic threefold: every array counts."""
+    threefold = [*whole_program()[:2], collective("layer backward", count=12, arrays=((2, 64, 64),) * 3)]
+    found = violations([*threefold, *whole_program()[3:]])
+    assert any("24 extra all-reduce over model in layer backward" in v for v in found)
+
+
+def test_gradients_reduced_once_per_microbatch_are_too_many():
+    program = whole_program()
+    program[7] = collective("gradients", axes=(DATA,), count=2, arrays=((program[7].elements,),), dtype="f32")
+    (found,) = violations(program)
+    assert "too many" in found
+
+
+def test_cpu_programs_may_write_a_reduce_scatter_as_all_reduce_and_slice():
+    line = Expectation("layer forward", "reduce-scatter", MODEL, "2*l*m", "b*s*h")
+    asked = due(Contract("sequence", (line,)), SIZES, "bfloat16")
+    whole = [collective(kind="all-reduce", dtype="f32")]
+    on_cpu = check(whole, asked, Landmarks(), is_gpu=False)
+    assert on_cpu.holds
+    assert any("all-reduce and slice" in note for note in on_cpu.lines[0].notes)
+    on_gpu = check(whole, asked, Landmarks(), is_gpu=True)
+    assert [v.split(" in ")[0] for v in on_gpu.violations] == [
+        "12 of 12 reduce-scatter over model missing",
+        "12 extra all-reduce over model",
+    ]

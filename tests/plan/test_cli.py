@@ -1,0 +1,149 @@
+"""The command line: what it prints, and that wrong input ends in one sentence."""
+
+import re
+import shlex
+
+import pytest
+
+from mtjax import cli, config
+from mtjax.plan.__main__ import main
+from mtjax.train.__main__ import Options as TrainOptions
+
+
+def run(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_reports_on_the_papers_mesh(capsys):
+    out = run(
+        capsys, "--config", "gpt2-8.3b", "--mesh", "64x8", "--target", "h100x8", "--tokens", "300e9", "--price", "2"
+    )
+    assert "8,317,040,640" in out
+    assert "8,311,904,256" in out
+    for section in ("Parameters", "FLOPs", "Memory", "Traffic", "Bandwidth demand", "Time of a step", "Summary"):
+        assert section in out
+    assert re.search(r"300 Gtokens = 572,205 steps +\d", out)
+    assert "cost at 2 per GPU and hour" in out
+    assert "MFU" in out and "HFU" in out and "Amdahl" in out
+
+
+def test_every_row_of_figures_says_its_source(capsys):
+    out = run(capsys, "--config", "gpt2-8.3b", "--tokens", "1e9")
+    rows = [line for line in out.splitlines() if re.search(r"\d (GiB|MiB|ms|GB/s|[GP]FLOP)\b", line)]
+    assert len(rows) > 30
+    untold = [r for r in rows if not r.rstrip().endswith("model") and not re.match(r"\*? ?(does not )?fits", r)]
+    assert untold == []
+
+
+def test_stages_are_reported_one_by_one(capsys):
+    out = run(
+        capsys, "--mesh", "data=8,stage=4,model=8", "--microbatch-size", "2", "--zero", "1", "--sequence-parallel"
+    )
+    assert all(f"stage {i}" in out for i in range(4))
+    assert "gpipe" in out and "interleaved" in out and "pipeline bubble" in out
+
+
+def test_searches_and_says_why(capsys):
+    out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9")
+    assert "Fastest of" in out and "Train it:  mtjax train --config gpt2-8.3b --mesh" in out
+    assert len(re.findall(r"^mesh ", out, re.MULTILINE)) >= 10
+    assert "Would be as fast, but don't fit" in out
+
+
+def test_the_winners_command_is_one_that_train_understands(capsys):
+    out = run(capsys, "--config", "gpt2-small", "--gpus", "8")
+    command = re.search(r"(?:Train it|slower): +mtjax train (--config \S+ --mesh \d+x\d+ .*)", out)
+    assert command
+    parsed = cli.parse(command[1].split(), "mtjax train", "", TrainOptions)
+    assert parsed.config.parallel.mesh.count("x") == 1
+
+
+def test_the_command_repeats_what_was_asked_for(capsys, tmp_path):
+    path = tmp_path / "my run.toml"
+    path.write_text((config.find("gpt2-small")).read_text())
+    argv = [
+        "--config",
+        str(path),
+        "--global-batch-size",
+        "64",
+        "--attention-dropout",
+        "0",
+        "--no-scaled-init",
+        "--gpus",
+        "4",
+    ]
+    out = run(capsys, *argv)
+    typed = re.search(r"Train it: +mtjax train (.*)", out)
+    assert typed
+    words = shlex.split(typed[1])
+    if "stage" in typed[1]:
+        words[words.index("--mesh") + 1] = "4x1"
+    parsed = cli.parse(words, "mtjax train", "", TrainOptions).config
+    assert (parsed.training.global_batch_size, parsed.model.attention_dropout) == (64, 0)
+    assert not parsed.model.scaled_init
+
+
+def test_days_find_gpus(capsys):
+    out = run(capsys, "--config", "gpt2-1.2b", "--days", "7", "--tokens", "30e9", "--target", "h100x8")
+    assert re.search(r"\d+ GPUs read 3e\+10 tokens within 7 days", out)
+
+
+def test_inference_figures(capsys):
+    out = run(capsys, "--config", "gpt2-xl", "--inference", "--context", "512")
+    assert "KV cache" in out and "int4" in out and "8 x 512" in out
+
+
+def test_published_runs(capsys):
+    out = run(capsys, "--published")
+    assert "512 GPUs (64x8)" in out and "177B" in out and "points" in out
+
+
+def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
+    assert "taking GPT-2's 50,257" in run(capsys, "--config", "default", "--mesh", "2x4")
+
+
+def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
+    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "512x1", "--microbatch-size", "1", "--target", "v100x16")
+    assert "does NOT fit" in out
+    assert re.search(r"does not fit v100x16: the nearest plan that does is mesh \S+", out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mesh", "64x7"], "num_heads 32 does not divide over 7 model ways"),
+        (["--mesh", "banana"], "mesh 'banana' is neither"),
+        (["--target", "h1000x8"], "no GPU kind is called 'h1000'"),
+        (["--gpus", "0"], "--gpus is 0, and must be above 0"),
+        (["--days", "3"], "--days needs to know how much"),
+        (["--days", "3", "--gpus", "8", "--tokens", "1e9"], "give one of them"),
+        (["--tokens", "-5"], "--tokens is -5"),
+        (["--tokens", "nan"], "--tokens is nan"),
+        (["--usable", "1.5"], "--usable is 1.5"),
+        (["--gpus", "7"], "7 GPUs form no mesh"),
+        (["--gpus", "1", "--target", "v100x16"], "no plan for 1 GPUs fits"),
+        (["--plot", "x.txt"], "should end in one of"),
+        (["--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
+        (["--verify", "--gpus", "8"], "--verify compiles one plan"),
+        (["--verify", "--zero", "1"], "--verify compiles what `mtjax train` has"),
+        (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_2(capsys, argv, message):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err
+    assert err.count("\n") == 1
+
+
+def test_is_a_command_of_mtjax(capsys):
+    assert cli.main(["plan", "--config", "gpt2-small"]) == 0
+    assert "125,164,032" in capsys.readouterr().out
+
+
+def test_plots_into_one_file(capsys, tmp_path):
+    path = tmp_path / "plan.png"
+    run(capsys, "--config", "gpt2-small", "--mesh", "8x1", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]

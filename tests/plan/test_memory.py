@@ -1,0 +1,108 @@
+"""Memory by formula against the papers' closed forms and Megatron's published bytes."""
+
+import dataclasses
+
+import pytest
+
+from mtjax.plan import formulas, memory, plans
+from mtjax.plan.formulas import Shape
+from mtjax.plan.plans import Plan, Ways
+
+GPT_345M = Shape.gpt(24, 1024, 16, 1024, 50_304)
+
+
+def test_megatron_states_to_the_byte():
+    assert memory.megatron_state_bytes(formulas.megatron_parameters(GPT_345M)) == 6_364_827_648
+    assert memory.megatron_state_bytes(formulas.parameters(GPT_345M)) == 6_387_683_328
+
+
+@pytest.mark.parametrize(
+    ("precision", "plain", "kept", "sharded"),
+    [
+        (plans.MEGATRON_FP16, 20, 4, 16),
+        (plans.MEGATRON_BF16, 18, 6, 12),
+        (plans.FP32, 16, 8, 8),
+        (plans.MTJAX, 16, 8, 8),
+    ],
+)
+def test_bytes_per_parameter_of_zero_1(precision, plain, kept, sharded):
+    assert sum(memory.bytes_per_parameter(precision, 0, 64)) == plain
+    assert sum(memory.bytes_per_parameter(precision, 1, 64)) == kept + sharded / 64
+
+
+def test_zero_2_and_3_shard_gradients_and_weights():
+    assert memory.bytes_per_parameter(plans.MTJAX, 2, 8) == (4, 0.5, 1)
+    assert memory.bytes_per_parameter(plans.MTJAX, 3, 8) == (0.5, 0.5, 1)
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize("b", [1, 4])
+def test_activations_of_a_layer_are_the_published_sums(t, b):
+    s, h, a = 1024, 3072, 32
+    shape = Shape.gpt(72, h, a, s, 51_200)
+
+    def total(**settings: bool) -> float:
+        return sum(memory.layer_activations(shape, b, t, **settings).values())
+
+    assert total() == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+    assert total(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
+    assert total(flash_attention=True) == pytest.approx(s * b * h * (10 + 24 / t))
+    assert total(sequence_parallel=True, flash_attention=True) == pytest.approx(s * b * h * 34 / t)
+
+
+MEGATRON = Plan(Ways(64, 1, 8), 512, 8, residuals="megatron")
+GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
+
+
+def test_recompute_keeps_less():
+    plans_ = {r: dataclasses.replace(MEGATRON, recompute=r) for r in ("none", "selective", "full")}
+    kept = {r: memory.stage_memory(GPT_8B, plan).kept for r, plan in plans_.items()}
+    sbh, layers = 1024 * 8 * 3072, 72
+    assert kept["full"] == 2 * sbh * layers
+    assert kept["selective"] == pytest.approx(sbh * (10 + 24 / 8) * layers)
+    assert kept["none"] - kept["selective"] == pytest.approx(layers * 5 * 32 * 1024**2 * 8 / 8)
+    split = dataclasses.replace(MEGATRON, recompute="full", sequence_parallel=True)
+    assert memory.stage_memory(GPT_8B, split).kept == 2 * sbh * layers / 8
+
+
+def test_what_jax_keeps_of_a_layer():
+    s, h, a, b, t = 1024, 768, 12, 8, 1
+    shape = Shape.gpt(12, h, a, s, 51_200)
+    kinds = memory.layer_activations(shape, b, t, residuals="jax")
+    # Six float32 and two bfloat16 arrays and two masks of [b,s,h]; four of [b,s,h] and six of [b,s,4h] in bfloat16;
+    # float32 exponentials, bfloat16 probabilities and a mask of [b,a,s,s]: the stacks of the compiled scan.
+    assert sum(kinds.values()) == b * s * h * (6 * 4 + 2 * 2 + 2 + 4 * 2 + 6 * 4 * 2) + b * a * s * s * (4 + 2 + 1)
+    flash = memory.layer_activations(shape, b, t, residuals="jax", flash_attention=True)
+    assert flash["attention probabilities"] == 0
+
+
+def test_microbatches_add_to_a_sum_of_gradients():
+    one = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 8))
+    many = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 1))
+    assert many.gradients == 2 * one.gradients == 2 * 4 * formulas.parameters_per_rank(GPT_8B, 8)
+
+
+def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
+    plan = Plan(Ways(1, 4, 8), 64, 1, recompute="full")
+    stages = [memory.stage_memory(GPT_8B, plan, i) for i in range(4)]
+    each = 2 * 1024 * 3072 * 18
+    assert [m.kept for m in stages] == [each * n for n in (4, 3, 2, 1)]
+    assert [m.logits > 0 for m in stages] == [False, False, False, True]
+    table, layer = 51_200 * 3072 / 8, (formulas.parameters_per_rank(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
+    expected = [18 * layer + table + 1024 * 3072, 18 * layer, 18 * layer, 18 * layer + table + 2 * 3072]
+    assert [memory.stage_parameters(GPT_8B, plan, i) for i in range(4)] == pytest.approx(expected)
+
+
+def test_loss_chunk_bounds_the_logits():
+    shape = Shape.gpt(24, 1024, 16, 1024, 51_200)
+    whole = memory.stage_memory(shape, Plan(Ways(), 8, 8, residuals="megatron")).logits
+    chunk = memory.stage_memory(shape, Plan(Ways(), 8, 8, residuals="megatron", loss_chunk=1024)).logits
+    assert whole == 2 * 4 * 8 * 1024 * 51_200
+    assert chunk == whole / 8
+    in_place = memory.stage_memory(shape, Plan(Ways(), 8, 8, loss_chunk=1024)).logits
+    assert in_place == (4 + 2) * 1024 * 51_200 + 2 * 51_200 * 1024
+
+
+def test_logits_are_gone_before_the_layers_backward_pass():
+    found = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 8, recompute="full"))
+    assert found.total == found.states + found.kept + max(found.working, found.logits)

@@ -1,0 +1,44 @@
+"""Plots show the numbers of the formulas."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from mtjax.plan import plots, published
+from mtjax.plan.formulas import Shape, amdahl_speedup
+from mtjax.plan.hardware import DGX_H100
+from mtjax.plan.memory import fullest_stage
+from mtjax.plan.plans import Plan, Ways
+
+SHAPE = Shape.gpt(24, 1024, 16, 1024, 51_200)
+PLAN = Plan(Ways(8, 1, 2), 64, 8, recompute="full")
+
+
+def axes():
+    return Figure().subplots()
+
+
+def test_bars_stack_to_the_total():
+    found = axes()
+    plots.memory_by_mesh(found, SHAPE, PLAN, DGX_H100, 0.9)
+    choices = plots.mesh_choices(SHAPE, PLAN, DGX_H100)
+    assert [str(p.ways) for p in choices] == ["16x1", "8x2", "4x4", "2x8"]
+    tops = [max(bar.get_y() + bar.get_height() for bar in group) for group in zip(*found.containers, strict=True)]
+    for plan, top in zip(choices, tops, strict=True):
+        memory = fullest_stage(SHAPE, plan)
+        assert top == pytest.approx(sum(plots.memory_parts(memory).values()))
+        assert top * 2**30 >= memory.total
+
+
+def test_weak_scaling_shows_the_papers_points():
+    found = axes()
+    plots.weak_scaling(found)
+    paper = [y for line in found.lines[::2] for y in line.get_ydata()]
+    assert paper == pytest.approx([100 * p.published for p in published.figure_5()])
+
+
+def test_strong_scaling_stays_below_ideal():
+    found = axes()
+    plots.strong_scaling(found, SHAPE, PLAN, DGX_H100, 0.01)
+    model, ideal, bound = (list(line.get_ydata()) for line in found.lines)
+    assert all(m <= i * 1.001 for m, i in zip(model, ideal, strict=True))
+    assert bound[-1] == pytest.approx(amdahl_speedup(0.01, ideal[-1]))

@@ -1,0 +1,39 @@
+"""Every config that ships loads, is valid, and says the truth about its size."""
+
+import re
+
+import pytest
+
+from mtjax import config
+from mtjax.plan import formulas, memory, plans
+from mtjax.plan.formulas import Shape
+
+PATHS = sorted(config.shipped_folder().glob("*.toml"))
+PRESETS = [p for p in PATHS if p.stem.startswith("gpt2-")]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
+def test_loads_and_is_valid(path):
+    config.validate(config.load(path.stem))
+
+
+def test_every_model_of_the_paper_is_there():
+    names = {p.stem for p in PRESETS}
+    table_1 = {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}
+    table_2 = {"gpt2-355m", "gpt2-2.5b-lm", "gpt2-8.3b-lm"}
+    family = {"gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
+    assert table_1 | table_2 | family <= names
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_divides_over_its_mesh_and_states_its_size(path):
+    run = config.load(path)
+    shape = Shape.of(run.model)
+    plan = plans.Plan.of(run, plans.parse_ways(run.parallel.mesh))
+    plans.check(shape, plan)
+    header = path.read_text()
+    stated = re.search(r"# Parameters: ([\d,]+)", header)
+    assert stated and int(stated[1].replace(",", "")) == formulas.parameters(shape)
+    if gib := re.search(r"by formula: ([\d.]+) GiB, of which ([\d.]+) GiB", header):
+        whole = memory.fullest_stage(shape, plan)
+        assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")

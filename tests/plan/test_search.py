@@ -1,0 +1,122 @@
+"""The search against brute force, and what it says when nothing fits."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.plan import memory, search, timing
+from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
+from mtjax.plan.hardware import DGX_2H, DGX_H100, SERVERS
+from mtjax.plan.plans import Plan, Ways
+from mtjax.plan.search import Space, best_plan, gpus_within
+
+SHAPE = Shape.gpt(6, 1536, 12, 1024, 51_200)
+BASE = Plan(Ways(), 24, 1)
+
+
+def brute_force(shape: Shape, base: Plan, gpus: int, server, limit: float) -> dict[tuple, float]:
+    """Every combination by nested loops over all numbers, kept when everything divides and fits."""
+    found = {}
+    numbers = range(1, gpus + 1)
+    for data, stage, model in itertools.product(numbers, numbers, numbers):
+        if data * stage * model != gpus or model > server.gpus:
+            continue
+        if shape.num_heads % model or shape.num_layers % stage or shape.padded_vocab_size % model:
+            continue
+        for micro in range(1, base.global_batch_size + 1):
+            if base.global_batch_size % (data * micro):
+                continue
+            count = base.global_batch_size // (data * micro)
+            for recompute, zero, split, chunks in itertools.product(
+                ("none", "selective", "full"), range(4), (False, True), (1, 2, 4)
+            ):
+                if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
+                    continue
+                if shape.num_layers % (stage * chunks) or (chunks > 1 and count % stage):
+                    continue
+                is_power = micro & (micro - 1) == 0
+                if not is_power and micro != base.global_batch_size // data:
+                    continue
+                schedule = "interleaved" if chunks > 1 else "1f1b"
+                plan = Plan(
+                    Ways(data, stage, model), base.global_batch_size, micro, recompute, split, zero, schedule, chunks
+                )
+                if memory.fullest_stage(shape, plan).total <= limit:
+                    key = (data, stage, model, micro, recompute, split, zero, chunks)
+                    found[key] = timing.step_time(shape, plan, server).total
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 8, 12])
+@pytest.mark.parametrize("server", [DGX_H100, DGX_2H], ids=lambda s: s.name)
+def test_against_brute_force(gpus, server):
+    small = dataclasses.replace(server, gpu=dataclasses.replace(server.gpu, memory=6 * 2**30))
+    found = search.search(SHAPE, BASE, gpus, small)
+    expected = brute_force(SHAPE, BASE, gpus, small, 0.9 * 6 * 2**30)
+    got = {}
+    for c in found.fitting:
+        p, w = c.plan, c.plan.ways
+        key = (w.data, w.stage, w.model, p.microbatch_size, p.recompute, p.sequence_parallel, p.zero, p.chunks)
+        got[key] = c.time.total
+    assert got == expected
+    if expected:
+        assert found.best.time.total == min(expected.values())
+
+
+def test_nothing_too_large_is_called_fitting():
+    found = search.search(SHAPE, BASE, 8, DGX_2H)
+    assert found.fitting
+    assert all(c.memory.total <= found.limit for c in found.fitting)
+    assert all(c.memory.total > found.limit for c in found.too_large)
+
+
+def test_days_find_the_fewest_gpus():
+    tokens, days = 2e9, 0.25
+    found = gpus_within(SHAPE, BASE, tokens, days, DGX_H100)
+    steps = -(-tokens // (24 * 1024))
+    assert found.time.total * steps <= days * SECONDS_PER_DAY
+    for fewer in range(1, found.plan.ways.gpus):
+        if fewer > DGX_H100.gpus and fewer % DGX_H100.gpus:
+            continue
+        others = search.search(SHAPE, BASE, fewer, DGX_H100).fitting
+        assert all(c.time.total * steps > days * SECONDS_PER_DAY for c in others)
+
+
+def test_too_few_days_name_the_fastest():
+    with pytest.raises(UserError, match=r"no plan reads 1e\+13 tokens within 0.01 days.* the largest takes"):
+        gpus_within(SHAPE, BASE, 1e13, 0.01, DGX_H100)
+
+
+def test_a_model_that_does_not_fit_names_the_nearest_that_does():
+    huge = Shape.gpt(96, 12_288, 96, 2048, 51_200)
+    with pytest.raises(
+        UserError, match=r"no plan for 8 GPUs fits 71.2 GiB each: the smallest.*the nearest plan that fits"
+    ):
+        best_plan(huge, Plan(Ways(), 64, 1), 8, DGX_H100)
+
+
+def test_a_number_of_gpus_that_divides_nothing():
+    with pytest.raises(UserError, match=r"7 GPUs form no mesh that divides 12 heads, 6 layers and global batch 24"):
+        best_plan(SHAPE, BASE, 7, DGX_H100)
+
+
+def test_a_model_that_fits_nowhere():
+    monster = Shape.gpt(1, 400_000, 1, 1024, 51_200)
+    with pytest.raises(UserError, match="no number of GPUs up to 64 times as many fits"):
+        best_plan(monster, Plan(Ways(), 1, 1), 1, SERVERS["v100"])
+
+
+def test_rejected_meshes_say_why():
+    reasons = {str(w): why for w, why in search.rejections(SHAPE, 48, 24, DGX_H100)}
+    assert "global batch 24 does not divide over 48 data ways" in reasons["48x1"]
+    assert "12 heads don't divide over 8 model ways" in reasons["6x8"]
+    assert "would leave a server of 8" in reasons["4x12"] or "divide" in reasons["4x12"]
+
+
+def test_space_is_respected():
+    space = Space(recomputes=("full",), zeros=(0,), sequence=(False,), max_stages=1)
+    found = search.search(SHAPE, BASE, 8, DGX_H100, space)
+    assert found.fitting and all(search.trains_today(c.plan) for c in found.fitting)
+    assert {c.plan.recompute for c in found.fitting} == {"full"}

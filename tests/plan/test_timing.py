@@ -1,0 +1,94 @@
+"""The scaling model: limits that must hold whatever its constants."""
+
+import dataclasses
+
+import pytest
+
+from mtjax.plan.formulas import Shape
+from mtjax.plan.hardware import DGX_2H, DGX_H100
+from mtjax.plan.plans import Plan, Ways
+from mtjax.plan.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
+from mtjax.plan.traffic import Axis, Collective
+
+GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
+PLAN = Plan(Ways(64, 1, 8), 512, 8, recompute="full")
+IDEAL = Constants(memory=1, flash_attention=1, link=1, network=1, launch=0, training=1)
+
+
+def test_no_product_beats_the_peak_or_the_memory():
+    machine = Machine(DGX_H100)
+    for m, k, n in [(8192, 8192, 8192), (128, 4096, 128), (1, 4096, 4096), (4096, 64, 4096)]:
+        seconds = machine.product(m, k, n)
+        assert 2 * m * k * n / seconds <= machine.peak
+        assert 2 * (m * k + k * n + m * n) / seconds <= machine.gpu.bandwidth
+
+
+def test_a_partial_last_wave_costs_a_whole_one():
+    machine, tile = Machine(DGX_H100), 128
+    full = machine.product(11 * tile, 8192, 12 * tile)
+    assert machine.product(12 * tile, 8192, 12 * tile) == pytest.approx(2 * full)
+
+
+def test_ring_all_reduce_on_ideal_links():
+    machine = Machine(DGX_H100, constants=IDEAL)
+    entry = Collective(Axis.MODEL, 8, "all-reduce", "test", 3, 1e9, 2)
+    steps = 3 * 2 * 3 * DGX_H100.link_latency
+    assert machine.collective(entry, inside=8) == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 450e9 + steps)
+    between = machine.collective(entry, inside=2)
+    assert between == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 100e9 + 3 * 2 * 3 * DGX_H100.network_latency)
+
+
+@pytest.mark.parametrize(
+    ("ways", "server", "model", "data"),
+    [
+        (Ways(64, 1, 8), DGX_H100, 8, 1),
+        (Ways(64, 1, 8), DGX_2H, 8, 2),
+        (Ways(64, 1, 2), DGX_H100, 2, 4),
+        (Ways(8), DGX_H100, 1, 8),
+    ],
+)
+def test_model_groups_fill_servers_first(ways, server, model, data):
+    plan = dataclasses.replace(PLAN, ways=ways)
+    assert members_inside(plan, Axis.MODEL, server) == model
+    assert members_inside(plan, Axis.DATA, server) == data
+
+
+def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
+    time = step_time(GPT_8B, PLAN, DGX_H100)
+    parts = [
+        time.products,
+        time.attention,
+        time.element_wise,
+        time.logits,
+        time.model_axis,
+        time.data_axis,
+        time.optimizer,
+    ]
+    assert time.total == pytest.approx(sum(parts))
+    assert time.bubble == time.stage_axis == 0
+    staged = step_time(GPT_8B, Plan(Ways(8, 4, 8), 512, 8, recompute="full"), DGX_H100)
+    busy = staged.compute + staged.model_axis + staged.stage_axis
+    assert staged.bubble == pytest.approx(busy * 3 / 8)
+
+
+def test_overlap_only_hides():
+    plan = dataclasses.replace(PLAN, sequence_parallel=True, zero=1)
+    plain, hidden = step_time(GPT_8B, plan, DGX_H100, MTJAX), step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
+    assert hidden.model_axis < plain.model_axis
+    assert hidden.data_axis < plain.data_axis
+    for axis, exposed in ((Axis.MODEL, hidden.model_axis), (Axis.DATA, hidden.data_axis)):
+        assert hidden.hidden[axis] >= 0
+        assert exposed >= 0
+
+
+def test_recompute_costs_about_a_forward_pass():
+    none = step_time(GPT_8B, dataclasses.replace(PLAN, recompute="none"), DGX_H100)
+    full = step_time(GPT_8B, PLAN, DGX_H100)
+    assert 1.2 < full.products / none.products < 4 / 3
+
+
+def test_faster_hardware_is_faster():
+    slow = dataclasses.replace(DGX_H100, link=DGX_H100.link / 4, network=DGX_H100.network / 4)
+    assert step_time(GPT_8B, PLAN, slow).model_axis > 2 * step_time(GPT_8B, PLAN, DGX_H100).model_axis
+    assert step_time(GPT_8B, PLAN, slow).data_axis > 3.5 * step_time(GPT_8B, PLAN, DGX_H100).data_axis
+    assert step_time(GPT_8B, PLAN, slow).compute == step_time(GPT_8B, PLAN, DGX_H100).compute

@@ -1,0 +1,70 @@
+"""Traffic by formula: the contract's counts, ring factors and volumes."""
+
+import dataclasses
+
+import pytest
+
+from mtjax.plan.formulas import Shape
+from mtjax.plan.memory import stage_parameters
+from mtjax.plan.plans import Plan, Ways
+from mtjax.plan.traffic import Axis, bandwidth_demand, collectives, layer_collectives, ring_factor, sent_by_axis
+
+GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
+TENSOR = Plan(Ways(64, 1, 8), 512, 8, recompute="full")
+
+
+def test_ring_factors():
+    assert ring_factor("all-reduce", 8) == 2 * 7 / 8
+    assert ring_factor("all-gather", 8) == ring_factor("reduce-scatter", 8) == 7 / 8
+    assert ring_factor("send", 4) == 1
+    assert ring_factor("all-reduce", 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("sequence", "recompute", "total"),
+    [(False, "none", 4), (False, "full", 5), (True, "none", 10), (True, "selective", 10), (True, "full", 11)],
+)
+def test_collectives_of_a_layer(sequence, recompute, total):
+    assert sum(layer_collectives(sequence, recompute).values()) == total
+
+
+def test_paper_says_four_all_reduces_and_pytorch_recomputes_two_more():
+    assert layer_collectives(False, "none") == {("forward", "all-reduce"): 2, ("backward", "all-reduce"): 2}
+    counts = layer_collectives(False, "full", drops_last_reduction=False)
+    assert counts[("recomputed forward", "all-reduce")] == 2
+
+
+def test_layers_dominate_the_model_axis():
+    entries = [c for c in collectives(GPT_8B, TENSOR) if c.purpose.startswith("layers")]
+    hidden = 8 * 1024 * 3072
+    assert sum(c.count * c.elements for c in entries) == 72 * 5 * hidden
+    assert sum(c.sent for c in entries) == pytest.approx(72 * 5 * hidden * 2 * 2 * 7 / 8)
+
+
+def test_gradients_cross_the_data_axis_once_however_many_microbatches():
+    small = dataclasses.replace(TENSOR, microbatch_size=1)
+    for plan in (TENSOR, small):
+        (gradients,) = [c for c in collectives(GPT_8B, plan) if c.axis is Axis.DATA]
+        assert (gradients.operation, gradients.count) == ("all-reduce", 1)
+        assert gradients.size == 4 * stage_parameters(GPT_8B, plan, 0)
+
+
+def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatches():
+    def sent(zero: int, microbatch: int = 8) -> float:
+        plan = dataclasses.replace(TENSOR, zero=zero, microbatch_size=microbatch)
+        return sent_by_axis(collectives(GPT_8B, plan))[Axis.DATA]
+
+    assert sent(1) == pytest.approx(sent(0))
+    assert sent(2, microbatch=1) > 4 * sent(1)
+    assert sent(2, microbatch=8) == sent(1)
+
+
+def test_stages_send_activations_both_ways_split_under_sequence_parallelism():
+    plan = Plan(Ways(2, 4, 8), 64, 2, sequence_parallel=True)
+    (send,) = [c for c in collectives(GPT_8B, plan) if c.axis is Axis.STAGE]
+    assert send.count == 2 * plan.microbatches
+    assert send.elements == 2 * 1024 * 3072 / 8
+
+
+def test_bandwidth_demand():
+    assert bandwidth_demand(1e9, 2.0, 0.05) == pytest.approx(1e10)

@@ -1,0 +1,60 @@
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtjax.sharding.axes import Rules, spec, use_rules
+from mtjax.sharding.layouts import TENSOR
+from tests.tiny import mesh_of
+
+NAMES = sorted(vars(Rules()))
+AXES = st.sampled_from([None, "data", "model"])
+RULES = st.builds(Rules, **dict.fromkeys(NAMES, AXES))
+
+
+@given(RULES, st.lists(st.one_of(st.none(), st.sampled_from(NAMES))))
+def test_spec_maps_each_name_by_its_field(rules, names):
+    with use_rules(rules):
+        found = spec(*names)
+    assert tuple(found) == tuple(None if name is None else getattr(rules, name) for name in names)
+
+
+@given(st.text().filter(lambda name: name not in NAMES))
+def test_unknown_name_is_an_attribute_error(name):
+    with use_rules(TENSOR.rules), pytest.raises(AttributeError, match="no logical axis"):
+        spec("batch", name)
+
+
+def test_typo_names_the_nearest():
+    with pytest.raises(AttributeError, match="'heads'"):
+        TENSOR.rules.spec(("head",))
+
+
+def test_outside_of_rules_is_an_error():
+    with pytest.raises(LookupError):
+        spec("batch")
+
+
+def test_rules_nest_and_end():
+    with use_rules(TENSOR.rules):
+        with use_rules(Rules()):
+            assert spec("batch", "heads") == P(None, None)
+        assert spec("batch", "heads") == P("data", "model")
+
+
+def test_manual_axes_are_left_out():
+    seen = []
+
+    def body(x):
+        seen.append(spec("batch", "heads"))
+        return x
+
+    mesh = mesh_of("2x4")
+    with use_rules(TENSOR.rules), jax.set_mesh(mesh):
+        jax.eval_shape(
+            jax.shard_map(body, axis_names={"data"}, in_specs=P("data"), out_specs=P("data")),
+            jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("data", None))),
+        )
+    assert seen == [P(None, "model")]

@@ -1,0 +1,66 @@
+"""The road around the flash kernel, with XLA's attention in its place: no GPU here."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from mtjax.models.attention import causal_mask, choose_kernel, core_attention
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.flash import flash_attention
+from mtjax.sharding.gradients import data_parallel_gradients
+from mtjax.sharding.layouts import TENSOR
+from tests.tiny import mesh_of, tiny_config
+
+HEADS = TENSOR.rules.spec(("batch", "seq", "heads", "head_dim"))
+SCALE = TENSOR.rules.spec(("heads", "head_dim"))
+
+
+def flash(query, key, value):
+    return flash_attention(query, key, value, "xla")
+
+
+def plain(query, key, value):
+    return core_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x4", "1x8", "8x1"])
+def test_flash_equals_plain_attention_and_its_gradients(mesh):
+    place, random = mesh_of(mesh), np.random.default_rng(0)
+    arrays = [random.normal(size=(8, 32, 8, 16)).astype(np.float32) for _ in range(3)]
+    batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in arrays]
+    scale = jax.device_put(random.normal(size=(8, 16)).astype(np.float32), NamedSharding(place, SCALE))
+
+    def gradients(attend):
+        def loss_sum(scale, batch):
+            with use_rules(TENSOR.rules):
+                return (attend(*(a * scale for a in batch)) ** 2).sum()
+
+        return data_parallel_gradients(loss_sum, scale, batch, SCALE, num_microbatches=1)
+
+    with jax.set_mesh(place):
+        (loss, slope), (expected_loss, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(slope, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("fields", "platform", "kernel", "reason"),
+    [
+        ({}, "gpu", "cudnn", None),
+        ({"attention": "cudnn"}, "gpu", "cudnn", None),
+        ({"attention": "xla"}, "gpu", "xla", None),
+        ({}, "cpu", "xla", None),
+        ({"attention": "cudnn"}, "cpu", "xla", "GPUs only"),
+        ({"attention_dropout": 0.1}, "gpu", "xla", None),
+        ({"attention": "cudnn", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
+        ({"attention": "cudnn", "compute_dtype": "float32"}, "gpu", "xla", "compute_dtype is float32"),
+        ({"attention": "cudnn", "hidden_size": 96}, "gpu", "xla", "this one is 12"),
+        ({"attention": "cudnn", "reset_attention_mask": True}, "gpu", "xla", "reset_attention_mask"),
+    ],
+)
+def test_kernel_is_cudnn_where_it_can_be(fields, platform, kernel, reason):
+    config = tiny_config(**{"hidden_size": 64, "attention_dropout": 0.0, "compute_dtype": "bfloat16"} | fields)
+    chosen, why = choose_kernel(config, platform)
+    assert chosen == kernel
+    assert (why is None) if reason is None else (reason in why)

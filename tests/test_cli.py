@@ -1,0 +1,154 @@
+"""The command line: commands, options over file over defaults, help, and how errors end."""
+
+import ast
+import dataclasses
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from mtjax import __version__, cli, config
+from mtjax.config import Config
+from mtjax.errors import UserError
+
+FIELDS = [(group, f.name) for group, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Beside the config."""
+
+    target: str = "cpu"
+    """What for."""
+
+
+def parse(*words: str) -> cli.Command[Options]:
+    return cli.parse(words, "mtjax test", "Tests.", Options)
+
+
+def test_without_options_it_is_the_default_config() -> None:
+    command = parse()
+    assert command.config == config.load("default")
+    assert command.name == "default"
+    assert command.options == Options("cpu")
+    assert parse("--target", "h100").options == Options("h100")
+
+
+def test_options_over_file_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[model]\nhidden_size = 64\nnum_heads = 8\n")
+    command = parse("--hidden-size", "128", "--config", str(path))
+    assert command.name == "mine"
+    model = command.config.model
+    assert (model.hidden_size, model.num_heads, model.num_layers) == (128, 8, config.Model().num_layers)
+
+
+@pytest.mark.parametrize("words", [["--config", "gpt2-8.3b"], ["--config=gpt2-8.3b"], ["--config", "gpt2-8.3b.toml"]])
+def test_the_config_may_be_written_in_any_of_these_ways(words: list[str]) -> None:
+    command = parse(*words)
+    assert command.config == config.load("gpt2-8.3b")
+    assert command.name == "gpt2-8.3b"
+
+
+def test_values_have_their_types() -> None:
+    chosen = parse("--out", "a/b", "--rampup-batch-size", "8", "8", "100", "--resume", "--mlp-size", "512").config
+    assert chosen.output.out == Path("a/b")
+    assert chosen.output.resume is True
+    assert chosen.training.rampup_batch_size == (8, 8, 100)
+    assert chosen.model.mlp_size == 512
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hiden-size", "64"], "--hidden-size"),
+        (["--hidden-size", "many"], "hidden-size"),
+        (["--compute-dtype", "float16"], "bfloat16"),
+        (["--model.hidden-size", "64"], "--hidden-size"),
+    ],
+)
+def test_wrong_options_end_with_code_2_and_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*words)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert said in captured.err + captured.out
+
+
+def test_values_are_checked_after_parsing() -> None:
+    with pytest.raises(UserError, match="steps is 0"):
+        parse("--steps", "0")
+
+
+def test_help_explains_every_field_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for group in get_type_hints(Config):
+        assert f" {group} options " in shown
+    words = set(shown.replace(",", " ").split())
+    for _, name in FIELDS:
+        assert f"--{name.replace('_', '-')}" in words
+    plain = " ".join(shown.replace("│", " ").split())
+    assert "Standard deviation of initial weights." in plain
+    assert "Devices as DATAxMODEL, say 64x8" in plain
+
+
+def test_every_field_has_its_own_help() -> None:
+    """tyro reads the string below a field; a field without one would show its neighbour's, or nothing."""
+    tree = ast.parse(Path(config.__file__).read_text())
+    documented = set()
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, below in zip(cls.body, cls.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
+                documented.add(field.target.id)
+    assert {name for _, name in FIELDS} <= documented
+
+
+def test_the_overview_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert cli.main(words) == 0
+        shown = capsys.readouterr().out
+        for name in cli.COMMANDS:
+            assert f"\n  {name} " in shown
+
+
+def test_every_command_exists() -> None:
+    for module, _ in cli.COMMANDS.values():
+        assert find_spec(f"{module}.__main__") is not None
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mtjax {__version__}\n"
+
+
+def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == "error: no command is called 'trian' - did you mean 'train'?\n"
+
+
+def test_arguments_come_from_the_process_when_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mtjax", "trian"])
+    assert cli.main() == 2
+
+
+def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(error: BaseException) -> int:
+        def body() -> None:
+            raise error
+
+        return cli.run_main(body)
+
+    assert cli.run_main(lambda: None) == 0
+    assert cli.run_main(lambda: 1) == 1
+    assert fails(UserError("one sentence")) == 2
+    assert capsys.readouterr().err == "error: one sentence\n"
+    assert fails(KeyboardInterrupt()) == 130
+    with pytest.raises(ZeroDivisionError):  # a bug is not the user's mistake: it keeps its traceback
+        fails(ZeroDivisionError())

@@ -1,0 +1,192 @@
+"""The config: TOML in and out, names, types and values."""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtjax import config
+from mtjax.config import Config
+from mtjax.errors import UserError, nearest
+
+SHIPPED = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value that an annotation allows; NaN is left out, which does not equal itself."""
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is tuple:
+        return st.tuples(*map(values_of, get_args(hint)))
+    kinds = {
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: st.text(st.characters(codec="utf-8")),
+        Path: st.text("abc/._-", min_size=1).map(Path),
+        type(None): st.none(),
+    }
+    return st.one_of(*(kinds[k] if k in kinds else values_of(k) for k in get_args(hint) or (hint,)))
+
+
+def configs() -> st.SearchStrategy[Config]:
+    groups = {
+        group: st.builds(cls, **{name: values_of(hint) for name, hint in get_type_hints(cls).items()})
+        for group, cls in get_type_hints(Config).items()
+    }
+    return st.builds(Config, **groups)
+
+
+@given(configs())
+def test_any_config_survives_toml(given_config: Config) -> None:
+    text = tomli_w.dumps(config.to_dict(given_config))
+    assert config.from_dict(tomllib.loads(text)) == given_config
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    changed = config.replace(
+        Config(), hidden_size=64, out=Path("runs/a b"), rampup_batch_size=(8, 8, 100), prompt="'\"é"
+    )
+    config.save(changed, path)
+    assert config.load(path) == changed
+    assert [p.name for p in tmp_path.iterdir()] == ["config.toml"]  # no temporary file stays
+
+
+def test_every_field_has_one_name_over_all_groups() -> None:
+    names = [f.name for cls in get_type_hints(Config).values() for f in dataclasses.fields(cls)]
+    assert len(names) == len(set(names))
+    reserved = {"config", "options", "help"} | set(get_type_hints(Config))
+    assert not reserved & (set(names) - {"data"})  # --data is a field, and [data] its table
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.hidden_size = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_file_over_base_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "partial.toml"
+    path.write_text("[model]\nhidden_size = 64\n")
+    loaded = config.load(path, base=config.replace(Config(), hidden_size=32, num_heads=4))
+    assert (loaded.model.hidden_size, loaded.model.num_heads, loaded.model.num_layers) == (
+        64,
+        4,
+        Config().model.num_layers,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nhiden_size = 1", r"unknown key 'hiden_size' in \[model\] - did you mean 'hidden_size'\?"),
+        ("[modle]\nhidden_size = 1", "unknown table 'modle' - did you mean 'model'"),
+        ("hidden_size = 1", r"unknown key 'hidden_size' - it goes under \[model\]"),
+        ("[training]\nhidden_size = 1", r"unknown key 'hidden_size' in \[training\] - it goes under \[model\]"),
+        ("model = 1", r"model is a table, not a value: write \[model\]"),
+        ("[model]\nhidden_size = 1.5", r"\[model\] hidden_size = 1.5 should be int"),
+        ("[model]\nhidden_size = true", "hidden_size = True should be int"),
+        ("[model]\nhidden_size = '64'", "hidden_size = '64' should be int"),
+        ("[output]\nresume = 1", "resume = 1 should be bool"),
+        ("[model]\nattention = 'flash'", "attention = 'flash' is none of 'auto', 'xla', 'cudnn'"),
+        ("[training]\nrampup_batch_size = [1, 2]", r"rampup_batch_size = \[1, 2\] should be a list of 3 int"),
+        ("[model\n", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        config.load(path)
+    assert "wrong.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not valid TOML"):
+        config.load(path)
+
+
+def test_whole_numbers_are_floats_where_a_float_is_asked_for() -> None:
+    loaded = config.from_dict({"optimizer": {"weight_decay": 0}})
+    assert loaded.optimizer.weight_decay == 0.0
+    assert type(loaded.optimizer.weight_decay) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0, and must be at least 1"),
+        ({"microbatch_size": -1}, "microbatch_size is -1, and must be at least 1"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0, and must be at least 0 and below 1"),
+        ({"attention_dropout": math.nan}, "attention_dropout is nan"),
+        ({"learning_rate": math.nan}, "learning_rate is nan, and must be a finite number"),
+        ({"weight_decay": math.inf}, "weight_decay is inf"),
+        ({"warmup_steps": -1}, "warmup_steps is -1, and must be 0 or more"),
+        ({"hidden_size": 100, "num_heads": 8}, "hidden_size 100 is not divisible by num_heads 8; .* are 5 and 10"),
+        ({"min_learning_rate": 1.0}, "min_learning_rate 1.0 is above learning_rate"),
+        ({"beta1": 1.0}, "beta1 is 1.0"),
+        ({"beta2": -0.1}, "beta2 is -0.1"),
+        ({"norm_epsilon": math.nan}, "norm_epsilon is nan"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"loader_timeout": 0.0}, "loader_timeout is 0.0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config.validate(config.replace(Config(), **values))
+
+
+def test_replace_names_the_nearest_field() -> None:
+    with pytest.raises(UserError, match="'stpes' - did you mean 'steps'"):
+        config.replace(Config(), stpes=1)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_are_found_by_name_and_are_valid(name: str) -> None:
+    path = config.find(name)
+    assert config.find(f"{name}.toml") == path
+    config.validate(config.load(name))
+    header = path.read_text()
+    assert header.startswith("#")
+    assert f"--config {name}" in header or name == "default"  # how to run it
+
+
+def test_a_file_goes_before_a_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2-tiny.toml").write_text("[model]\nnum_layers = 7\n")
+    assert config.load("gpt2-tiny.toml").model.num_layers == 7
+    assert config.load("gpt2-tiny").model.num_layers == 2
+
+
+def test_a_name_that_does_not_exist_gets_the_nearest() -> None:
+    with pytest.raises(UserError, match="no config file 'gpt2-smal', and none .* - did you mean 'gpt2-small'"):
+        config.find("gpt2-smal")
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_nearest_divisors_divide_and_are_nearest(total: int, wanted: int) -> None:
+    found = [int(word) for word in config.nearest_divisors(total, wanted).split(" and ") if word]
+    divisors = [d for d in range(1, total + 1) if total % d == 0 and d != wanted]
+    assert set(found) <= set(divisors)
+    assert not any(min(found) < d < wanted or wanted < d < max(found) for d in divisors)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 5000))
+def test_the_vocabulary_is_padded_to_the_next_multiple(size: int, multiple: int) -> None:
+    padded = config.padded_vocab_size(config.Model(vocab_size=size, vocab_multiple=multiple))
+    assert padded % multiple == 0
+    assert size <= padded < size + multiple
+
+
+def test_nothing_close_gets_no_guess() -> None:
+    assert nearest("xyzzy", ["steps", "seed"]) == ""

@@ -1,0 +1,73 @@
+"""A model small enough for any test, batches for it, and meshes over the virtual devices."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mtjax.config import Config, replace
+from mtjax.sharding.mesh import make_mesh, parse_mesh
+from mtjax.sharding.placement import global_batch
+from mtjax.train.step import Program, State, make_program
+
+VOCAB = 250
+
+
+def tiny_config(**fields: Any) -> Config:
+    """2 layers, 8 heads of 4, sequence 16, a padded vocabulary of 256, batches of 8, float32, with dropout."""
+    base = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "sequence_length": 16,
+        "vocab_size": VOCAB,
+        "vocab_multiple": 256,
+        "global_batch_size": 8,
+        "compute_dtype": "float32",
+        "loss_chunk": 40,
+        "steps": 20,
+        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+    }
+    return replace(Config(), **(base | fields))
+
+
+def mesh_of(text: str) -> Mesh:
+    """A mesh over the first virtual devices."""
+    return make_mesh(parse_mesh(text), jax.devices())
+
+
+@cache
+def program_of(mesh: str, **fields: Any) -> Program:
+    """The program of a tiny config, compiled once for all tests."""
+    return make_program(tiny_config(**fields), mesh_of(mesh))
+
+
+def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
+    """Random tokens of one step, a fifth of them masked; the same for every mesh."""
+    random = np.random.default_rng(step)
+    size, length = config.training.global_batch_size, config.model.sequence_length
+    text = random.integers(0, config.model.vocab_size, (size, length + 1)).astype(np.int32)
+    return {
+        "tokens": text[:, :-1],
+        "labels": text[:, 1:],
+        "loss_mask": (random.random((size, length)) < 0.8).astype(np.float32),
+        "sample_index": np.arange(step * size, (step + 1) * size, dtype=np.uint32),
+    }
+
+
+def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
+    """`host_batch` on the program's mesh."""
+    return global_batch(program.mesh, host_batch(program.config, step), program.config.training.global_batch_size)
+
+
+def run_steps(program: Program, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
+    """Steps from `state`, or from seed 0; the last state and every step's metrics."""
+    state = state or program.initialize(0)
+    metrics = []
+    for step in range(int(state.step), int(state.step) + steps):
+        state, results = program.step(state, batch_of(program, step))
+        metrics.append({name: float(value) for name, value in results.items()})
+    return state, metrics

@@ -1,0 +1,214 @@
+"""Saved on one mesh, restored on any; a damaged one never passes for whole."""
+
+import json
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.config import replace
+from mtjax.errors import UserError
+from mtjax.train.checkpoint import Checkpoints, fingerprints
+from tests.tiny import program_of, run_steps
+
+CONSUMED = 24
+
+# A read that fails leaves tensorstore futures behind, which find orbax's event loop closed when they are done.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def flat(state):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 2 and 3 on 2x4; the folder, and the states that were saved."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    program = program_of("2x4")
+    checkpoints = Checkpoints(folder, keep_last=3)
+    state, states = None, {}
+    for step in (2, 3):
+        state, _ = run_steps(program, step - (int(state.step) if state else 0), state)
+        states[step] = flat(state)
+        checkpoints.save(state, program.config, CONSUMED + step)
+    checkpoints.close()
+    return folder, states
+
+
+def copy_of(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "checkpoints")
+
+
+def restore(folder, mesh="2x4"):
+    program = program_of(mesh)
+    checkpoints = Checkpoints(folder, keep_last=3)
+    try:
+        return checkpoints.restore(program.abstract_state, program.config)
+    finally:
+        checkpoints.close()
+
+
+def same(state, expected):
+    found = flat(state)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "4x2", "8x1", "1x1"])
+def test_any_mesh_restores_every_bit(saved, mesh):
+    restored = restore(saved[0], mesh)
+    assert (restored.step, restored.consumed_samples, restored.passed_over) == (3, CONSUMED + 3, ())
+    same(restored.state, saved[1][3])
+    sharding = program_of(mesh).state_sharding.parameters["embedding"]
+    assert restored.state.parameters["embedding"].sharding == sharding
+
+
+def test_going_on_is_as_if_never_stopped(saved):
+    program = program_of("2x4")
+    expected = run_steps(program, 6)[1][3:]
+    assert run_steps(program, 3, restore(saved[0]).state)[1] == expected
+
+
+def test_saving_does_not_disturb_the_steps_that_follow(tmp_path):
+    """Steps donate the very arrays that are being written."""
+    program, folder = program_of("2x4"), tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep_last=10)
+    state, states = program.initialize(0), {}
+    for step in range(1, 6):
+        state, _ = run_steps(program, 1, state)
+        states[step] = flat(state)
+        checkpoints.save(state, program.config, step)
+    checkpoints.close()
+    for step in (5, 4, 3, 2, 1):
+        restored = restore(folder)
+        assert restored.step == step
+        same(restored.state, states[step])
+        shutil.rmtree(folder / str(step))
+
+
+def test_last_ones_and_every_kth_are_kept(tmp_path):
+    program = program_of("1x1")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_every=3)
+    state = program.initialize(0)
+    for step in range(1, 8):
+        state, _ = run_steps(program, 1, state)
+        checkpoints.save(state, program.config, step)
+    checkpoints.close()
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == [3, 6, 7]
+
+
+def test_nothing_to_restore_is_none(tmp_path):
+    assert restore(tmp_path / "checkpoints") is None
+
+
+def data_files(step_folder):
+    """Files with content, the largest first."""
+    found = [p for p in step_folder.rglob("*") if p.is_file() and p.stat().st_size > 0]
+    return sorted(found, key=lambda p: -p.stat().st_size)
+
+
+def passed_over(folder, expected, caplog):
+    restored = restore(folder)
+    assert restored.step == 2 and len(restored.passed_over) == 1
+    assert f"{folder / '3'} is damaged" in caplog.text
+    same(restored.state, expected[2])
+    assert not (folder / "3").exists() and (folder / "damaged-3").exists()
+
+
+def test_half_written_is_passed_over(saved, tmp_path, caplog):
+    folder = copy_of(saved, tmp_path)
+    for path in (folder / "3" / "state").rglob("d/*"):
+        path.unlink()
+    passed_over(folder, saved[1], caplog)
+
+
+def test_a_write_that_was_cut_off_is_not_a_checkpoint(saved, tmp_path):
+    """What a kill leaves behind before the final rename."""
+    folder = copy_of(saved, tmp_path)
+    (folder / "3").rename(folder / "3.orbax-checkpoint-tmp")
+    assert restore(folder).step == 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_truncated_is_passed_over(saved, tmp_path, caplog, which):
+    folder = copy_of(saved, tmp_path)
+    path = data_files(folder / "3" / "state")[which]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    passed_over(folder, saved[1], caplog)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_flipped_bit_is_passed_over_or_harmless(saved, tmp_path, caplog, seed):
+    """A bit of the arrays' own files, anywhere: the state that comes back is one that was saved, to the bit."""
+    folder, dice = copy_of(saved, tmp_path), random.Random(seed)
+    path = dice.choice(data_files(folder / "3" / "state")[:4])
+    content = bytearray(path.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    path.write_bytes(content)
+    restored = restore(folder)
+    assert restored.step in (2, 3)
+    same(restored.state, saved[1][restored.step])
+
+
+def test_page_of_metadata_is_checked(saved, tmp_path, caplog):
+    folder = copy_of(saved, tmp_path)
+    page = folder / "3" / "page" / "metadata"
+    content = json.loads(page.read_text())
+    content["consumed_samples"] += 1
+    page.write_text(json.dumps(content))
+    passed_over(folder, saved[1], caplog)
+
+
+def test_all_damaged_leaves_nothing(saved, tmp_path):
+    folder = copy_of(saved, tmp_path)
+    for step in ("2", "3"):
+        shutil.rmtree(folder / step / "state" / "d", ignore_errors=True)
+        for path in (folder / step / "state").rglob("d/*"):
+            path.unlink()
+    assert restore(folder) is None
+
+
+def test_step_of_a_damaged_one_can_be_saved_again(saved, tmp_path):
+    folder, program = copy_of(saved, tmp_path), program_of("2x4")
+    (folder / "3" / "page" / "metadata").write_text("{}")
+    checkpoints = Checkpoints(folder, keep_last=3)
+    restored = checkpoints.restore(program.abstract_state, program.config)
+    state, _ = run_steps(program, 1, restored.state)
+    checkpoints.save(state, program.config, CONSUMED)
+    checkpoints.close()
+    again = restore(folder)
+    assert again.step == 3
+    same(again.state, saved[1][3])
+
+
+def test_another_model_is_refused_by_its_fields(saved):
+    program = program_of("2x4")
+    checkpoints = Checkpoints(saved[0], keep_last=3)
+    other = replace(program.config, hidden_size=64, num_layers=3)
+    with pytest.raises(UserError, match="num_layers is 2 there and 3 here; hidden_size is 32 there and 64 here"):
+        checkpoints.restore(program.abstract_state, other)
+    checkpoints.close()
+
+
+def test_fingerprints_see_a_bit_and_an_exchange_on_any_mesh():
+    program = program_of("2x4")
+    state = program.initialize(0)
+    prints = fingerprints(state)
+    assert prints == fingerprints(program_of("1x8").initialize(0))
+    table = np.array(state.parameters["embedding"])
+
+    def with_table(table):
+        placed = jax.device_put(table, state.parameters["embedding"].sharding)
+        parameters = state.parameters | {"embedding": placed}
+        return fingerprints(type(state)(state.step, state.random, parameters, state.optimizer))
+
+    flipped = table.copy()
+    flipped.view(np.uint32)[17, 5] ^= 1
+    exchanged = table.copy()
+    exchanged[[3, 200]] = exchanged[[200, 3]]
+    for other in (with_table(flipped), with_table(exchanged)):
+        assert [name for name in prints if other[name] != prints[name]] == ["parameters.embedding"]

@@ -1,0 +1,103 @@
+"""One step, any mesh, the same numbers."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tiny import batch_of, program_of, run_steps
+
+MESHES = ("1x1", "1x2", "8x1", "1x8", "2x4")
+MORE_MESHES = ("2x1", "2x2", "4x2")
+RECOMPUTE = ("none", "full")
+MICROBATCH = (None, 1)
+# Every pair of two of (mesh, recompute, microbatch) occurs; `make test-all` takes the full product, on more meshes.
+COVERING = [
+    case
+    for i, mesh in enumerate(MESHES)
+    for case in ((mesh, "none", MICROBATCH[i % 2]), (mesh, "full", MICROBATCH[(i + 1) % 2]))
+]
+PRODUCT = [case for case in itertools.product(MESHES + MORE_MESHES, RECOMPUTE, MICROBATCH) if case not in COVERING]
+CASES = COVERING + [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT]
+
+
+def flat(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def agree(losses, expected, rtol):
+    np.testing.assert_allclose([m["loss"] for m in losses], [m["loss"] for m in expected], rtol=rtol)
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "1x8", "2x4"])
+def test_ten_losses_with_dropout_agree_on_every_mesh(mesh):
+    expected = run_steps(program_of("1x1"), 10)[1]
+    found = run_steps(program_of(mesh), 10)[1]
+    agree(found, expected, rtol=1e-5)
+    np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in expected], rtol=1e-4)
+    assert len({m["loss"] for m in expected}) == 10
+
+
+@pytest.mark.parametrize(("mesh", "recompute", "micro"), CASES)
+def test_layouts_accumulation_and_recompute_change_nothing(mesh, recompute, micro):
+    """After three steps with dropout: the same losses, and the same parameters, as one device in one piece."""
+    reference = program_of("1x1", recompute="none", microbatch_size=None)
+    state, losses = run_steps(program_of(mesh, recompute=recompute, microbatch_size=micro), 3)
+    expected_state, expected = run_steps(reference, 3)
+    agree(losses, expected, rtol=1e-5)
+    here, there = flat(state.parameters), flat(expected_state.parameters)
+    for name, value in there.items():
+        # Adam divides by the root of the square: elements whose gradient is rounding noise may take any step.
+        assert np.abs(here[name] - value).mean() < 1e-5 * max(1.0, np.abs(value).max()), name
+
+
+def test_dropout_is_on_and_its_keys_follow_the_sample():
+    program = program_of("2x4")
+    state = program.initialize(0)
+    batch = batch_of(program, 0)
+    shifted = batch | {"sample_index": batch["sample_index"] + np.uint32(1000)}
+    losses = [float(program.step(program.initialize(0), b)[1]["loss"]) for b in (batch, batch, shifted)]
+    assert losses[0] == losses[1] != losses[2]
+    off = program_of("2x4", hidden_dropout=0.0, attention_dropout=0.0)
+    loss = float(off.step(off.initialize(0), batch)[1]["loss"])
+    total, tokens = program.evaluate(state.parameters, batch)
+    np.testing.assert_allclose(loss, float(total) / float(tokens), rtol=1e-6)
+    assert loss != losses[0]
+
+
+def test_masked_tokens_do_not_count():
+    program = program_of("2x4")
+    batch = batch_of(program, 0)
+    mask = np.asarray(batch["loss_mask"])
+    labels = np.where(mask > 0, np.asarray(batch["labels"]), 3).astype(np.int32)
+    other = batch | {"labels": jax.device_put(labels, batch["labels"].sharding)}
+    first, second = (program.step(program.initialize(0), b)[1] for b in (batch, other))
+    assert float(first["loss"]) == float(second["loss"]) and float(first["tokens"]) == mask.sum()
+
+
+def test_bfloat16_computes_in_16_bits_and_keeps_the_rest_in_32():
+    program = program_of("2x4", compute_dtype="bfloat16")
+    state, losses = run_steps(program, 3)
+    expected = run_steps(program_of("1x1"), 3)[1]
+    agree(losses, expected, rtol=2e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim} == {
+        np.dtype("float32")
+    }
+    assert "bf16[" in program.lower_step().as_text("hlo")
+
+
+def test_state_is_donated():
+    program = program_of("2x4")
+    state = program.initialize(0)
+    program.step(state, batch_of(program, 0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.parameters))
+
+
+def test_learning_goes_down_on_one_batch():
+    program = program_of("2x4", hidden_dropout=0.0, attention_dropout=0.0)
+    state, losses = program.initialize(0), []
+    for _ in range(20):
+        state, metrics = program.step(state, batch_of(program, 0))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 1.0
