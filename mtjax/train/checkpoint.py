@@ -24,6 +24,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.sharding.axes import WHOLE
+from mtjax.train.checkpoint_arrays import array_handler
 from mtjax.train.step import State
 
 TIMEOUT = 600
@@ -58,7 +59,8 @@ class Checkpoints:
             keep_period=keep_every,
             async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT),
         )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        handlers = {"state": array_handler(), "page": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns."""
@@ -71,7 +73,7 @@ class Checkpoints:
             "fingerprints": fingerprints(state),
         }
         page["checksum"] = _checksum(page)
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), page=ocp.args.JsonSave(page))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(vars(state)), page=ocp.args.JsonSave(page))
         self._manager.save(step, args=arguments, force=True)
 
     def restore(self, abstract: State, config: Config) -> Restored | None:
@@ -107,7 +109,9 @@ class Checkpoints:
         check_same_model(page["config"], config, f"checkpoint {self.folder / str(step)}")
 
         def read() -> State:
-            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(vars(abstract)))
+            tree = vars(abstract)
+            placed = ocp.checkpoint_utils.construct_restore_args(tree)
+            arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
             return State(**self._items(step, arguments)["state"])
 
         state = _together(read)
