@@ -21,6 +21,8 @@ from mtjax.errors import UserError, nearest
 class Model:
     """The network: GPT-2 as in section 3 of arXiv 1909.08053."""
 
+    family: Literal["gpt"] = "gpt"
+    """Kind of model."""
     num_layers: int = 24
     """Transformer layers."""
     hidden_size: int = 1024

@@ -1,5 +1,7 @@
 """GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper)."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -64,6 +66,31 @@ class GPT(nnx.Module):
         if position_ids is None:
             return reshard(positions[:length], spec("act_seq", "embed"))
         return positions.at[position_ids].get(out_sharding=spec(*RESIDUAL))
+
+    @staticmethod
+    def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+        """Next-token batches; positions and segments where the data resets them at document ends."""
+        names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
+        names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
+        names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}
+        return {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
+
+    @staticmethod
+    def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Each unmasked token counts once."""
+        return {"loss": batch["loss_mask"]}
+
+    @staticmethod
+    def num_tokens(batch: Mapping[str, Array]) -> Array:
+        """Unmasked tokens."""
+        return batch["loss_mask"].sum()
+
+    def batch_losses(
+        self, batch: Mapping[str, Array], keys: Key[Array, " batch"] | None, options: LossOptions
+    ) -> dict[str, Array]:
+        """Cross-entropy of each next token; `keys`, one per sample, turn dropout on."""
+        hidden = self(batch["tokens"], batch.get("position_ids"), batch.get("segment_ids"), keys)
+        return {"loss": self.losses(hidden, batch["labels"], options)}
 
     def losses(
         self, hidden: Float[Array, "batch act_seq embed"], labels: Int[Array, "batch seq"], options: LossOptions

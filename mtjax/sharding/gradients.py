@@ -16,13 +16,13 @@ from mtjax.sharding import axes
 from mtjax.sharding.axes import DATA, MODEL
 
 Tree = Any
-LossSum = Callable[[Tree, Tree], jax.Array]
-"""(parameters, microbatch) -> the weighted sum of its losses."""
+LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+"""(parameters, microbatch) -> the weighted sum of its losses, and a tree of scalars to report beside it."""
 
 
 def data_parallel_gradients(
     loss_sum: LossSum, parameters: Tree, batch: Tree, parameter_specs: Tree, num_microbatches: int
-) -> tuple[jax.Array, Tree]:
+) -> tuple[jax.Array, Tree, Tree]:
     """Loss and gradients of a global batch.
 
     Args:
@@ -33,31 +33,35 @@ def data_parallel_gradients(
       num_microbatches: pieces that each data rank works through one after the other.
 
     Returns:
-      The loss, a float32 scalar, and float32 gradients placed like the parameters.
+      The loss, a float32 scalar; what is reported beside it, summed; and float32 gradients placed like the parameters.
     """
 
-    def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
         # Varying parameters keep autodiff from summing each cotangent over `data` on its own.
         parameters = jax.tree.map(_vary, parameters)
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), parameters)
 
-        def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], None]:
-            loss, gradients = jax.value_and_grad(loss_sum)(parameters, microbatch)
+        def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], Tree]:
+            (loss, parts), gradients = jax.value_and_grad(loss_sum, has_aux=True)(parameters, microbatch)
             add = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total[1], gradients)
-            return (total[0] + loss, add), None
+            return (total[0] + loss, add), parts
 
-        (loss, gradients), _ = lax.scan(accumulate, (_vary(jnp.zeros(())), zeros), microbatches)
+        (loss, gradients), parts = lax.scan(accumulate, (_vary(jnp.zeros(())), zeros), microbatches)
         with jax.named_scope("gradients"):
-            return lax.psum(loss, DATA), _sum_over_data(gradients, parameter_specs)
+            loss, parts = lax.psum((loss, jax.tree.map(lambda part: part.sum(0), parts)), DATA)
+            return loss, parts, _sum_over_data(gradients, parameter_specs)
 
-    return _map_over_data(local, parameters, batch, parameter_specs, (PartitionSpec(), parameter_specs))
+    whole = PartitionSpec()
+    return _map_over_data(local, parameters, batch, parameter_specs, (whole, whole, parameter_specs))
 
 
-def data_parallel_sum(function: LossSum, parameters: Tree, batch: Tree, parameter_specs: Tree) -> jax.Array:
-    """The scalar that `function` returns, summed over the data ranks' shares of `batch`; nothing is differentiated."""
+def data_parallel_sum(
+    function: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, parameter_specs: Tree
+) -> Tree:
+    """The scalars that `function` returns, summed over the data ranks' shares of `batch`; nothing is differentiated."""
 
-    def local(parameters: Tree, batch: Tree) -> jax.Array:
+    def local(parameters: Tree, batch: Tree) -> Tree:
         return lax.psum(function(parameters, batch), DATA)
 
     return _map_over_data(local, parameters, batch, parameter_specs, PartitionSpec())

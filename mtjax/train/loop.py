@@ -179,7 +179,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             if step % output.log_every == 0 or step == start.step + 1 or validate or last:
                 entry = measure(run, step, jax.device_get(results), timer)
                 if validate:
-                    entry["valid_loss"] = validation_loss(run, state)
+                    entry |= validation_losses(run, state)
                     timer.restart(step)
                 report(run, entry, compiled=step == start.step + 1)
             signal_name = stop.at(step)
@@ -234,15 +234,16 @@ def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     run.progress.update(entry, compiled=compiled)
 
 
-def validation_loss(run: Run, state: State) -> float:
-    """Mean loss per token over the first batches of the held-out text."""
+def validation_losses(run: Run, state: State) -> dict[str, float]:
+    """Means over the first batches of the held-out text: `valid_loss`, and each loss where the family has several."""
     size = run.config.training.global_batch_size
-    total = tokens = 0.0
+    totals: dict[str, tuple[Any, Any]] = {}
     with open_batches(run, run.held_out, 0, data.constant(size)) as batches:
         for _ in range(run.config.output.valid_batches):
-            loss, weight = run.program.evaluate(state.parameters, next_batch(run, batches, size))
-            total, tokens = total + loss, tokens + weight
-    return float(total) / max(float(tokens), 1.0)
+            sums = run.program.evaluate(state.parameters, next_batch(run, batches, size))
+            totals = {n: (s + totals[n][0], w + totals[n][1]) if totals else (s, w) for n, (s, w) in sums.items()}
+    means = {f"valid_{name}": float(s) / max(float(w), 1.0) for name, (s, w) in totals.items()}
+    return means | {"valid_loss": sum(means.values())}
 
 
 def open_batches(run: Run, dataset: Any, consumed: int, schedule: BatchSchedule | None = None) -> Loader:

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.sharding import reshard
 
 from mtjax.data import Tokenizer
+from mtjax.models.gpt import GPT
 from mtjax.sharding.axes import WHOLE, use_rules
 from mtjax.train.step import Program, Tree
 
@@ -37,6 +38,7 @@ def continue_text(
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
         with use_rules(rules):
             model = program.model(parameters)
+            assert isinstance(model, GPT)  # other families don't continue text
 
             def append(position: Array, tokens: Array) -> Array:
                 hidden = lax.dynamic_slice_in_dim(model(tokens), position - 1, 1, axis=1)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.models.attention import choose_kernel
-from mtjax.models.gpt import GPT
+from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
@@ -29,8 +29,8 @@ from mtjax.train.optimizer import make_optimizer, make_schedule
 
 Tree = Any
 Batch = dict[str, Any]
-"""tokens, labels [batch, seq] int32, loss_mask [batch, seq] float32, sample_index [batch] uint32; position_ids and
-segment_ids [batch, seq] int32 when the data resets them at document ends."""
+"""What the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's number in the
+run, which its dropout derives from."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "random", "parameters", "optimizer"], meta_fields=[])
@@ -60,6 +60,7 @@ class Program:
         self.mesh, self.layout = mesh, layout
         self.shape = MeshShape(**mesh.shape)
         check_divisible(config, layout, self.shape)
+        self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
         self.graph, abstract = nnx.split(model)
@@ -87,19 +88,13 @@ class Program:
     @property
     def batch_names(self) -> tuple[str, ...]:
         """The arrays of a batch that this program reads."""
-        names = ("tokens", "labels", "loss_mask", "sample_index")
-        names += ("position_ids",) if self.config.data.reset_position_ids else ()
-        return names + (("segment_ids",) if self.config.data.reset_attention_mask else ())
+        return tuple(self.abstract_batch())
 
     def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
         """Shapes, types and shardings of a batch."""
         samples = global_batch_size or self.config.training.global_batch_size
-        sequence = (samples, self.config.model.sequence_length)
-        types = {"loss_mask": jnp.float32, "sample_index": jnp.uint32}
-        arrays = {
-            name: jax.ShapeDtypeStruct(sequence[:1] if name == "sample_index" else sequence, types.get(name, jnp.int32))
-            for name in self.batch_names
-        }
+        each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
+        arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
         return placement.with_sharding(arrays, dict.fromkeys(arrays, placement.batch_sharding(self.mesh)))
 
     def initialize(self, seed: int) -> State:
@@ -107,18 +102,21 @@ class Program:
         return self._on_mesh(self._compiled_initial, jax.random.key(seed))
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        """One optimizer step; consumes `state`. Metrics are float32 scalars: loss, grad_norm, learning_rate, tokens."""
+        """One optimizer step; consumes `state`. Metrics are float32 scalars.
+
+        They are loss, grad_norm, learning_rate, tokens; and each loss by its name where the family has several.
+        """
         return self._on_mesh(self._compiled_step, state, batch)
 
-    def evaluate(self, parameters: Tree, batch: Batch) -> tuple[Array, Array]:
-        """Sum of the losses of a batch without dropout, and the number of tokens it is over."""
+    def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        """Each loss of a batch without dropout: its sum, and the number of values that it is over."""
         return self._on_mesh(self._compiled_evaluate, parameters, batch)
 
     def lower_step(self) -> jax.stages.Lowered:
         """The train step, lowered from abstract values: no device is touched."""
         return self._on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch())
 
-    def model(self, parameters: Tree) -> GPT:
+    def model(self, parameters: Tree) -> LanguageModel:
         """The model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
@@ -151,7 +149,7 @@ class Program:
         return State(jnp.zeros((), jnp.int32), random, parameters, self.optimizer.init(parameters))
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        loss, gradients = self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random))
+        loss, parts, gradients = self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random))
         with jax.named_scope("optimizer"):
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters)
             parameters = optax.apply_updates(state.parameters, updates)
@@ -159,36 +157,48 @@ class Program:
                 "loss": loss,
                 "grad_norm": optax.tree.norm(gradients),
                 "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
-                "tokens": batch["loss_mask"].sum(),
+                "tokens": self.family.num_tokens(batch),
+                **parts,
             }
         return State(state.step + 1, state.random, parameters, optimizer), metrics
 
-    def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, Tree]:
-        """The step's differentiated part, to be traced: mean loss over the batch's unmasked tokens, and its gradients.
+    def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Array], Tree]:
+        """The step's differentiated part, to be traced.
 
         `key` is what dropout derives from; None turns it off.
+
+        Returns:
+          The loss, the sum of the family's losses, each a mean over the global batch; each of them by name, where there
+          are several; and the gradients.
         """
         # Divided by the global count here, so that sums over microbatches and ranks are the mean: no mean of means.
-        weights = batch["loss_mask"] / jnp.maximum(batch["loss_mask"].sum(), 1)
-        count = num_microbatches(self.config, self.shape, weights.shape[0])
-        with use_rules(self.layout.rules):
-            loss_sum = partial(self._loss_sum, key=key, options=self._loss_options)
-            return data_parallel_gradients(loss_sum, parameters, {**batch, "loss_mask": weights}, self._specs, count)
+        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
 
-    def _evaluate(self, parameters: Tree, batch: Batch) -> tuple[Array, Array]:
+        def loss_sum(parameters: Tree, part: tuple[Batch, Batch]) -> tuple[Array, dict[str, Array]]:
+            sums = self._loss_sums(parameters, part, key=key, options=self._loss_options)
+            return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
+
+        with use_rules(self.layout.rules):
+            return data_parallel_gradients(loss_sum, parameters, (batch, weights), self._specs, count)
+
+    def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
+        weights = self.family.loss_weights(batch)
         with use_rules(self.layout.rules):
-            loss_sum = partial(self._loss_sum, key=None, options=plain)
-            return data_parallel_sum(loss_sum, parameters, batch, self._specs), batch["loss_mask"].sum()
+            loss_sums = partial(self._loss_sums, key=None, options=plain)
+            sums = data_parallel_sum(loss_sums, parameters, (batch, weights), self._specs)
+            return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
-    def _loss_sum(self, parameters: Tree, batch: Batch, *, key: Array | None, options: LossOptions) -> Array:
-        """Weighted sum of a (micro)batch's losses; `key` turns dropout on."""
-        model = self.model(parameters)
+    def _loss_sums(
+        self, parameters: Tree, part: tuple[Batch, Batch], *, key: Array | None, options: LossOptions
+    ) -> dict[str, Array]:
+        """Weighted sums of a (micro)batch's losses; `key` turns dropout on."""
+        batch, weights = part
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        hidden = model(batch["tokens"], batch.get("position_ids"), batch.get("segment_ids"), keys)
-        losses = model.losses(hidden, batch["labels"], options)
+        losses = self.model(parameters).batch_losses(batch, keys, options)
         with jax.named_scope("loss"):
-            return (losses * batch["loss_mask"]).sum()
+            return {name: (values * weights[name]).sum() for name, values in losses.items()}
 
     @property
     def _specs(self) -> Tree:
@@ -200,9 +210,9 @@ class Program:
         assert vocab_size is not None  # check_divisible has asked for it
         return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
 
-    def _build(self, key: Array) -> GPT:
+    def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            return GPT(self.config, key=key)
+            return self.family(self.config, key=key)
 
 
 def make_program(config: Config, mesh: Mesh) -> Program:

@@ -1,0 +1,52 @@
+"""Families of models by name, and what each of them tells a train step about itself."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+from jax import Array
+from jaxtyping import Key
+
+from mtjax.config import Config
+from mtjax.models.gpt import GPT
+from mtjax.sharding.vocab import LossOptions
+
+Batch = Mapping[str, Any]
+
+
+class LanguageModel(Protocol):
+    """A model that a train step can train.
+
+    It has one loss or several, by name. A loss is the mean of its values weighted by `loss_weights` over the whole
+    global batch; what is minimised is the sum of the losses.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters; `nnx.Param`s that carry the logical names of their dimensions."""
+
+    @staticmethod
+    def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch that the model reads, each as it is for one sample: without the batch dimension."""
+        ...
+
+    @staticmethod
+    def loss_weights(batch: Batch) -> dict[str, Array]:
+        """What each value of each loss weighs: float32 [batch] or [batch, seq], shaped like `batch_losses`."""
+        ...
+
+    @staticmethod
+    def num_tokens(batch: Batch) -> Array:
+        """Tokens of the batch, without padding: what tokens per second count."""
+        ...
+
+    def batch_losses(self, batch: Batch, keys: Key[Array, " batch"] | None, options: LossOptions) -> dict[str, Array]:
+        """The values of each loss, float32, not weighted; `keys`, one per sample, turn dropout on."""
+        ...
+
+
+MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT}
+
+
+def model_class(config: Config) -> type[LanguageModel]:
+    """The class of a config's family."""
+    return MODEL_CLASSES[config.model.family]
