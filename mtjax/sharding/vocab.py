@@ -30,12 +30,13 @@ class _Specs:
     """Where the arguments live, read off the rules once: a `custom_vjp` is traced at times of jax's choosing."""
 
     table: PartitionSpec
+    bias: PartitionSpec
     tokens: PartitionSpec
     hidden: PartitionSpec
 
     @classmethod
     def in_force(cls) -> "_Specs":
-        return cls(spec("vocab", "embed"), spec("batch", "seq"), spec("batch", "act_seq", "embed"))
+        return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", "act_seq", "embed"))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -134,8 +135,9 @@ def vocab_parallel_cross_entropy(
     table: Float[Array, "vocab embed"],
     labels: Int[Array, "batch seq"],
     options: LossOptions,
+    bias: Float[Array, " vocab"] | None = None,
 ) -> Float[Array, "batch seq"]:
-    """Cross-entropy of `hidden @ table.T` against `labels`, token by token, without gathering logits.
+    """Cross-entropy of `hidden @ table.T + bias` against `labels`, token by token, without gathering logits.
 
     With e = label_smoothing and Z = sum(exp(logits)):
     `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
@@ -145,28 +147,31 @@ def vocab_parallel_cross_entropy(
       table: [vocab, embed], float32, rows split over `model`.
       labels: ids in [0, vocab_size).
       options: vocabulary size, chunk length, smoothing and z-loss.
+      bias: [vocab], float32, split like the table's rows, if any.
 
     Returns:
       Losses in float32. Weight and sum them; a token of weight 0 has no gradient.
     """
-    return _cross_entropy(_Specs.in_force(), options, hidden, table, labels)
+    return _cross_entropy(_Specs.in_force(), options, hidden, table, bias, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(places: _Specs, options: LossOptions, hidden: Array, table: Array, labels: Array) -> Array:
-    return _cross_entropy_forward(places, options, hidden, table, labels)[0]
+def _cross_entropy(
+    places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
+) -> Array:
+    return _cross_entropy_forward(places, options, hidden, table, bias, labels)[0]
 
 
 def _cross_entropy_forward(
-    places: _Specs, options: LossOptions, hidden: Array, table: Array, labels: Array
+    places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> tuple[Array, Any]:
-    def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
+    def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         chunks = _Chunks.of(hidden_BSH, options.chunk)
         table_VH = table_VH.astype(hidden_BSH.dtype)
 
         def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
             hidden_CH, labels_C = chunk
-            logits_CV, column_V = _logits(hidden_CH, table_VH, options.vocab_size)
+            logits_CV, column_V = _logits(hidden_CH, table_VH, bias_V, options.vocab_size)
             highest = logits_CV.max(-1)
             scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
             target = jnp.where(column_V == labels_C[:, None], logits_CV, 0).sum(-1)
@@ -183,53 +188,59 @@ def _cross_entropy_forward(
         return loss + options.z_loss * log_z**2, log_z
 
     with jax.named_scope("loss"):
-        mapped = _map(local, (places.hidden, places.table, places.tokens), (places.tokens, places.tokens))
-        loss, log_z = mapped(hidden, table, labels)
-        return loss, (hidden, table, labels, log_z)
+        arguments = (places.hidden, places.table, places.bias, places.tokens)
+        mapped = _map(local, arguments, (places.tokens, places.tokens))
+        loss, log_z = mapped(hidden, table, bias, labels)
+        return loss, (hidden, table, bias, labels, log_z)
 
 
 def _cross_entropy_backward(
     places: _Specs, options: LossOptions, saved: Any, gradient: Array
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array, Array | None, None]:
     def local(
-        hidden_BSH: Array, table_VH: Array, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
-    ) -> tuple[Array, Array]:
+        hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
+    ) -> tuple[Array, Array, Array | None]:
         chunks = _Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)
 
-        def differentiate_chunk(table_gradient_VH: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
+            table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = _logits(hidden_CH, cast_VH, options.vocab_size)
+            logits_CV, column_V = _logits(hidden_CH, cast_VH, bias_V, options.vocab_size)
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
             slope -= options.label_smoothing / options.vocab_size
-            slope = jnp.where(column_V < options.vocab_size, slope * gradient_C[:, None], 0).astype(hidden_CH.dtype)
+            slope = jnp.where(column_V < options.vocab_size, slope * gradient_C[:, None], 0)
+            bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
+            slope = slope.astype(hidden_CH.dtype)
             table_gradient_VH += lax.dot_general(
                 slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
-            return table_gradient_VH, slope @ cast_VH
+            return (table_gradient_VH, bias_gradient_V), slope @ cast_VH
 
-        zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), hidden_BSH, table_VH, labels_BS, gradient_BS)
+        like = (hidden_BSH, table_VH, labels_BS, gradient_BS)
+        zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), *like)
+        bias_zeros = None if bias_V is None else varying_like(jnp.zeros(bias_V.shape, jnp.float32), *like)
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
-        table_gradient, hidden_gradient = lax.scan(differentiate_chunk, zeros, pieces)
+        (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
         hidden_gradient = lax.psum(chunks.join(hidden_gradient, hidden_BSH.shape), MODEL)
-        return hidden_gradient, _sum(table_gradient, places.batch_axes)
+        bias_gradient = None if bias_gradient is None else _sum(bias_gradient, places.batch_axes)
+        return hidden_gradient, _sum(table_gradient, places.batch_axes), bias_gradient
 
     with jax.named_scope("loss"):
-        hidden, table, labels, log_z = saved
-        tokens = places.tokens
-        mapped = _map(local, (places.hidden, places.table, tokens, tokens, tokens), (places.hidden, places.table))
-        hidden_gradient, table_gradient = mapped(hidden, table, labels, log_z, gradient)
-        return hidden_gradient, table_gradient, None
+        parameters, tokens = (places.hidden, places.table, places.bias), places.tokens
+        mapped = _map(local, (*parameters, tokens, tokens, tokens), parameters)
+        return *mapped(*saved, gradient), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _logits(hidden_CH: Array, table_VH: Array, vocab_size: int) -> tuple[Array, Array]:
+def _logits(hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int) -> tuple[Array, Array]:
     """float32 logits of this rank's columns, and which columns of the whole vocabulary they are."""
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = lax.axis_index(MODEL) * rows + jnp.arange(rows)
     return jnp.where(column < vocab_size, logits, NEVER), column

@@ -91,6 +91,31 @@ def test_smoothing_and_z_loss_equal_float64(mesh):
         np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x4"])
+def test_a_bias_is_a_column_of_the_table_that_meets_a_one(mesh):
+    """In float64: hidden states with a 1 at their end, and a table with the bias as its last column."""
+    hidden, table, labels, weights = inputs("plain")
+    bias = np.random.default_rng(3).normal(size=ROWS).astype(np.float32)
+    longer = (np.pad(hidden, [(0, 0), (0, 0), (0, 1)], constant_values=1), np.concatenate([table, bias[:, None]], 1))
+    _, losses, _, gradient = reference(*longer, labels, weights, smoothing=0.1)
+    place, options = mesh_of(mesh), LossOptions(VOCAB, chunk=5, label_smoothing=0.1)
+
+    def weighted(table, bias):
+        with use_rules(TENSOR.rules):
+            losses = vocab_parallel_cross_entropy(hidden_there, table, labels_there, options, bias)
+        return (losses * weights_there).sum(), losses
+
+    with jax.set_mesh(place):
+        arrays = (hidden, labels, weights, table, bias)
+        specs = (STREAM, TOKENS, TOKENS, TABLE, TENSOR.rules.spec(("vocab",)))
+        there = [jax.device_put(a, NamedSharding(place, s)) for a, s in zip(arrays, specs, strict=True)]
+        hidden_there, labels_there, weights_there, *parameters = there
+        (table_gradient, bias_gradient), found = jax.jit(jax.grad(weighted, (0, 1), has_aux=True))(*parameters)
+    np.testing.assert_allclose(found, losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(table_gradient, gradient[:, :-1], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(bias_gradient, gradient[:, -1], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 12, 1000])
 def test_any_chunk_gives_the_same(chunk):
     arrays = inputs("plain")
@@ -128,14 +153,14 @@ def test_gradients_where_data_is_manual(mesh):
             looked_up = vocab_parallel_embedding(parameters["table"], batch["tokens"], jnp.float32)
             stream = batch["hidden"] + looked_up
             losses = vocab_parallel_cross_entropy(stream, parameters["table"], batch["labels"], LossOptions(VOCAB, 5))
-        return (losses * batch["weights"]).sum()
+        return (losses * batch["weights"]).sum(), {}
 
     batch = {"hidden": hidden, "tokens": tokens, "labels": labels, "weights": weights}
     batch = {n: jax.device_put(a, NamedSharding(place, TENSOR.rules.spec(("batch",)))) for n, a in batch.items()}
     parameters = {"table": jax.device_put(table, NamedSharding(place, TABLE))}
 
     with jax.set_mesh(place):
-        loss, gradients = jax.jit(
+        loss, _, gradients = jax.jit(
             lambda p, b: data_parallel_gradients(loss_sum, p, b, {"table": TABLE}, num_microbatches=1)
         )(parameters, batch)
 
