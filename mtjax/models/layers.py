@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Key
 
+from mtjax.models.threefry import random_bits
 from mtjax.sharding.axes import spec
 
 
@@ -91,7 +92,8 @@ def dropout(x: Array, rate: float, keys: Key[Array, " batch"] | None, site: int,
     place = spec(*names[1:])
 
     def keep_sample(key: Array) -> Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:], out_sharding=place)
+        bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place)
+        return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
     keep = jax.vmap(keep_sample)(keys)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

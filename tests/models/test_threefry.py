@@ -1,0 +1,53 @@
+"""Our Threefry is jax's, to the bit, and what it gives is random enough to drop by."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.random import threefry_2x32
+
+from mtjax.models.threefry import random_bits, threefry
+from tests.tiny import mesh_of
+
+
+def bits_of(seed, *shape):
+    with jax.set_mesh(mesh_of("1x1")):
+        return np.asarray(random_bits(jax.random.key(seed), shape, jax.P()))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 + 7])
+def test_is_the_function_of_jax_random(seed):
+    key = jax.random.key_data(jax.random.key(seed))
+    counters = jnp.asarray(np.random.default_rng(seed).integers(0, 2**32, 512, dtype=np.uint32))
+    expected = threefry_2x32(key, counters)
+    np.testing.assert_array_equal(jnp.concatenate(threefry(key, *jnp.split(counters, 2))), expected)
+
+
+def test_published_vectors():
+    """Of Random123's `kat_vectors`: counter, key, result of threefry2x32 with 20 rounds."""
+    for counter, key, expected in (
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+        ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+    ):
+        words = threefry(jnp.array(key, jnp.uint32), *(jnp.uint32(c) for c in counter))
+        assert tuple(int(w) for w in words) == expected
+
+
+@pytest.mark.parametrize("shape", [(64,), (6, 64), (2, 3, 64)])
+def test_every_index_has_its_own_bits(shape):
+    bits = bits_of(5, *shape)
+    assert bits.shape == shape and len(np.unique(bits)) == bits.size
+    other = bits_of(6, *shape)
+    assert (bits != other).all()
+    flat = bits_of(5, bits.size // shape[-1], shape[-1])
+    np.testing.assert_array_equal(bits.reshape(flat.shape), flat)
+
+
+def test_bits_are_even_and_neighbours_unrelated():
+    bits = bits_of(1, 512, 512)
+    ones = np.unpackbits(bits.view(np.uint8)).reshape(-1, 32).mean(0)
+    assert np.abs(ones - 0.5).max() < 5 * 0.5 / bits.size**0.5
+    low = (bits >> 31).astype(float) - 0.5
+    for a, b in ((low[1:], low[:-1]), (low[:, 1:], low[:, :-1])):
+        assert abs((4 * a * b).mean()) < 5 / a.size**0.5
