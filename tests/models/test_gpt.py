@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from mtjax.config import padded_vocab_size
 from mtjax.models.layers import dropout
 from mtjax.models.transformer import Layer, Stack
 from mtjax.plan.formulas import Shape, parameters
-from mtjax.sharding.axes import use_rules
+from mtjax.sharding.axes import MODEL, use_rules
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.placement import batch_sharding
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
@@ -65,12 +67,12 @@ def test_parameters_live_where_the_rules_say():
     assert len(moments) == 2 and all(m.sharding == sharding for m in moments)
 
 
-def masks(mesh, samples):
+def masks(mesh, samples, rules=TENSOR.rules):
     """Dropout masks of samples, on a mesh: attention's, whose heads are split, and the stream's."""
     names = (("batch", "heads", "seq", "seq"), ("batch", "act_seq", "embed"))
 
     def draw(numbers):
-        with use_rules(TENSOR.rules):
+        with use_rules(rules):
             keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(numbers)
             ones = (jnp.ones((len(numbers), 8, 16, 16)), jnp.ones((len(numbers), 16, 32)))
             return [dropout(x, 0.1, keys, site, n) for site, (x, n) in enumerate(zip(ones, names, strict=True))]
@@ -87,8 +89,9 @@ def masks(mesh, samples):
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_dropout_masks_do_not_depend_on_the_mesh(mesh):
     samples = list(range(40, 48))
-    for here, there in zip(masks("1x1", samples), masks(mesh, samples), strict=True):
-        np.testing.assert_array_equal(here, there)
+    for rules in (TENSOR.rules, dataclasses.replace(TENSOR.rules, act_seq=MODEL)):
+        for here, there in zip(masks("1x1", samples), masks(mesh, samples, rules), strict=True):
+            np.testing.assert_array_equal(here, there)
 
 
 def test_dropout_differs_by_sample_and_keeps_the_mean():
