@@ -82,8 +82,11 @@ def parse(
       SystemExit: an option is wrong (2), or help was asked for (0); said by tyro.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = _config_argument(argv) or default
+    name = _argument(argv, "--config") or default
     base = config.load(name)
+    family = _argument(argv, "--family")
+    if family in config.FAMILIES:  # what it brings are the defaults of the other options
+        base = config.replace(base, family=family)
     groups = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
     fields += [("command", options, options())]
@@ -102,12 +105,12 @@ def _default(value: Any) -> Any:
     return dataclasses.field(default_factory=lambda: value)
 
 
-def _config_argument(argv: Sequence[str]) -> str | None:
-    """What follows the last `--config`: it must be read before the other options, whose defaults it sets."""
+def _argument(argv: Sequence[str], option: str) -> str | None:
+    """What follows the last `option`: it must be read before the other options, whose defaults it sets."""
     found = None
     for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
+        if word == option and i + 1 < len(argv):
             found = argv[i + 1]
-        elif word.startswith("--config="):
+        elif word.startswith(f"{option}="):
             found = word.partition("=")[2]
     return found

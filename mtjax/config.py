@@ -15,40 +15,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 
 from mtjax.errors import UserError, nearest
-
-
-@dataclass(frozen=True)
-class Model:
-    """The network: GPT-2 as in section 3 of arXiv 1909.08053."""
-
-    family: Literal["gpt"] = "gpt"
-    """Kind of model."""
-    num_layers: int = 24
-    """Transformer layers."""
-    hidden_size: int = 1024
-    """Width of the residual stream."""
-    num_heads: int = 16
-    """Attention heads; each is hidden_size / num_heads wide."""
-    mlp_size: int | None = None
-    """Inner width of the MLP; 4 x hidden_size when not given."""
-    sequence_length: int = 1024
-    """Tokens in a sample, and positions that the model knows."""
-    vocab_size: int | None = None
-    """Tokens of the vocabulary; the tokenizer's when not given."""
-    vocab_multiple: int = 1024
-    """The vocabulary is padded up to a multiple of this; never depends on the mesh."""
-    hidden_dropout: float = 0.1
-    """Dropout on embeddings and on what enters the residual stream."""
-    attention_dropout: float = 0.1
-    """Dropout on attention probabilities; flash attention needs 0."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights."""
-    scaled_init: bool = True
-    """Divide the deviation of weights just before a residual add by sqrt(2 x num_layers)."""
-    norm_epsilon: float = 1e-5
-    """Added to the variance in layer norm."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel; auto takes cuDNN's flash attention on GPUs when attention_dropout is 0, else XLA's."""
+from mtjax.model_config import FAMILIES as FAMILIES
+from mtjax.model_config import GATED as GATED
+from mtjax.model_config import Model as Model
+from mtjax.model_config import check_model
+from mtjax.model_config import head_dim as head_dim
+from mtjax.model_config import mlp_size as mlp_size
+from mtjax.model_config import nearest_divisors as nearest_divisors
+from mtjax.model_config import num_kv_heads as num_kv_heads
+from mtjax.model_config import padded_vocab_size as padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -189,10 +164,14 @@ class Config:
 def replace(config: Config, **values: Any) -> Config:
     """`config` with fields set by their bare names, whatever group they are in.
 
+    Another family brings its own settings, except for those that are set here too.
+
     Raises:
       UserError: a name that no group has.
     """
     groups = groups_by_field()
+    if values.get("family", config.model.family) != config.model.family:
+        values = {**FAMILIES[values["family"]], **values}
     changed: dict[str, Any] = {}
     for name, value in values.items():
         if name not in groups:
@@ -236,7 +215,7 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
         if not isinstance(table, Mapping):
             raise UserError(f"{source}: {group} is a table, not a value: write [{group}] on a line of its own")
         fields = get_type_hints(hints[group])
-        for name, value in table.items():
+        for name, value in sorted(table.items(), key=lambda item: item[0] != "family"):
             if name not in fields:
                 place = groups_by_field().get(name)
                 hint = f" - it goes under [{place}]" if place else nearest(name, fields)
@@ -319,7 +298,16 @@ def validate(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     positive = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_multiple", "steps")
     positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches")
-    optional = ("mlp_size", "vocab_size", "microbatch_size", "keep_every", "decay_steps", "train_samples")
+    optional = (
+        "num_kv_heads",
+        "head_dim",
+        "mlp_size",
+        "vocab_size",
+        "microbatch_size",
+        "keep_every",
+        "decay_steps",
+        "train_samples",
+    )
     flat = {k: v for group in groups for k, v in vars(group).items()}
     for name in positive + tuple(n for n in optional if flat[n] is not None):
         if flat[name] < 1:
@@ -344,33 +332,8 @@ def validate(config: Config) -> None:
             raise UserError(f"{name} is {flat[name]}, and must be 0 or more")
     if not flat["loader_timeout"] > 0:
         raise UserError(f"loader_timeout is {flat['loader_timeout']}, and must be above 0")
-    if model.hidden_size % model.num_heads:
-        fits = nearest_divisors(model.hidden_size, model.num_heads)
-        raise UserError(
-            f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}; "
-            f"the nearest num_heads that fit are {fits}"
-        )
+    check_model(model)
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"min_learning_rate {optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}"
         )
-
-
-def nearest_divisors(total: int, wanted: int) -> str:
-    """The divisors of `total` next to `wanted`, as text: "8 and 12"."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = max((d for d in divisors if d < wanted), default=None)
-    above = min((d for d in divisors if d > wanted), default=None)
-    return " and ".join(str(d) for d in (below, above) if d is not None)
-
-
-def mlp_size(model: Model) -> int:
-    """Inner width of the MLP."""
-    return model.mlp_size or 4 * model.hidden_size
-
-
-def padded_vocab_size(model: Model) -> int:
-    """Rows of the embedding table: the vocabulary up to the next multiple of `vocab_multiple` (section 5.1)."""
-    if model.vocab_size is None:
-        raise UserError("vocab_size is not known yet: give --vocab-size, or let the tokenizer set it")
-    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple

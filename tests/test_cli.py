@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from mtjax import __version__, cli, config
+from mtjax import __version__, cli, config, model_config
 from mtjax.config import Config
 from mtjax.errors import UserError
 
@@ -101,9 +101,9 @@ def test_help_explains_every_field_by_group(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_field_has_its_own_help() -> None:
     """tyro reads the string below a field; a field without one would show its neighbour's, or nothing."""
-    tree = ast.parse(Path(config.__file__).read_text())
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (config, model_config)]
     documented = set()
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, below in zip(cls.body, cls.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(field.target, ast.Name):
                 documented.add(field.target.id)

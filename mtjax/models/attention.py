@@ -1,5 +1,6 @@
 """Multi-head self-attention, split by heads: no communication between its two projections (Figure 3b of the paper)."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -9,13 +10,79 @@ from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.config import Config, Model
-from mtjax.models.layers import Linear, dropout
+from mtjax.config import Config, Model, head_dim, num_kv_heads
+from mtjax.models.layers import Linear, constant, dropout, normal, project
+from mtjax.models.rotary import Rotation, rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.flash import flash_attention
+from mtjax.sharding.kv_heads import heads_in_use
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "seq")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer reads beside the residual stream."""
+
+    segment_ids: Int[Array, "batch seq"] | None = None
+    """When given, tokens attend within their own segment only."""
+    rotation: Rotation | None = None
+    """When given, queries and keys are turned by it."""
+
+
+class FusedQKV(nnx.Module):
+    """One product for query, key and value, as many heads of each."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
+        self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
+        self.bias = constant(0.0, outputs) if model.bias else None
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Query, key and value, each [batch, seq, heads, head_dim]."""
+        bias = None if self.bias is None else self.bias[...]
+        found = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"))
+        query, key, value = (a.squeeze(2) for a in jnp.split(found, 3, axis=2))
+        return query, key, value
+
+
+class GroupedQKV(nnx.Module):
+    """Groups of query heads that share a key and a value head (arXiv 2305.13245), in one product.
+
+    The product's weight is put together by groups, each with its queries, its key and its value, so that a rank
+    computes whole groups and the backward pass sums one cotangent of `x`.
+    """
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        query_key, kv_key = jax.random.split(key)
+        embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
+        std, bias = model.init_std, model.bias
+        self.query = Linear(embed, {"heads": model.num_heads, **width}, std=std, bias=bias, key=query_key)
+        shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
+        self.key_value = Linear(embed, shared, std=std, bias=bias, key=kv_key)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
+
+        Groups are the key and value heads, or the model ways where those are more.
+        """
+        weight = _by_groups(self.query.weight[...], self.key_value.weight[...])
+        biases = (self.query.bias, self.key_value.bias)
+        bias = None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
+        found = project(x, weight, bias, ("heads", None, "head_dim"))
+        query, key, value = found[..., :-2, :], found[..., -2, :], found[..., -1, :]
+        heads = query.shape[2] * query.shape[3]
+        return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
+
+
+def _by_groups(query: Array, key_value: Array) -> Array:
+    """[..., heads, head_dim] and [..., 2, kv_heads, head_dim] -> [..., groups, heads / groups + 2, head_dim]."""
+    used = jnp.swapaxes(heads_in_use(key_value), -2, -3)
+    groups, width = used.shape[-3], used.shape[-1]
+    place = spec(*(None,) * (query.ndim - 2), "heads", None, None)
+    grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=place)
+    return jnp.concatenate([grouped, used], axis=-2)
 
 
 class SelfAttention(nnx.Module):
@@ -23,33 +90,35 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         qkv_key, output_key = jax.random.split(key)
-        embed = {"embed": model.hidden_size}
-        heads = {"heads": model.num_heads, "head_dim": model.hidden_size // model.num_heads}
-        self.qkv = Linear(embed, {"qkv": 3, **heads}, std=model.init_std, key=qkv_key)
-        self.output = Linear(heads, embed, std=output_std, key=output_key)
+        heads = {"heads": model.num_heads, "head_dim": head_dim(model)}
+        is_grouped = num_kv_heads(model) != model.num_heads
+        self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
+        self.output = Linear(heads, {"embed": model.hidden_size}, std=output_std, bias=model.bias, key=output_key)
         self.rate = model.attention_dropout
         self.flash = model.attention == "cudnn"
 
     def __call__(
         self,
         x: Float[Array, "batch act_seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
+        context: Context,
         keys: Key[Array, " batch"] | None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Attends from each token to those before it, in the same segment when `segment_ids` is given."""
+        """Attends from each token to those before it, in the same segment when there are segments."""
         x = reshard(x, spec("batch", "seq", "embed"))
-        query, key, value = (a.squeeze(2) for a in jnp.split(self.qkv(x), 3, axis=2))
+        query, key, value = self.qkv(x)
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         if self.flash:
             mixed = flash_attention(query, key, value)
         else:
-            mixed = core_attention(query, key, value, causal_mask(x.shape[1], segment_ids), self.rate, keys)
+            mask = causal_mask(x.shape[1], context.segment_ids)
+            mixed = core_attention(query, key, value, mask, self.rate, keys)
         return self.output(mixed)
 
 
 def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"], str | None]:
     """The attention kernel of a run on devices of `platform`, and why it is not the one that was asked for, if so."""
     wanted, model = config.model.attention, config.model
-    head_dim = model.hidden_size // model.num_heads
+    width = head_dim(model)
     obstacles = {
         "it runs on GPUs only": platform not in ("gpu", "cuda"),
         f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}": (
@@ -58,8 +127,8 @@ def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"
         f"it computes in 16 bits, and compute_dtype is {config.training.compute_dtype}": (
             config.training.compute_dtype == "float32"
         ),
-        f"it takes head sizes up to 128 that are multiples of 8, and this one is {head_dim}": (
-            head_dim % 8 != 0 or head_dim > 128
+        f"it takes head sizes up to 128 that are multiples of 8, and this one is {width}": (
+            width % 8 != 0 or width > 128
         ),
         "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
     }
@@ -71,18 +140,29 @@ def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"
 
 def core_attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq heads head_dim"],
-    value: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups head_dim"],
     mask: Bool[Array, "#batch 1 seq seq"],
     rate: float,
     keys: Key[Array, " batch"] | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Softmax attention with the probabilities written out, normalised in float32."""
-    query = query * query.shape[-1] ** -0.5
-    scores = jnp.einsum("bqnd,bknd->bnqk", query, key, preferred_element_type=jnp.float32)
+    """Softmax attention with the probabilities written out, normalised in float32.
+
+    Each group of heads / groups queries in turn shares a key and a value head.
+    """
+    shape, place = query.shape, spec(*HEADS)
+    query = query * shape[-1] ** -0.5
+    query = query.reshape(
+        *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
+    )
+    scores = jnp.einsum("bqgnd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     probabilities = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(query.dtype)
     probabilities = dropout(probabilities, rate, keys, 0, SCORES)
-    return jnp.einsum("bnqk,bknd->bqnd", probabilities, value)
+    grouped = spec("batch", "heads", None, "seq", "seq")
+    probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
+    mixed = jnp.einsum("bgnqk,bkgd->bqgnd", probabilities, value)
+    return mixed.reshape(shape, out_sharding=place)
 
 
 def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq seq"]:

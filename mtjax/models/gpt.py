@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper)."""
+"""GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper).
+
+By its settings also with rotary positions, other norms and activations, grouped-query attention, an untied output.
+"""
 
 from collections.abc import Mapping
 
@@ -9,8 +12,10 @@ from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Int, Key
 
-from mtjax.config import Config, padded_vocab_size
-from mtjax.models.layers import LayerNorm, dropout, normal
+from mtjax.config import Config, Model, padded_vocab_size
+from mtjax.models.attention import Context
+from mtjax.models.layers import dropout, make_norm, normal
+from mtjax.models.rotary import Rotary
 from mtjax.models.transformer import RESIDUAL, Stack
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -30,11 +35,12 @@ class GPT(nnx.Module):
         table_key, position_key, stack_key = jax.random.split(key, 3)
         rows = padded_vocab_size(model)
         self.embedding = normal(table_key, {"vocab": rows, "embed": model.hidden_size}, model.init_std)
-        self.positions = normal(
-            position_key, {"seq": model.sequence_length, "embed": model.hidden_size}, model.init_std
-        )
+        self.positions = _position_table(model, position_key)
+        self.rotary = Rotary(model) if model.position == "rope" else None
         self.stack = Stack(model, dtype, recompute=config.training.recompute == "full", key=stack_key)
-        self.final_norm = LayerNorm(model.hidden_size, model.norm_epsilon, dtype)
+        self.final_norm = make_norm(model, dtype)
+        output = {"vocab": rows, "embed": model.hidden_size}
+        self.output = None if model.tie_embeddings else normal(jax.random.fold_in(key, 1), output, model.init_std)
         self.rate = model.hidden_dropout
         self.vocab_size = model.vocab_size
         self.dtype = dtype
@@ -56,16 +62,20 @@ class GPT(nnx.Module):
         """
         with jax.named_scope("embedding"):
             x = vocab_parallel_embedding(self.embedding[...], tokens, self.dtype)
-            x = x + self._positions(tokens.shape[1], position_ids)
+            x = self._add_positions(x, position_ids)
             x = dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
-        return self.final_norm(self.stack(x, segment_ids, keys))
+        ids = jnp.arange(tokens.shape[1])[None] if position_ids is None else position_ids
+        context = Context(segment_ids, None if self.rotary is None else self.rotary(ids))
+        return self.final_norm(self.stack(x, context, keys))
 
-    def _positions(self, length: int, position_ids: Array | None) -> Array:
-        """Position embeddings, to be added to [batch, act_seq, embed]."""
+    def _add_positions(self, x: Array, position_ids: Array | None) -> Array:
+        """The residual stream [batch, act_seq, embed] with each token's position embedding, if there are any."""
+        if self.positions is None:
+            return x
         positions = self.positions[...].astype(self.dtype)
         if position_ids is None:
-            return reshard(positions[:length], spec("act_seq", "embed"))
-        return positions.at[position_ids].get(out_sharding=spec(*RESIDUAL))
+            return x + reshard(positions[: x.shape[1]], spec("act_seq", "embed"))
+        return x + positions.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -96,10 +106,20 @@ class GPT(nnx.Module):
         self, hidden: Float[Array, "batch act_seq embed"], labels: Int[Array, "batch seq"], options: LossOptions
     ) -> Float[Array, "batch seq"]:
         """Cross-entropy of each next token."""
-        return vocab_parallel_cross_entropy(hidden, self.embedding[...], labels, options)
+        return vocab_parallel_cross_entropy(hidden, self._output_table, labels, options)
 
     def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
         """float32 logits over the padded vocabulary, split over the mesh; training never makes them."""
-        table = self.embedding[...].astype(self.dtype)
+        table = self._output_table.astype(self.dtype)
         place = spec("batch", "seq", "vocab")
         return jnp.einsum("bsh,vh->bsv", hidden, table, preferred_element_type=jnp.float32, out_sharding=place)
+
+    @property
+    def _output_table(self) -> Array:
+        return (self.embedding if self.output is None else self.output)[...]
+
+
+def _position_table(model: Model, key: Array) -> nnx.Param | None:
+    if model.position != "learned":
+        return None
+    return normal(key, {"seq": model.sequence_length, "embed": model.hidden_size}, model.init_std)

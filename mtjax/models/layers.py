@@ -1,11 +1,11 @@
-"""The parts that transformers share: linear layers that name their dimensions, layer norm, dropout.
+"""The parts that transformers share: linear layers that name their dimensions, norms, dropout.
 
 Parameters are float32 and carry the names of their dimensions (`nnx.Param(value, axes=names)`); products run in the
 type of their input.
 """
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Key
 
+from mtjax.config import Model
 from mtjax.models.threefry import random_bits
 from mtjax.sharding.axes import spec
 
@@ -30,32 +31,47 @@ def constant(value: float, sizes: Mapping[str, int]) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """`x W + b` over named dimensions.
+    """`x W + b`, or `x W`, over named dimensions.
 
     Column-parallel where an output dimension is split over the mesh, row-parallel where an input dimension is: then the
     partial products are summed over the mesh as they enter the residual stream.
     """
 
-    def __init__(self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, std: float, key: Array) -> None:
+    def __init__(
+        self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, std: float, bias: bool = True, key: Array
+    ) -> None:
         self.num_inputs = len(inputs)
         self.weight = normal(key, {**inputs, **outputs}, std)
-        self.bias = constant(0.0, outputs)
+        self.bias = constant(0.0, outputs) if bias else None
 
     def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
         """Applies to [batch, seq, *inputs]; gives [batch, seq, *outputs] in the type of x."""
-        weight = self.weight[...]
-        letters = iter(string.ascii_lowercase)
-        row = "".join(next(letters) for _ in range(x.ndim - self.num_inputs))
-        inner, outer = (
-            "".join(next(letters) for _ in range(n)) for n in (self.num_inputs, weight.ndim - self.num_inputs)
-        )
-        outputs = tuple(self.bias.get_metadata()["axes"])
-        place = spec("batch", "act_seq" if outputs == ("embed",) else "seq", *outputs)
-        product = jnp.einsum(
-            f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight.astype(x.dtype), out_sharding=place
-        )
-        # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.
-        return (product.astype(jnp.float32) + self.bias[...]).astype(x.dtype)
+        outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
+        return project(x, self.weight[...], None if self.bias is None else self.bias[...], outputs)
+
+
+def project(
+    x: Float[Array, "batch seq ..."], weight: Array, bias: Array | None, outputs: Sequence[str | None]
+) -> Float[Array, "batch seq ..."]:
+    """`x W + b` in the type of x.
+
+    Args:
+      x: [batch, seq, *inputs].
+      weight: [*inputs, *outputs].
+      bias: [*outputs], if any.
+      outputs: logical names; ("embed",) alone enters the residual stream.
+    """
+    letters = iter(string.ascii_lowercase)
+    num_inputs = weight.ndim - len(outputs)
+    row, inner, outer = (
+        "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
+    )
+    place = spec("batch", "act_seq" if tuple(outputs) == ("embed",) else "seq", *outputs)
+    product = jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight.astype(x.dtype), out_sharding=place)
+    if bias is None:
+        return product
+    # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.
+    return (product.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -74,6 +90,31 @@ class LayerNorm(nnx.Module):
         variance = jnp.square(centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
         return (normal * self.scale[...] + self.bias[...]).astype(self.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root of the mean square over `embed`, in float32 (arXiv 1910.07467); gives `dtype`."""
+
+    def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
+        self.scale = constant(1.0, {"embed": size})
+        self.epsilon = epsilon
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+        """Applies to the last dimension."""
+        x = x.astype(jnp.float32)
+        normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (normal * self.scale[...]).astype(self.dtype)
+
+
+Norm = LayerNorm | RMSNorm
+
+NORMS: Mapping[str, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
+    """The norm that a model's settings name."""
+    return NORMS[model.norm](model.hidden_size, model.norm_epsilon, dtype)
 
 
 def dropout(x: Array, rate: float, keys: Key[Array, " batch"] | None, site: int, names: tuple[str, ...]) -> Array:

@@ -9,6 +9,7 @@ from jaxtyping import Key
 
 from mtjax.config import Config
 from mtjax.models.gpt import GPT
+from mtjax.models.llama import Llama
 from mtjax.sharding.vocab import LossOptions
 
 Batch = Mapping[str, Any]
@@ -44,7 +45,7 @@ class LanguageModel(Protocol):
         ...
 
 
-MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT}
+MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama}
 
 
 def model_class(config: Config) -> type[LanguageModel]:

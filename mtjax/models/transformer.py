@@ -1,6 +1,7 @@
 """Pre-LN transformer layers, stacked and scanned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,29 +9,47 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import reshard
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
-from mtjax.config import Model, mlp_size
-from mtjax.models.attention import SelfAttention
-from mtjax.models.layers import LayerNorm, Linear, dropout
+from mtjax.config import GATED, Model, mlp_size
+from mtjax.models.attention import Context, SelfAttention
+from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.sharding.axes import spec
 
 RESIDUAL = ("batch", "act_seq", "embed")
 
 
+def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """[batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (arXiv 2002.05202)."""
+    return lambda x: activation(x[:, :, 0]) * x[:, :, 1]
+
+
+_gelu = partial(jax.nn.gelu, approximate=True)
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": _gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "swiglu": _gated(jax.nn.silu),
+    "geglu": _gated(_gelu),
+}
+
+
 class MLP(nnx.Module):
-    """Column-parallel, GELU, row-parallel: one all-reduce forward, one backward (Figure 3a of the paper)."""
+    """Column-parallel, activation, row-parallel: one all-reduce forward, one backward (Figure 3a of the paper)."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         up_key, down_key = jax.random.split(key)
         embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
-        self.up = Linear(embed, inner, std=model.init_std, key=up_key)
-        self.down = Linear(inner, embed, std=output_std, key=down_key)
+        gate = {"gate": 2} if model.activation in GATED else {}
+        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=model.bias, key=up_key)
+        self.down = Linear(inner, embed, std=output_std, bias=model.bias, key=down_key)
+        self.activation = ACTIVATIONS[model.activation]
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to each token."""
         x = reshard(x, spec("batch", "seq", "embed"))
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        return self.down(self.activation(self.up(x)))
 
 
 class Layer(nnx.Module):
@@ -39,21 +58,21 @@ class Layer(nnx.Module):
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         attention_key, mlp_key = jax.random.split(key)
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
-        self.attention_norm = LayerNorm(model.hidden_size, model.norm_epsilon, dtype)
+        self.attention_norm = make_norm(model, dtype)
         self.attention = SelfAttention(model, output_std=output_std, key=attention_key)
-        self.mlp_norm = LayerNorm(model.hidden_size, model.norm_epsilon, dtype)
+        self.mlp_norm = make_norm(model, dtype)
         self.mlp = MLP(model, output_std=output_std, key=mlp_key)
         self.rate = model.hidden_dropout
 
     def __call__(
         self,
         x: Float[Array, "batch act_seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
+        context: Context,
         keys: Key[Array, " batch"] | None,
     ) -> Float[Array, "batch act_seq embed"]:
         """Adds what attention and the MLP find to the residual stream."""
         with jax.named_scope("attention"):
-            found = self.attention(self.attention_norm(x), segment_ids, keys)
+            found = self.attention(self.attention_norm(x), context, keys)
             x = x + dropout(found, self.rate, keys, 1, RESIDUAL)
         with jax.named_scope("mlp"):
             found = self.mlp(self.mlp_norm(x))
@@ -72,7 +91,7 @@ class Stack(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "batch act_seq embed"],
-        segment_ids: Int[Array, "batch seq"] | None,
+        context: Context,
         keys: Key[Array, " batch"] | None,
     ) -> Float[Array, "batch act_seq embed"]:
         """Runs all layers; `keys` are per sample and become each layer's own by its number."""
@@ -80,7 +99,7 @@ class Stack(nnx.Module):
         def run(x: Array, numbered: tuple[Layer, Array]) -> tuple[Array, None]:
             layer, number = numbered
             own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            return layer(x, segment_ids, own), None
+            return layer(x, context, own), None
 
         body: Callable[..., Any] = run
         if self.recompute:

@@ -1,7 +1,9 @@
-"""Parameters, FLOPs and time of a GPT, by formula: pure functions of a `Shape`, with symbols, units and sources.
+"""Parameters, FLOPs and time of a decoder, by formula: pure functions of a `Shape`, with symbols, units and sources.
 
-Symbols: l layers, h hidden size, a heads, f MLP width (4h), V padded vocabulary, s sequence length, B global batch,
-b microbatch, t model ways, p stages, d data ways, m microbatches, P parameters. A product [m,k] x [k,n] costs 2mkn.
+Symbols: l layers, h hidden size, a heads, q and k widths of all query and of all key heads together (h in GPT-2), f MLP
+width (4h), g projections into the MLP (1, gated 2), n vectors of a norm (layer norm 2, RMS norm 1), V padded vocabulary
+rows, s sequence length, B global batch, b microbatch, t model ways, p stages, d data ways, m microbatches. A product
+[m,k] x [k,n] costs 2mkn.
 Memory is in `mtjax.plan.memory`, traffic in `mtjax.plan.traffic`, pipelines in `mtjax.plan.schedules`.
 """
 
@@ -16,6 +18,9 @@ Recompute = Literal["none", "selective", "full"]
 
 SECONDS_PER_DAY = 86_400
 
+NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1}
+"""Norm -> n, vectors of h parameters that it has."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -29,6 +34,18 @@ class Shape:
     mlp_size: int
     tied_embeddings: bool = True
     """The output projection is the embedding table (GPT-2)."""
+    num_kv_heads: int | None = None
+    """Key and value heads; as many as heads when None."""
+    head_dim: int | None = None
+    """Width of a head; h / a when None."""
+    gated: bool = False
+    """The MLP multiplies two projections."""
+    biases: bool = True
+    """Of the linear layers."""
+    norm_vectors: int = 2
+    """n: layer norm has a scale and a bias, RMS norm a scale."""
+    learned_positions: bool = True
+    """There is a table of positions."""
 
     @classmethod
     def of(cls, model: config.Model) -> "Shape":
@@ -40,6 +57,13 @@ class Shape:
             sequence_length=model.sequence_length,
             padded_vocab_size=config.padded_vocab_size(model),
             mlp_size=config.mlp_size(model),
+            tied_embeddings=model.tie_embeddings,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            gated=model.activation in config.GATED,
+            biases=model.bias,
+            norm_vectors=NORM_VECTORS[model.norm],
+            learned_positions=model.position == "learned",
         )
 
     @classmethod
@@ -49,23 +73,63 @@ class Shape:
         """A shape with the usual MLP of 4h; `vocab` is the padded size."""
         return cls(layers, hidden, heads, sequence, vocab, 4 * hidden, tied_embeddings)
 
+    @property
+    def query_size(self) -> int:
+        """q: width of all query heads together."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def kv_size(self) -> int:
+        """k: width of all key heads together, and of all value heads."""
+        return self.query_size // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    @property
+    def mlp_inputs(self) -> int:
+        """g: projections into the MLP."""
+        return 2 if self.gated else 1
+
 
 # Parameters
 
 
 def layer_parameters(shape: Shape) -> int:
-    """Parameters of one layer: `12h^2 + 13h` with f = 4h (arXiv 2104.04473, appendix).
+    """Parameters of one layer: `12h^2 + 13h` for GPT-2 (arXiv 2104.04473, appendix).
 
-    Attention `4h^2 + 4h`, MLP `2hf + f + h`, two norms `4h`.
+    Attention `2h(q+k)` and biases `q+2k+h`, MLP `(1+g)hf` and biases `gf+h`, two norms `2nh`.
     """
-    h, f = shape.hidden_size, shape.mlp_size
-    return (4 * h * h + 4 * h) + (2 * h * f + f + h) + 4 * h
+    split, whole = _layer_parts(shape, 1)
+    return split + whole
+
+
+def layer_parameters_per_rank(shape: Shape, model_ways: int) -> float:
+    """Parameters of one layer that one rank of a tensor-parallel group holds (section 3 of arXiv 1909.08053)."""
+    split, whole = _layer_parts(shape, model_ways)
+    return split / model_ways + whole
+
+
+def _layer_parts(shape: Shape, model_ways: int) -> tuple[int, int]:
+    """Parameters of a layer that are split over the model ways, and those that every rank holds.
+
+    Every rank holds norms and row-parallel biases; also keys and values when their heads don't divide over the ways.
+    """
+    h, q, k, f, g = shape.hidden_size, shape.query_size, shape.kv_size, shape.mlp_size, shape.mlp_inputs
+    bias = int(shape.biases)
+    key_value = 2 * k * (h + bias)
+    split = q * (h + bias) + q * h + g * f * (h + bias) + f * h
+    whole = 2 * bias * h + 2 * shape.norm_vectors * h
+    is_split = (shape.num_kv_heads or shape.num_heads) % model_ways == 0
+    return (split + key_value, whole) if is_split else (split, whole + key_value)
+
+
+def whole_outside_layers(shape: Shape) -> int:
+    """Parameters outside the layers that every rank holds: positions `sh` if learned, final norm `nh`."""
+    return (shape.sequence_length * shape.learned_positions + shape.norm_vectors) * shape.hidden_size
 
 
 def embedding_parameters(shape: Shape) -> int:
-    """Parameters outside the layers: token table `Vh` (twice when untied), positions `sh`, final norm `2h`."""
+    """Parameters outside the layers: token table `Vh` (two when untied), learned positions `sh`, final norm `nh`."""
     tables = 1 if shape.tied_embeddings else 2
-    return (tables * shape.padded_vocab_size + shape.sequence_length + 2) * shape.hidden_size
+    return tables * shape.padded_vocab_size * shape.hidden_size + whole_outside_layers(shape)
 
 
 def parameters(shape: Shape) -> int:
@@ -78,35 +142,37 @@ def parameters(shape: Shape) -> int:
 
 def megatron_parameters(shape: Shape) -> int:
     """Parameters as Megatron-LM's `theoretical_memory_usage` counts them: no linear biases, no position table."""
-    h, f = shape.hidden_size, shape.mlp_size
+    h, q, k, f, n = shape.hidden_size, shape.query_size, shape.kv_size, shape.mlp_size, shape.norm_vectors
     tables = 1 if shape.tied_embeddings else 2
-    return shape.num_layers * (4 * h * h + 2 * h * f + 4 * h) + 2 * h + tables * shape.padded_vocab_size * h
+    layer = 2 * h * (q + k) + (1 + shape.mlp_inputs) * h * f + 2 * n * h
+    return shape.num_layers * layer + n * h + tables * shape.padded_vocab_size * h
 
 
 def parameters_per_rank(shape: Shape, model_ways: int) -> int:
     """Parameters that one rank of a tensor-parallel group holds, without stages.
 
-    Matrices, the QKV and MLP-up biases and the token table are split; norms, the row-parallel biases and the
+    Matrices, the QKV and MLP-up biases and the token tables are split; norms, the row-parallel biases and the
     positions are held by every rank (section 3 of arXiv 1909.08053).
     """
-    h, f, t = shape.hidden_size, shape.mlp_size, model_ways
-    layer = (4 * h * h + 3 * h + 2 * h * f + f) // t + (h + h + 4 * h)
-    tables = 1 if shape.tied_embeddings else 2
-    return shape.num_layers * layer + tables * shape.padded_vocab_size * h // t + (shape.sequence_length + 2) * h
+    split, whole = _layer_parts(shape, model_ways)
+    tables = (1 if shape.tied_embeddings else 2) * shape.padded_vocab_size * shape.hidden_size
+    layer = split // model_ways + whole
+    return shape.num_layers * layer + tables // model_ways + whole_outside_layers(shape)
 
 
 # FLOPs
 
 
 def attention_core_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
-    """Forward FLOPs of scores and context of one layer, per token: `4sh`, or `2sh` for the causal half alone."""
-    return 4 * shape.sequence_length * shape.hidden_size * (0.5 if causal else 1)
+    """Forward FLOPs of scores and context of one layer, per token: `4sq`, or `2sq` for the causal half alone."""
+    return 4 * shape.sequence_length * shape.query_size * (0.5 if causal else 1)
 
 
 def layer_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
-    """Forward FLOPs of one layer per token: `24h^2 + 4sh` with f = 4h (arXiv 2104.04473, appendix)."""
+    """Forward FLOPs of one layer per token: `4h(q+k) + 2(1+g)hf + 4sq`; in GPT-2 `24h^2 + 4sh` (arXiv 2104.04473)."""
     h, f = shape.hidden_size, shape.mlp_size
-    return 8 * h * h + 4 * h * f + attention_core_flops_per_token(shape, causal=causal)
+    products = 4 * h * (shape.query_size + shape.kv_size) + 2 * (1 + shape.mlp_inputs) * h * f
+    return products + attention_core_flops_per_token(shape, causal=causal)
 
 
 def logit_flops_per_token(shape: Shape) -> float:

@@ -14,9 +14,11 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
 def flops_per_token(shape: Shape, context: int = 0) -> float:
-    """FLOPs to generate one token: 2 per parameter of the products, and `4Lhl` for attention over the context."""
-    products = parameters(shape) - shape.sequence_length * shape.hidden_size
-    return 2 * products + 4 * context * shape.hidden_size * shape.num_layers
+    """FLOPs to generate one token: 2 per parameter of the products, and `4Lql` for attention over the context."""
+    lookups = shape.sequence_length * shape.learned_positions
+    lookups += 0 if shape.tied_embeddings else shape.padded_vocab_size  # then the table is read by rows alone
+    products = parameters(shape) - lookups * shape.hidden_size
+    return 2 * products + 4 * context * shape.query_size * shape.num_layers
 
 
 def weight_bytes(shape: Shape, precision: str) -> float:
@@ -25,8 +27,8 @@ def weight_bytes(shape: Shape, precision: str) -> float:
 
 
 def cache_bytes(shape: Shape, batch: int, context: int, element_bytes: float = 2) -> float:
-    """Bytes of keys and values: `2 l h L` elements per sequence."""
-    return 2 * shape.num_layers * shape.hidden_size * context * batch * element_bytes
+    """Bytes of keys and values: `2 l k L` elements per sequence."""
+    return 2 * shape.num_layers * shape.kv_size * context * batch * element_bytes
 
 
 @dataclass(frozen=True)

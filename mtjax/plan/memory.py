@@ -6,7 +6,13 @@ Symbols as in `mtjax.plan.formulas`; bytes. Sources: arXiv 2205.05198 (activatio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.plan.formulas import Recompute, Shape, layer_parameters, parameters_per_rank
+from mtjax.plan.formulas import (
+    Recompute,
+    Shape,
+    layer_parameters_per_rank,
+    parameters_per_rank,
+    whole_outside_layers,
+)
 from mtjax.plan.plans import Plan, Precision, Residuals
 from mtjax.plan.schedules import in_flight
 
@@ -110,16 +116,12 @@ def stage_parameters(shape: Shape, plan: Plan, stage: int) -> float:
     ways = plan.ways
     if ways.stage == 1:
         return parameters_per_rank(shape, ways.model)
-    layers = shape.num_layers // ways.stage * _layer_parameters_per_rank(shape, ways.model)
+    layers = shape.num_layers // ways.stage * layer_parameters_per_rank(shape, ways.model)
     table = shape.padded_vocab_size * shape.hidden_size / ways.model
-    first = table + shape.sequence_length * shape.hidden_size if stage == 0 else 0
-    last = table + 2 * shape.hidden_size if stage == ways.stage - 1 else 0
+    norm = shape.norm_vectors * shape.hidden_size
+    first = table + whole_outside_layers(shape) - norm if stage == 0 else 0
+    last = table + norm if stage == ways.stage - 1 else 0
     return layers + first + last
-
-
-def _layer_parameters_per_rank(shape: Shape, model_ways: int) -> float:
-    replicated = 6 * shape.hidden_size
-    return (layer_parameters(shape) - replicated) / model_ways + replicated
 
 
 def stage_memory(shape: Shape, plan: Plan, stage: int = 0) -> Memory:
@@ -158,7 +160,7 @@ def _gradient_copies(plan: Plan) -> int:
 
 def _working(shape: Shape, plan: Plan, kinds: Mapping[str, float], kept: Mapping[str, float]) -> float:
     """Bytes that the layer at work needs beside what it kept."""
-    layer, c = _layer_parameters_per_rank(shape, plan.ways.model), plan.element_bytes
+    layer, c = layer_parameters_per_rank(shape, plan.ways.model), plan.element_bytes
     gathered = 2 * c * layer if plan.zero == 3 else 0
     if plan.residuals == "megatron":
         return gathered + sum(kinds.values()) - sum(v for name, v in kept.items() if name in kinds)

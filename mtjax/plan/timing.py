@@ -192,8 +192,8 @@ def _exposed(
 def _layer(shape: Shape, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
     t, b, s, h, f = plan.ways.model, plan.microbatch_size, shape.sequence_length, shape.hidden_size, shape.mlp_size
-    rows = b * s
-    sizes = [(h, 3 * h / t), (h / t, h), (h, f / t), (f / t, h)]
+    rows, q, k, g = b * s, shape.query_size, shape.kv_size, shape.mlp_inputs
+    sizes = [(h, (q + 2 * k) / t), (q / t, h), (h, g * f / t), (f / t, h)]
     forward = [machine.product(rows, k, n) for k, n in sizes]
     backward = sum(machine.product(rows, n, k) + machine.product(k, rows, n) for k, n in sizes)
     again = 0.0
@@ -217,7 +217,7 @@ def _bytes(traffic: Traffic, outside: float, inside: float, ratio: float, elemen
 def _attention_core(shape: Shape, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
     """Seconds of scores, softmax and context of a layer, forward and backward."""
     s, heads = shape.sequence_length, shape.num_heads / plan.ways.model * plan.microbatch_size
-    width = shape.hidden_size / shape.num_heads
+    width = shape.query_size / shape.num_heads
     if plan.flash_attention:
         causal_half = 2 * s * s * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)

@@ -35,7 +35,13 @@ class Rules:
     head_dim: str | None = None
     qkv: str | None = None
     """Query, key and value, stacked so that they are one product."""
+    kv_heads: str | None = None
+    """Key and value heads that groups of query heads share; whole on each rank where there are fewer than ranks."""
+    kv: str | None = None
+    """Key and value, stacked."""
     mlp: str | None = None
+    gate: str | None = None
+    """Gate and up projection of a gated MLP, stacked so that they are one product."""
     vocab: str | None = None
     layers: str | None = None
 

@@ -1,8 +1,9 @@
 """Layouts: which mesh axis splits which logical axis, and which sizes that divides."""
 
+import dataclasses
 from dataclasses import dataclass
 
-from mtjax.config import Config, mlp_size, nearest_divisors, padded_vocab_size
+from mtjax.config import Config, mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.sharding.axes import DATA, MODEL, Rules
 from mtjax.sharding.mesh import MeshShape
@@ -17,8 +18,18 @@ class Layout:
     """Of activations and of parameters alike."""
 
 
-TENSOR = Layout("tensor", Rules(batch=DATA, heads=MODEL, mlp=MODEL, vocab=MODEL))
+TENSOR = Layout("tensor", Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL))
 """The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
+
+
+def fit_kv_heads(layout: Layout, config: Config, mesh: MeshShape) -> Layout:
+    """The layout with key and value heads whole on each rank where they don't divide over the model ways.
+
+    Grouped-query attention may have fewer of them than ways; `mtjax.sharding.kv_heads` is what ranks then do.
+    """
+    if num_kv_heads(config.model) % mesh.ways(layout.rules.kv_heads) == 0:
+        return layout
+    return dataclasses.replace(layout, rules=dataclasses.replace(layout.rules, kv_heads=None))
 
 
 def check_divisible(config: Config, layout: Layout, mesh: MeshShape) -> None:
@@ -38,6 +49,12 @@ def check_divisible(config: Config, layout: Layout, mesh: MeshShape) -> None:
                 f"{name} {size} does not divide over {ways} {layout.rules.mesh_axis(axis)} ways of the mesh; "
                 f"{_fitting(axis, size, ways, model.hidden_size)}"
             )
+    ways, shared = mesh.ways(layout.rules.heads), num_kv_heads(model)
+    if shared % ways and ways % shared:
+        raise UserError(
+            f"num_kv_heads {shared} is neither a multiple nor a divisor of the {ways} {layout.rules.heads} ways of the "
+            f"mesh; take model ways among the divisors or multiples of {shared}"
+        )
     check_batch(config, mesh)
 
 

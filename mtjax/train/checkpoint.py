@@ -181,6 +181,16 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
 
 
 _SHAPING = (
+    "family",
+    "num_kv_heads",
+    "head_dim",
+    "norm",
+    "position",
+    "rope_theta",
+    "rope_scaling",
+    "activation",
+    "bias",
+    "tie_embeddings",
     "num_layers",
     "hidden_size",
     "num_heads",

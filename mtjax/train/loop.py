@@ -134,8 +134,9 @@ def introduce(config: Config, shape: MeshShape, folder: Path, progress: Progress
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     count = parameters(Shape.of(model))
     progress.say(
-        f"model   GPT-2, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_heads} heads, sequence {model.sequence_length}, vocabulary {model.vocab_size}\n"
+        f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
+        f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
+        f"vocabulary {model.vocab_size}\n"
         f"mesh    {shape} (data x model): {kind}{processes}\n"
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"

@@ -22,7 +22,7 @@ from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.layouts import TENSOR, Layout, check_divisible, num_microbatches
+from mtjax.sharding.layouts import TENSOR, Layout, check_divisible, fit_kv_heads, num_microbatches
 from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.train.optimizer import make_optimizer, make_schedule
@@ -57,9 +57,9 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh, layout: Layout = TENSOR) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.config = replace(config, attention=kernel)
-        self.mesh, self.layout = mesh, layout
-        self.shape = MeshShape(**mesh.shape)
+        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         check_divisible(config, layout, self.shape)
+        self.layout = fit_kv_heads(layout, config, self.shape)
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))

@@ -1,0 +1,38 @@
+"""Key and value heads that are fewer than the model ways: whole on every rank, of which each uses the one it needs.
+
+The query heads of a rank then belong to a single group, so that a rank computes with one key and one value head. Their
+gradient comes in parts, one from each rank, and is summed over the ranks in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtjax.sharding.axes import spec
+
+
+def heads_in_use(parameter: Array) -> Array:
+    """Splits a parameter of key and value heads over the ranks that compute with them.
+
+    Args:
+      parameter: [..., kv_heads, head_dim] float32, split over the ranks or whole on each.
+
+    Returns:
+      Itself when it is split; else [..., ranks, head_dim], split, where rank r has head r * kv_heads / ranks.
+    """
+    split = spec("heads")[0]
+    if split is None or spec("kv_heads")[0] == split:
+        return parameter
+    ranks, heads = jax.sharding.get_abstract_mesh().shape[split], parameter.shape[-2]
+    # A product with zeros and ones is a slice, and its transpose a sum over the ranks. A shard_map that asks for its
+    # rank would not lower here: the scan over layers hoists the rank's number out of the map, and out of the region
+    # where `data` is manual.
+    own = jnp.arange(ranks)[:, None] * heads // ranks == jnp.arange(heads)
+    place = spec(*(None,) * (parameter.ndim - 2), "heads", None)
+    return jnp.einsum(
+        "rg,...gd->...rd",
+        own.astype(parameter.dtype),
+        parameter,
+        precision=jax.lax.Precision.HIGHEST,  # exact: one term of each sum is not 0
+        out_sharding=place,
+    )
