@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("mtjax.plan", "say what a model needs, on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
+    "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
 }
 
 Options = TypeVar("Options")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import auto_axes
+from jax.sharding import Mesh, auto_axes
 
 from mtjax import config as configs
 from mtjax.config import Config
@@ -72,7 +72,7 @@ class Checkpoints:
             "config": configs.to_dict(config),
             "fingerprints": fingerprints(state),
         }
-        page["checksum"] = _checksum(page)
+        page["checksum"] = page_checksum(page)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(vars(state)), page=ocp.args.JsonSave(page))
         self._manager.save(step, args=arguments, force=True)
 
@@ -105,7 +105,7 @@ class Checkpoints:
         self._manager.close()
 
     def _restore_step(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
-        page = _together(lambda: self._page(step))
+        page = together(lambda: self._page(step))
         check_same_model(page["config"], config, f"checkpoint {self.folder / str(step)}")
 
         def read() -> State:
@@ -114,7 +114,7 @@ class Checkpoints:
             arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
             return State(**self._items(step, arguments)["state"])
 
-        state = _together(read)
+        state = together(read)
         now = fingerprints(state)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def _page(self, step: int) -> Mapping[str, Any]:
         page = dict(self._items(step, ocp.args.Composite(page=ocp.args.JsonRestore()))["page"])
-        if page.pop("checksum", None) != _checksum(page):
+        if page.pop("checksum", None) != page_checksum(page):
             raise Damaged("its page of metadata is not what was saved")
         return page
 
@@ -144,7 +144,7 @@ class Checkpoints:
         self._manager.reload()
 
 
-def _together(read: Any) -> Any:
+def together(read: Any) -> Any:
     """What `read` returns, if it succeeded in every process.
 
     Raises:
@@ -203,9 +203,13 @@ _SHAPING = (
 
 def fingerprints(state: State) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    mesh = state.step.sharding.mesh
+    return fingerprints_of(vars(state), state.step.sharding.mesh)
+
+
+def fingerprints_of(tree: Any, mesh: Mesh) -> dict[str, int]:
+    """`fingerprints` of any tree of arrays on a mesh, by dotted names."""
     with jax.set_mesh(mesh):
-        numbers = _fingerprint(vars(state))
+        numbers = _fingerprint(tree)
     flat = jax.tree_util.tree_leaves_with_path(numbers)
     return {jax.tree_util.keystr(path, simple=True, separator="."): int(n) for path, n in flat}
 
@@ -224,5 +228,20 @@ def _hash(a: jax.Array) -> jax.Array:
     return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)
 
 
-def _checksum(page: Mapping[str, Any]) -> str:
+def fingerprint_of_part(part: np.ndarray, offset: int) -> int:
+    """What a contiguous part of a float32 array, beginning at element `offset`, adds to the array's fingerprint.
+
+    Sums of the parts' numbers, modulo 2^32, are the whole's: an array can be written, and proven, piece by piece.
+    """
+    total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(np.uint32), 1 << 22
+    for start in range(0, bits.size, block):
+        piece = bits[start : start + block]
+        index = np.arange(offset + start, offset + start + piece.size, dtype=np.uint64).astype(np.uint32)
+        odd = index * np.uint32(2654435761) * np.uint32(2) + np.uint32(1)
+        total += int((piece * odd).sum(dtype=np.uint64))
+    return total % 2**32
+
+
+def page_checksum(page: Mapping[str, Any]) -> str:
+    """Of a page without its `checksum`."""
     return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()

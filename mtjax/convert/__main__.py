@@ -1,0 +1,120 @@
+"""`python -m mtjax.convert`, also `mtjax convert`: weights to and from other formats."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from mtjax.cli import run_main
+from mtjax.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from mtjax.convert.stream import Sink, Source
+
+DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints, tensor by tensor.
+
+A place is KIND:DIR. Kinds:
+  hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
+  mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
+
+Examples:
+  mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
+  mtjax train --config gpt2-weights/config.toml --init-from gpt2-weights --data book.txt
+  mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
+
+What was converted can be converted back: every bit returns. Nothing is loaded as a whole: memory holds a few times the
+largest tensor, however large the model. DIR after --to must be new; it appears only when all of it is written.
+"""
+KINDS = ("hf", "mtjax")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where from, where to, and how."""
+
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="KIND:DIR")]
+    """What to read."""
+    target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
+    """What to write."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the numbers in an hf folder; that of the weights' origin when not given, float32 for a run's. mtjax always
+    keeps float32."""
+    vocab_multiple: int | None = None
+    """Pad mtjax's vocabulary to a multiple of this, which the model ways of a mesh must divide; 1024 when not given."""
+    max_shard_gb: float = 5.0
+    """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = tyro.cli(Options, prog="mtjax convert", description=DESCRIPTION, args=argv)
+    return run_main(lambda: run(options))
+
+
+def run(options: Options) -> None:
+    """Converts.
+
+    Raises:
+      UserError: a place is none, its weights don't fit, or the target exists.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
+    from mtjax.convert.stream import convert, new_folder
+
+    (from_kind, source_path), (to_kind, target_path) = place(options.source), place(options.target)
+    start = time.monotonic()
+    with new_folder(target_path) as folder:
+        source = _open_source(from_kind, source_path, options)
+        for note in source.origin.notes:
+            print(note)
+        sink = _open_sink(to_kind, folder, target_path, source, options)
+        numbers = convert(source, sink, f"converting {source_path.name}")
+    print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
+    if to_kind == "mtjax":
+        print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def place(text: str) -> tuple[str, Path]:
+    """("hf", Path("DIR")) from "hf:DIR".
+
+    Raises:
+      UserError: it is not KIND:DIR, or there is no such kind.
+    """
+    kind, colon, rest = text.partition(":")
+    if not colon or not rest:
+        raise UserError(f"{text!r} is no KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
+    if kind not in KINDS:
+        raise UserError(f"no kind of weights is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
+    return kind, Path(rest).expanduser()
+
+
+def _open_source(kind: str, folder: Path, options: Options) -> "Source":
+    from mtjax.convert.hugging_face import HuggingFaceSource
+    from mtjax.convert.mtjax_folder import MtjaxSource
+
+    openers: dict[str, Callable[[], Source]] = {
+        "hf": lambda: HuggingFaceSource(folder, options.vocab_multiple),
+        "mtjax": lambda: MtjaxSource(folder),
+    }
+    return openers[kind]()
+
+
+def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
+    from mtjax.convert.hugging_face import HuggingFaceSink
+    from mtjax.convert.mtjax_folder import MtjaxSink
+
+    largest = int(options.max_shard_gb * 1e9)
+    openers: dict[str, Callable[[], Sink]] = {
+        "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
+        "mtjax": lambda: MtjaxSink(folder, source.origin, final),
+    }
+    return openers[kind]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Libraries that only conversions need: the extra `convert`."""
+
+from importlib import import_module
+from types import ModuleType
+
+from mtjax.errors import UserError
+
+
+def require(name: str) -> ModuleType:
+    """The library `name`, imported.
+
+    Raises:
+      UserError: it isn't installed; the message says how to.
+    """
+    try:
+        return import_module(name)
+    except ImportError as e:
+        raise UserError(f"this needs the library {name}: pip install 'mtjax[convert]'") from e

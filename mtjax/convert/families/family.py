@@ -1,0 +1,83 @@
+"""What is to be said of a Hugging Face family, once: reading, writing and refusing follow from it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtjax.config import Config, Model, replace
+from mtjax.convert.table import Table
+from mtjax.errors import UserError
+from mtjax.train.weights import FREE
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A setting of ours and the key of config.json that means the same."""
+
+    ours: str
+    theirs: str
+    default: Any = None
+    """What transformers takes when config.json does not say."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of transformers' model types."""
+
+    model_type: str
+    architecture: str
+    """The class that `from_pretrained` makes."""
+    table: Table
+    fields: tuple[Field, ...]
+    """Settings that only differ in name."""
+    read: Callable[[Json], dict[str, Any]]
+    """Our other settings from a config.json."""
+    write: Callable[[Model], dict[str, Any]]
+    """Their other keys from our settings."""
+    only: Mapping[str, tuple[Any, ...]]
+    """Keys that may have these values alone, the first of which is transformers' default."""
+
+    def model_settings(self, config: Json, source: str) -> dict[str, Any]:
+        """Our settings of a model, from its config.json.
+
+        Raises:
+          UserError: it has what our model can't do: lists all of it.
+        """
+        wrong = [
+            f"{key} is {config[key]!r}, and can be {' or '.join(map(repr, values))}"
+            for key, values in self.only.items()
+            if key in config and config[key] not in values
+        ]
+        if wrong:
+            raise UserError(f"{source} is a {self.model_type} that mtjax does not have: {'; '.join(wrong)}")
+        simple = {field.ours: config.get(field.theirs, field.default) for field in self.fields}
+        return simple | self.read(config)
+
+    def config_json(self, model: Model) -> dict[str, Any]:
+        """The config.json of a model of ours."""
+        simple = {field.theirs: getattr(model, field.ours) for field in self.fields}
+        head = {"architectures": [self.architecture], "model_type": self.model_type}
+        return head | simple | self.write(model)
+
+    def misfits(self, model: Model) -> list[str]:
+        """Settings of a model that this family has no place for."""
+        back = replace(Config(), **self.model_settings(self.config_json(model), "")).model
+        ignored = {*FREE, "vocab_multiple"}
+        return [
+            f"{name} {value}"
+            for name, value in vars(model).items()
+            if name not in ignored and not _same(name, value, getattr(back, name), model)
+        ]
+
+
+def _same(name: str, ours: Any, back: Any, model: Model) -> bool:
+    """Whether a setting came back; one that is left to its default is the same as the default written out."""
+    defaults = {"mlp_size": 4 * model.hidden_size}
+    return ours == back or (name in defaults and {ours, back} == {None, defaults[name]})
+
+
+def tensors_without(names: Iterable[str], prefix: str) -> bool:
+    """Whether no tensor has the prefix of a model with its head: it is the bare model."""
+    return bool(prefix) and not any(name.startswith(prefix) for name in names)

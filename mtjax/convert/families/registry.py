@@ -1,0 +1,36 @@
+"""The families that can be converted, by Hugging Face's name."""
+
+from collections.abc import Mapping
+
+from mtjax.config import Model
+from mtjax.convert.families.family import Family, Json
+from mtjax.convert.families.gpt2 import GPT2
+from mtjax.errors import UserError, nearest
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2,)}
+
+
+def family_of_config(config: Json, source: str) -> Family:
+    """The family that a config.json names.
+
+    Raises:
+      UserError: it is none that mtjax has.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        hint = nearest(str(name), FAMILIES)
+        raise UserError(f"{source}: model_type {name!r} is none of {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[name]
+
+
+def family_of_model(model: Model) -> Family:
+    """The family that holds a model of ours.
+
+    Raises:
+      UserError: none does: says which settings of it the nearest has no place for.
+    """
+    misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}
+    name = min(misfits, key=lambda name: len(misfits[name]))
+    if misfits[name]:
+        raise UserError(f"no family of transformers holds this model: {name} has no {', '.join(misfits[name])}")
+    return FAMILIES[name]

@@ -1,0 +1,159 @@
+"""Hugging Face's folders: config.json, safetensors files and a tokenizer; as a source and as a sink."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtjax.config import Config, replace, validate
+from mtjax.convert.families.family import tensors_without
+from mtjax.convert.families.registry import family_of_config, family_of_model
+from mtjax.convert.named import NamedWeights
+from mtjax.convert.parameters import Parameter, parameters_of
+from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
+from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.table import name_of
+from mtjax.data.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+
+_OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
+"""Of layer norms in BERT's first checkpoints."""
+
+
+class HuggingFaceSource:
+    """A folder that `save_pretrained` wrote, or that was downloaded."""
+
+    def __init__(self, folder: Path, vocab_multiple: int | None = None) -> None:
+        """Opens the files and compares every tensor's name and shape with what the config says.
+
+        Raises:
+          UserError: the folder is no such one, its model none of ours, or tensors don't fit: lists all of them.
+        """
+        raw = read_config(folder)
+        family = family_of_config(raw, str(folder / "config.json"))
+        settings = family.model_settings(raw, str(folder / "config.json"))
+        if vocab_multiple:
+            settings["vocab_multiple"] = vocab_multiple
+        config = replace(Config(), **settings)
+        validate(config)
+        self.parameters = parameters_of(config)
+        tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
+        selection = family.table.select(self.parameters)
+        self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
+        fresh = sorted({name.partition(".")[0] for name in self._weights.fresh})
+        notes = (f"not in {folder}, and so begun afresh: {', '.join(fresh)}",) if fresh else ()
+        self.origin = Origin(config, tensors.dtype, folder, raw, notes)
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """One layer's slice after the other, in the files' type."""
+        return self._weights.slices(parameter)
+
+
+class _Renamed:
+    """A folder's tensors by the names in the tables: a bare model's get its prefix, old ones their new names."""
+
+    ranks = 1
+
+    def __init__(self, reader: SafetensorsReader, prefix: str) -> None:
+        self._reader, self.dtype = reader, reader.dtype
+        added = prefix if tensors_without(reader.shapes, prefix) else ""
+        self._names = {added + _new_name(name): name for name in reader.shapes}
+        self.shapes = {new: reader.shapes[old] for new, old in self._names.items()}
+
+    def shard(self, name: str, rank: int) -> np.ndarray:
+        """A tensor; there is one rank."""
+        return self._reader.read(self._names[name])
+
+
+def _new_name(name: str) -> str:
+    for pattern, new in _OLD_NAMES:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+      UserError: there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as e:
+        raise UserError(f"{path} is no JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} should be a JSON object")
+    return raw
+
+
+class HuggingFaceSink:
+    """A folder that `from_pretrained` loads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        origin: Origin,
+        parameters: Mapping[str, Parameter],
+        dtype: str | None = None,
+        largest_file: int = LARGEST_FILE,
+    ) -> None:
+        """Makes the files, at their full size.
+
+        Raises:
+          UserError: transformers has no family that holds this model.
+        """
+        self._folder, self._origin = folder, origin
+        self._dtype = dtype or origin.dtype
+        self._family = family_of_model(origin.config.model)
+        self._selection = self._family.table.select(parameters)
+        shapes = self._selection.shapes(rows_of(origin.config.model))
+        self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
+
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Writes the tensors that one layer's slice becomes.
+
+        Raises:
+          UserError: a number is too large for float16.
+        """
+        for tensor in self._selection.of(parameter.name).tensors:
+            name = name_of(tensor, layer)
+            self._writer.write(name, narrowed(tensor.extract(array, parameter), self._dtype, name))
+
+    def close(self) -> None:
+        """Writes config.json and the tokenizer."""
+        self._writer.close()
+        names = carry_files(self._origin.files, self._folder)
+        ours = self._family.config_json(self._origin.config.model)
+        theirs = self._origin.hugging_face
+        if theirs.get("model_type") != self._family.model_type:
+            theirs = special_ids(self._folder) if "tokenizer.json" in names else {}
+        config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
+        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if "tokenizer.json" in names and "tokenizer_config.json" not in names:
+            text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
+            (self._folder / "tokenizer_config.json").write_text(text + "\n")
+
+
+def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """The array in a type that may be narrower.
+
+    Raises:
+      UserError: a number is too large for it.
+    """
+    with np.errstate(over="ignore"):
+        found = array.astype(DTYPES[dtype], copy=False)
+    if dtype == "float16" and np.isinf(found).any() and not np.isinf(array).any():
+        raise UserError(f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: take bfloat16")
+    return found
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """What config.json says of a tokenizer of our own."""
+    end = open_tokenizer(str(folder / "tokenizer.json")).eod
+    return {"bos_token_id": end, "eos_token_id": end}

@@ -1,0 +1,159 @@
+"""Our own format: weights of a run or of an earlier conversion as a source, and a converted folder as a sink.
+
+A converted folder has `weights/` (see `mtjax.train.weights`), a `config.toml` that names the model, and the tokenizer's
+files. Every layer of a parameter is written, and can be read, on its own.
+"""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import tomli_w
+
+from mtjax import config as configs
+from mtjax.convert.parameters import Parameter, parameters_of
+from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.table import SPLIT, with_vocab
+from mtjax.errors import UserError
+from mtjax.train.checkpoint import fingerprint_of_part, page_checksum
+from mtjax.train.weights import CONVERTED, PREFIX, find_weights
+
+LARGEST_CHUNK = 64 << 20
+"""Bytes of an array that are read at once; a device that holds a part of it reads the chunks that touch the part."""
+
+
+class MtjaxSource:
+    """The weights of a run, a checkpoint or a converted folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the newest weights in `folder`.
+
+        Raises:
+          UserError: there are none, or they are not those of the model that their config describes.
+        """
+        self._weights = find_weights(folder)
+        page = self._weights.page
+        config = self._weights.config
+        self.parameters = parameters_of(config)
+        differing = set(self.parameters) ^ set(self._weights.names)
+        if differing:
+            raise UserError(f"{self._weights.folder} was saved by another version: {', '.join(sorted(differing))}")
+        origin = page.get("origin", {})
+        self.origin = Origin(
+            config,
+            origin.get("dtype", "float32"),
+            _root(self._weights.folder),
+            origin.get("hugging_face", {}),
+            (f"from {self._weights.folder}",),
+        )
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """One layer's slice after the other, float32; in the end compares what was read with what was saved."""
+        fingerprint, offset = 0, 0
+        for block in self._blocks(parameter):
+            fingerprint += fingerprint_of_part(block, offset)
+            offset += block.size
+            for array in [block] if parameter.num_layers is None else block:
+                yield with_vocab(array, parameter, rows_of(self.origin.config.model))
+        if fingerprint % 2**32 != self._weights.page["fingerprints"][f"{PREFIX}.{parameter.name}"]:
+            raise UserError(f"{self._weights.folder} is damaged: {parameter.name} is not what was saved")
+
+    def _blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """As many layers at a time as stand together in the file."""
+        store = self._weights.open(parameter.name)
+        if store.shape != parameter.stacked_shape:
+            raise UserError(f"{self._weights.folder}: {parameter.name} is {store.shape}, not {parameter.stacked_shape}")
+        try:
+            if parameter.num_layers is None:
+                yield np.asarray(store.read().result(), np.float32)
+                return
+            together = store.chunk_layout.read_chunk.shape[0]
+            for first in range(0, parameter.num_layers, together):
+                yield np.asarray(store[first : first + together].read().result(), np.float32)
+        except ValueError as e:
+            raise UserError(f"{self._weights.folder} is damaged: {parameter.name} can't be read: {e}") from e
+
+
+def _root(folder: Path) -> Path:
+    """The run's or converted folder, which has the tokenizer: above `weights` or `checkpoints/STEP`."""
+    return folder.parent if folder.name == CONVERTED else folder.parent.parent
+
+
+class MtjaxSink:
+    """A converted folder, written layer by layer."""
+
+    def __init__(self, folder: Path, origin: Origin, final: Path) -> None:
+        """Begins to write to `folder`, which will be called `final`."""
+        self._folder, self._origin, self._final = folder, origin, final
+        self._stores: dict[str, ts.TensorStore] = {}
+        self._fingerprints: dict[str, int] = {}
+
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Writes one layer's slice, with the vocabulary padded."""
+        rows = configs.padded_vocab_size(self._origin.config.model)
+        array = np.ascontiguousarray(with_vocab(array, parameter, rows), np.float32)
+        if parameter.name not in self._stores:
+            self._stores = {parameter.name: self._create(parameter)}  # only the current one is open
+        store = self._stores[parameter.name]
+        (store if layer is None else store[layer]).write(array).result()
+        name = f"{PREFIX}.{parameter.name}"
+        number = fingerprint_of_part(array, (layer or 0) * array.size)
+        self._fingerprints[name] = (self._fingerprints.get(name, 0) + number) % 2**32
+
+    def close(self) -> None:
+        """Writes the page, the config and the tokenizer."""
+        model = configs.to_dict(self._origin.config)["model"]
+        page: dict[str, Any] = {
+            "version": 1,
+            "step": 0,
+            "consumed_samples": 0,
+            "config": {"model": model},
+            "fingerprints": self._fingerprints,
+            "origin": {"dtype": self._origin.dtype, "hugging_face": dict(self._origin.hugging_face)},
+        }
+        page["checksum"] = page_checksum(page)
+        path = self._folder / CONVERTED / "page" / "metadata"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(page))
+        tables: dict[str, Any] = {"model": model}
+        tokenizer = tokenizer_of(carry_files(self._origin.files, self._folder), self._final.resolve())
+        if tokenizer:
+            tables["data"] = {"tokenizer": tokenizer}
+        (self._folder / "config.toml").write_text(tomli_w.dumps(tables))
+
+    def _create(self, parameter: Parameter) -> ts.TensorStore:
+        path = self._folder.resolve() / CONVERTED / "state" / f"{PREFIX}.{parameter.name}"
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{path}/"},
+            "metadata": {"compressor": {"id": "zstd", "level": 1}},  # as Orbax does
+        }
+        chunks = ts.ChunkLayout(chunk_shape=chunk_shape(parameter))
+        shape = parameter.stacked_shape
+        return ts.open(spec, create=True, dtype=ts.float32, shape=shape, chunk_layout=chunks).result()
+
+
+def chunk_shape(parameter: Parameter) -> tuple[int, ...]:
+    """One layer or less, at most LARGEST_CHUNK; cut first where devices share it."""
+    shape = list(parameter.shape)
+    while 4 * prod(shape) > LARGEST_CHUNK:
+        shared = [i for i, axis in enumerate(parameter.axes) if axis in SPLIT and shape[i] > 8]
+        at = shared[0] if shared else shape.index(max(shape))
+        shape[at] = -(-shape[at] // 2)
+    return tuple(shape) if parameter.num_layers is None else (1, *shape)
+
+
+def tokenizer_of(names: list[str], folder: Path) -> str | None:
+    """How `--tokenizer` names the tokenizer among these files of a folder."""
+    if "tokenizer.json" in names:
+        return str(folder / "tokenizer.json")
+    if {"vocab.json", "merges.txt"} <= set(names) or {"encoder.json", "vocab.bpe"} <= set(names):
+        return f"gpt2:{folder}"
+    if "vocab.txt" in names:
+        return f"bert:{folder / 'vocab.txt'}"
+    model = next((name for name in names if name.endswith(".model")), None)
+    return f"sentencepiece:{folder / model}" if model else None

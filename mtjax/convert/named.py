@@ -1,0 +1,115 @@
+"""Sources whose weights stand under another format's names: put together by that format's table."""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from mtjax.config import Config
+from mtjax.convert.check import check_complete
+from mtjax.convert.parameters import Parameter
+from mtjax.convert.safetensors_files import DTYPES
+from mtjax.convert.stream import rows_of
+from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
+from mtjax.errors import UserError
+
+
+class Shards(Protocol):
+    """Tensors by name, each in as many parts as there are tensor-parallel ranks."""
+
+    dtype: str
+    ranks: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of one rank's part."""
+
+    def shard(self, name: str, rank: int) -> np.ndarray:
+        """A rank's part of a tensor; a tensor that is not split is whole on every rank."""
+        ...
+
+
+class NamedWeights:
+    """Our parameters, read from another format's tensors.
+
+    Opening it compares the names and shapes of all tensors with the table.
+
+    Raises:
+      UserError: some are missing, unexpected or misshapen: lists all of them.
+    """
+
+    def __init__(
+        self, selection: Selection, shards: Shards, config: Config, vocab_rows: int, source: str
+    ) -> None:
+        self.selection, self.shards, self.config, self.vocab_rows = selection, shards, config, vocab_rows
+        self.source = source
+        expected = local_shapes(selection, vocab_rows, shards.ranks)
+        self.fresh = check_complete(selection, expected, shards.shapes, source)
+        self._check_copies()
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """One layer's slice after the other, in the source's type; what the source lacks is drawn."""
+        for layer in parameter.layers:
+            if parameter.name in self.fresh:
+                yield fresh_slice(parameter, layer, self.config)
+            else:
+                yield self._slice(parameter, layer)
+
+    def _slice(self, parameter: Parameter, layer: int | None) -> np.ndarray:
+        sizes = parameter.sizes
+        if VOCAB in sizes:
+            sizes[VOCAB] = self.vocab_rows
+        found = np.empty(tuple(sizes.values()), DTYPES[self.shards.dtype])
+        for tensor in self.selection.of(parameter.name).tensors:
+            self._read(tensor, name_of(tensor, layer), found, parameter)
+        return with_vocab(found, parameter, rows_of(self.config.model))
+
+    def _read(self, tensor: Tensor, name: str, into: np.ndarray, parameter: Parameter) -> None:
+        first = self.shards.shard(name, 0)
+        if tensor.split is None:
+            tensor.insert(first, into, parameter)
+            for rank in range(1, self.shards.ranks):
+                if not np.array_equal(first, self.shards.shard(name, rank)):
+                    raise UserError(f"{self.source}: {name} is not split, and differs between ranks 0 and {rank}")
+            return
+        for rank in range(self.shards.ranks):
+            tensor.insert(self.shards.shard(name, rank), into, parameter, (rank, self.shards.ranks))
+
+    def _check_copies(self) -> None:
+        """A tensor that repeats another must be equal to it: else the two are not tied."""
+        for copy, name in self.selection.table.copies.items():
+            present = copy in self.shards.shapes and name in self.shards.shapes
+            if not present or any(name_of(t, layer) == copy for _, layer, t in self.selection.tensors()):
+                continue
+            for rank in range(self.shards.ranks):
+                if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
+                    raise UserError(f"{self.source}: {copy} differs from {name}, to which it should be tied")
+
+
+def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor's part on one of `ranks` tensor-parallel ranks.
+
+    Raises:
+      UserError: a dimension does not divide over the ranks.
+    """
+    shapes = {}
+    for parameter, layer, tensor in selection.tensors():
+        sizes = parameter.sizes | {VOCAB: vocab_rows}
+        for axis in set(sizes) & {tensor.split}:
+            if sizes[axis] % ranks:
+                raise UserError(f"{axis} {sizes[axis]} does not divide over {ranks} tensor-parallel ranks")
+            sizes[axis] //= ranks
+        shapes[name_of(tensor, layer)] = tensor.shape(sizes)
+    return shapes
+
+
+def fresh_slice(parameter: Parameter, layer: int | None, config: Config) -> np.ndarray:
+    """Initial values of a slice that no source has: normal weights, scales of 1, biases of 0. Always the same."""
+    kind = parameter.name.rpartition(".")[2]
+    sizes = parameter.sizes
+    if VOCAB in sizes:
+        sizes[VOCAB] = rows_of(config.model)
+    shape = tuple(sizes.values())
+    if kind in ("bias", "scale"):
+        return np.full(shape, float(kind == "scale"), np.float32)
+    random = np.random.default_rng([zlib.crc32(parameter.name.encode()), layer or 0])
+    return (config.model.init_std * random.standard_normal(shape)).astype(np.float32)

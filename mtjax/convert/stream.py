@@ -1,0 +1,126 @@
+"""The road every conversion takes: slice by slice from a source to a sink, one layer of one parameter at a time."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtjax.config import Config, Model
+from mtjax.convert.parameters import Parameter
+from mtjax.data.progress import ProgressLine
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of the weights beside their numbers."""
+
+    config: Config
+    """Its model is theirs; of a run, the rest too."""
+    dtype: str
+    """Type that holds every number exactly, say "bfloat16"."""
+    files: Path
+    """Folder with the tokenizer's files, if there are any."""
+    hugging_face: Mapping[str, Any] = field(default_factory=dict)
+    """The `config.json` that they came with."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+
+class Source(Protocol):
+    """Weights in any format."""
+
+    origin: Origin
+    parameters: Mapping[str, Parameter]
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """The parameter layer by layer, shaped like `parameter.shape` but without padding of the vocabulary."""
+        ...
+
+
+class Sink(Protocol):
+    """Where weights go."""
+
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Takes what `Source.slices` gives."""
+        ...
+
+    def close(self) -> None:
+        """Writes what stands beside the weights."""
+        ...
+
+
+def convert(source: Source, sink: Sink, task: str) -> int:
+    """Copies every parameter; returns how many numbers they are."""
+    parameters = list(source.parameters.values())
+    total = sum(p.nbytes * (p.num_layers or 1) for p in parameters)
+    done = numbers = 0
+    with ProgressLine(task, total) as progress:
+        for parameter in parameters:
+            for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
+                sink.write(parameter, layer, array)
+                numbers += array.size
+                done += parameter.nbytes
+                progress.update(done, done)
+    sink.close()
+    return numbers
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `target` in the end, or vanishes when something goes wrong.
+
+    Raises:
+      UserError: `target` is there already.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: name a new folder, or remove it first")
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except OSError as e:
+        raise UserError(f"{target} can't be written: {e.strerror or e}") from e
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "vocab.bpe",
+    "encoder.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that travel with the weights, as they are."""
+
+
+def carry_files(source: Path, target: Path) -> list[str]:
+    """Copies the tokenizer's files; returns their names."""
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def rows_of(model: Model) -> int:
+    """Rows of the vocabulary that mean something."""
+    assert model.vocab_size is not None  # every source knows it
+    return model.vocab_size

@@ -1,0 +1,183 @@
+"""Saved parameters without their run: found in a run's folder or in one that `mtjax convert` wrote, read slice by slice.
+
+Both hold the same: `state/`, where every parameter is a zarr array under its dotted name (in Orbax's one key-value
+store, or in a folder of its own), and `page/metadata`, which says what model it is and the fingerprint of each array.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, together
+
+Tree = Any
+
+CONVERTED = "weights"
+"""The part of a converted folder that stands where a run has `checkpoints/STEP`."""
+PREFIX = "parameters"
+"""Of the names of parameters in a state."""
+FREE = ("hidden_dropout", "attention_dropout", "init_std", "scaled_init", "attention")
+"""Settings of the model that may differ between a run and the weights it starts from: they shape training alone."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Saved parameters."""
+
+    folder: Path
+    """Has `state` and `page`."""
+    page: Mapping[str, Any]
+
+    @cached_property
+    def config(self) -> Config:
+        """The run that saved them; converted ones know their model only."""
+        return configs.from_dict(self.page["config"], source=str(self.folder))
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters, by dotted names without `parameters.`."""
+        return [name.removeprefix(f"{PREFIX}.") for name in self.page["fingerprints"] if name.startswith(f"{PREFIX}.")]
+
+    def open(self, name: str) -> ts.TensorStore:
+        """A parameter, to be read by slices: `weights.open(name)[3].read().result()`.
+
+        Raises:
+          UserError: it is not there or can't be read.
+        """
+        try:
+            return ts.open(_spec(self.folder / "state", f"{PREFIX}.{name}"), read=True).result()
+        except (ValueError, OSError) as e:
+            raise UserError(f"{self.folder}: {name} can't be read: {_first_line(e)}") from e
+
+
+def find_weights(folder: Path) -> Weights:
+    """The weights in `folder`: a converted folder, a run's folder (its newest checkpoint), or one checkpoint.
+
+    Raises:
+      UserError: there are none, they are in another format, or their page is damaged; says what to do.
+    """
+    path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
+    if path is None:
+        raise UserError(f"{folder} holds no weights of mtjax{_advice(folder)}")
+    try:
+        page = json.loads((path / "page" / "metadata").read_text())
+        checksum = page.pop("checksum", None)
+    except (ValueError, AttributeError):
+        page, checksum = {}, None
+    if not page or checksum != page_checksum(page):
+        raise UserError(f"{path} is damaged: its page of metadata is not what was saved")
+    return Weights(path, page)
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Where weights may be, those to be preferred first."""
+    steps = [p for parent in (folder / "checkpoints", folder) for p in parent.glob("*") if p.name.isdigit()]
+    return [folder, folder / CONVERTED, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
+
+
+def _advice(folder: Path) -> str:
+    if not folder.exists():
+        return ": it does not exist"
+    kind = None
+    if any(folder.glob("*.safetensors")) or (folder / "config.json").is_file():
+        kind = ("Hugging Face's", "hf")
+    elif any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
+        kind = ("Megatron-LM's", "megatron")
+    if kind is None:
+        return ": expected a run's folder, one of its checkpoints, or a folder that `mtjax convert` wrote"
+    return f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and take NEW"
+
+
+def restore_weights(weights: Weights, abstract: Tree, config: Config) -> Tree:
+    """The parameters, each device's part read on its own and placed as `abstract` says.
+
+    Args:
+      weights: what to read.
+      abstract: tree of `jax.ShapeDtypeStruct` with shardings.
+      config: the run that starts from them.
+
+    Raises:
+      UserError: they are of another model (all differences are listed), or damaged.
+    """
+    check_same_weights(weights, abstract, config)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+
+    def read() -> list[jax.Array]:
+        return [_place(weights.open(_name(path)), leaf) for path, leaf in leaves]
+
+    try:
+        tree = jax.tree_util.tree_unflatten(structure, together(read))
+    except Damaged as e:
+        raise UserError(f"the weights in {weights.folder} can't be read: {e}") from e
+    now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh)
+    wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]
+    if wrong:
+        raise UserError(f"the weights in {weights.folder} are damaged: {', '.join(wrong)} are not what was saved")
+    return tree
+
+
+def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None:
+    """Checks that weights are of a run's model, in settings and in shapes.
+
+    Raises:
+      UserError: lists all differences, with both values.
+    """
+    theirs, ours = vars(weights.config.model), vars(config.model)
+    differences = [
+        f"{name} is {theirs[name]} there and {ours[name]} here"
+        for name in theirs
+        if name not in FREE and theirs[name] != ours[name]
+    ]
+    wanted = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+    found = set(weights.names)
+    differences += [f"{name} is not there" for name in wanted if name not in found]
+    if not differences:
+        shapes = {name: weights.open(name).shape for name in wanted}
+        differences += [f"{n} is {shapes[n]} there and {wanted[n]} here" for n in wanted if shapes[n] != wanted[n]]
+    if differences:
+        listed = "".join(f"\n  {difference}" for difference in differences)
+        raise UserError(
+            f"the weights in {weights.folder} are of another model; take its settings, "
+            f"or weights of this one:{listed}"
+        )
+
+
+def _place(store: ts.TensorStore, target: Any) -> jax.Array:
+    read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = str(index)
+        if key not in read:
+            read[key] = np.asarray(store[index].read().result(), target.dtype)
+        return read[key]
+
+    return jax.make_array_from_callback(target.shape, target.sharding, part)
+
+
+def _spec(state: Path, name: str) -> dict[str, Any]:
+    metadata = state / "_METADATA"
+    zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)
+    if (state / "manifest.ocdbt").is_file():
+        kvstore = {"driver": "ocdbt", "base": f"{state.resolve().as_uri()}/", "path": f"{name}/"}
+    else:
+        kvstore = {"driver": "file", "path": f"{state.resolve()}/{name}/"}
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else repr(error)
