@@ -123,6 +123,8 @@ class Training:
     """Tokens whose logits are alive at a time."""
     seed: int = 1234
     """Seed of initialisation, dropout and sample order."""
+    init_from: Path | None = None
+    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones."""
 
 
 @dataclass(frozen=True)

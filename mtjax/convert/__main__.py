@@ -15,7 +15,7 @@ from mtjax.errors import UserError, nearest
 if TYPE_CHECKING:
     from mtjax.convert.stream import Sink, Source
 
-DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints, tensor by tensor.
+DESCRIPTION = """Converts weights to and from Hugging Face's safetensors, tensor by tensor.
 
 A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
@@ -41,8 +41,8 @@ class Options:
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
     """What to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the numbers in an hf folder; that of the weights' origin when not given, float32 for a run's. mtjax always
-    keeps float32."""
+    """Type of the numbers in an hf folder; that of the weights' origin when not given, float32 for a run's. mtjax
+    always keeps float32."""
     vocab_multiple: int | None = None
     """Pad mtjax's vocabulary to a multiple of this, which the model ways of a mesh must divide; 1024 when not given."""
     max_shard_gb: float = 5.0

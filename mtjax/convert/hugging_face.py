@@ -61,7 +61,7 @@ class _Renamed:
         self._reader, self.dtype = reader, reader.dtype
         added = prefix if tensors_without(reader.shapes, prefix) else ""
         self._names = {added + _new_name(name): name for name in reader.shapes}
-        self.shapes = {new: reader.shapes[old] for new, old in self._names.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {new: reader.shapes[old] for new, old in self._names.items()}
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """A tensor; there is one rank."""

@@ -71,7 +71,8 @@ class MtjaxSource:
             if parameter.num_layers is None:
                 yield np.asarray(store.read().result(), np.float32)
                 return
-            together = store.chunk_layout.read_chunk.shape[0]
+            shape: Any = store.chunk_layout.read_chunk.shape
+            together = int(shape[0])
             for first in range(0, parameter.num_layers, together):
                 yield np.asarray(store[first : first + together].read().result(), np.float32)
         except ValueError as e:

@@ -37,9 +37,7 @@ class NamedWeights:
       UserError: some are missing, unexpected or misshapen: lists all of them.
     """
 
-    def __init__(
-        self, selection: Selection, shards: Shards, config: Config, vocab_rows: int, source: str
-    ) -> None:
+    def __init__(self, selection: Selection, shards: Shards, config: Config, vocab_rows: int, source: str) -> None:
         self.selection, self.shards, self.config, self.vocab_rows = selection, shards, config, vocab_rows
         self.source = source
         expected = local_shapes(selection, vocab_rows, shards.ranks)

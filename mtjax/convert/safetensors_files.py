@@ -62,7 +62,7 @@ class SafetensorsReader:
         names = {code: name for name, code in CODES.items()}
         codes = {file.get_slice(name).get_dtype() for name, file in self._files.items()}
         used = {names[code] for code in codes if code in names}
-        odd = {code for code in codes if code not in names and (code.startswith("F") or code.startswith("BF"))}
+        odd = {code for code in codes if code not in names and code.startswith(("F", "BF"))}
         if odd or not used:
             kinds = ", ".join(sorted(odd)) or "integers alone"
             raise UserError(f"{folder} holds {kinds}; weights are converted from {', '.join(CODES.values())}")
@@ -85,7 +85,9 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
-        hint = ", only pickled weights: save them with transformers' model.save_pretrained(NEW), which writes safetensors"
+        hint = (
+            ", only pickled weights: save them with transformers' model.save_pretrained(NEW), which writes safetensors"
+        )
     raise UserError(f"{folder} holds no {SINGLE} and no {INDEX}{hint}")
 
 

@@ -1,8 +1,8 @@
 """Two ways to write down the same weights, as a table: reading, writing and the check for completeness follow from it.
 
-A row says of a parameter of ours which tensors hold it elsewhere. A tensor is a part of the parameter - all of it, or one
-index of a dimension, like the query in a stacked query, key and value - with its dimensions in another order, some of
-them flattened into one. Nothing else happens to a number, which is why every conversion can be undone.
+A row says of a parameter of ours which tensors hold it elsewhere. A tensor is a part of the parameter - all of it, or
+one index of a dimension, like the query in a stacked query, key and value - with its dimensions in another order, some
+of them flattened into one. Nothing else happens to a number, which is why every conversion can be undone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 
 def dims(text: str) -> Dims:
-    """"embed qkv*heads*head_dim" -> (("embed",), ("qkv", "heads", "head_dim")): a tensor's dimensions, outermost first."""
+    """A tensor's dimensions, outermost first: "embed qkv*heads" -> (("embed",), ("qkv", "heads"))."""
     return tuple(tuple(group.split("*")) for group in text.split())
 
 

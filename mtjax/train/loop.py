@@ -27,6 +27,7 @@ from mtjax.train.run_folder import choose_folder
 from mtjax.train.sample import continue_text
 from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
+from mtjax.train.weights import Weights, check_same_weights, find_weights, restore_weights
 
 
 @dataclass
@@ -62,6 +63,7 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
     mesh = attach_devices(shape, num_processes)
     first_process = jax.process_index() == 0
     folder = choose_folder(config.output, name)
+    weights = find_weights(config.training.init_from) if config.training.init_from else None
 
     # --- Text
     tokenizer = data.load_tokenizer(config)
@@ -72,6 +74,8 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
 
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, mesh)
+    if weights is not None:
+        check_same_weights(weights, program.abstract_parameters, program.config)
     rates = Rates.of(config, list(mesh.devices.flat))
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=first_process)
@@ -87,7 +91,7 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
         stack.callback(checkpoints.close)
 
         # --- State: restored, or fresh
-        start = restore_or_initialize(program, checkpoints, config, progress)
+        start = restore_or_initialize(program, checkpoints, weights, config, progress)
         metrics = None
         if first_process:  # not before: a checkpoint that is refused leaves its run as it was
             configs.save(shareable(config), folder / "config.toml")
@@ -146,9 +150,9 @@ def introduce(config: Config, shape: MeshShape, folder: Path, progress: Progress
 
 
 def restore_or_initialize(
-    program: Program, checkpoints: Checkpoints, config: Config, progress: ProgressLine
+    program: Program, checkpoints: Checkpoints, weights: Weights | None, config: Config, progress: ProgressLine
 ) -> Restored:
-    """Where the run begins: the last good checkpoint with --resume, else step 0."""
+    """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
     if config.output.resume:
         restored = checkpoints.restore(program.abstract_state, config)
         if restored is not None:
@@ -157,7 +161,11 @@ def restore_or_initialize(
                 progress.say(f"all {config.training.steps} steps are done already; --steps asks for more")
             return restored
         progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
-    return Restored(0, program.initialize(config.training.seed), 0)
+    parameters = None
+    if weights is not None:
+        parameters = restore_weights(weights, program.abstract_state.parameters)
+        progress.say(f"weights from {weights.folder}")
+    return Restored(0, program.initialize(config.training.seed, parameters), 0)
 
 
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:

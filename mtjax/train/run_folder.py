@@ -25,6 +25,10 @@ def choose_folder(output: Output, name: str) -> Path:
     there = next((p for p in (output.out, *output.out.parents) if p.exists()), None)
     if there is not None and not there.is_dir():
         raise UserError(f"--out {output.out} can't be a folder: {there} is a file")
+    if (output.out / "weights").exists():
+        raise UserError(
+            f"--out {output.out} holds converted weights: start from them with --init-from, and name another"
+        )
     used = _agree(int((output.out / "metrics.jsonl").exists() or (output.out / "checkpoints").exists()))
     if used and not output.resume:
         raise UserError(

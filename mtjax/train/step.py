@@ -97,9 +97,12 @@ class Program:
         arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
         return placement.with_sharding(arrays, dict.fromkeys(arrays, placement.batch_sharding(self.mesh)))
 
-    def initialize(self, seed: int) -> State:
-        """A fresh state, made where it lives; the same values on every mesh."""
-        return self._on_mesh(self._compiled_initial, jax.random.key(seed))
+    def initialize(self, seed: int, parameters: Tree = None) -> State:
+        """A fresh state, made where it lives; the same values on every mesh.
+
+        With `parameters`, which it consumes, only the rest is fresh.
+        """
+        return self._on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """One optimizer step; consumes `state`. Metrics are float32 scalars.
@@ -131,7 +134,7 @@ class Program:
 
     @cached_property
     def _compiled_initial(self) -> Any:
-        return jax.jit(self._initial, out_shardings=self.state_sharding)
+        return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
 
     @cached_property
     def _compiled_step(self) -> Any:
@@ -142,9 +145,10 @@ class Program:
     def _compiled_evaluate(self) -> Any:
         return jax.jit(self._evaluate)
 
-    def _initial(self, key: Array) -> State:
+    def _initial(self, key: Array, parameters: Tree = None) -> State:
         model_key, dropout_key = jax.random.split(key)
-        parameters = nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        if parameters is None:
+            parameters = nnx.to_pure_dict(nnx.state(self._build(model_key)))
         random = jax.random.key_data(dropout_key)
         return State(jnp.zeros((), jnp.int32), random, parameters, self.optimizer.init(parameters))
 

@@ -1,4 +1,4 @@
-"""Saved parameters without their run: found in a run's folder or in one that `mtjax convert` wrote, read slice by slice.
+"""Saved parameters without their run: in a run's folder or in one that `mtjax convert` wrote, read slice by slice.
 
 Both hold the same: `state/`, where every parameter is a zarr array under its dotted name (in Orbax's one key-value
 store, or in a folder of its own), and `page/metadata`, which says what model it is and the fingerprint of each array.
@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from mtjax import config as configs
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.errors import UserError
 from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, together
 
@@ -95,21 +95,21 @@ def _advice(folder: Path) -> str:
         kind = ("Megatron-LM's", "megatron")
     if kind is None:
         return ": expected a run's folder, one of its checkpoints, or a folder that `mtjax convert` wrote"
-    return f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and take NEW"
+    return (
+        f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and take NEW"
+    )
 
 
-def restore_weights(weights: Weights, abstract: Tree, config: Config) -> Tree:
+def restore_weights(weights: Weights, abstract: Tree) -> Tree:
     """The parameters, each device's part read on its own and placed as `abstract` says.
 
     Args:
-      weights: what to read.
+      weights: what to read; `check_same_weights` has looked at them.
       abstract: tree of `jax.ShapeDtypeStruct` with shardings.
-      config: the run that starts from them.
 
     Raises:
-      UserError: they are of another model (all differences are listed), or damaged.
+      UserError: they are damaged.
     """
-    check_same_weights(weights, abstract, config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
 
     def read() -> list[jax.Array]:
@@ -132,7 +132,7 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
     Raises:
       UserError: lists all differences, with both values.
     """
-    theirs, ours = vars(weights.config.model), vars(config.model)
+    theirs, ours = _settings(weights.config.model), _settings(config.model)
     differences = [
         f"{name} is {theirs[name]} there and {ours[name]} here"
         for name in theirs
@@ -147,15 +147,19 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
     if differences:
         listed = "".join(f"\n  {difference}" for difference in differences)
         raise UserError(
-            f"the weights in {weights.folder} are of another model; take its settings, "
-            f"or weights of this one:{listed}"
+            f"the weights in {weights.folder} are of another model; take its settings, or weights of this one:{listed}"
         )
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """All settings, with those written out that follow from others."""
+    return vars(model) | {"mlp_size": configs.mlp_size(model)}
 
 
 def _place(store: ts.TensorStore, target: Any) -> jax.Array:
     read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         key = str(index)
         if key not in read:
             read[key] = np.asarray(store[index].read().result(), target.dtype)

@@ -1,0 +1,96 @@
+"""Folders as Hugging Face's `save_pretrained` writes them, with random weights, without transformers.
+
+Names and shapes are written out here once more, so that the tables under test have something to be wrong against.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, trainers
+
+from mtjax.data.tokenizer import byte_level
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB, INNER = 3, 32, 8, 16, 300, 80
+
+GPT2_CONFIG = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_layer": LAYERS,
+    "n_embd": HIDDEN,
+    "n_head": HEADS,
+    "n_inner": INNER,
+    "n_positions": SEQUENCE,
+    "vocab_size": VOCAB,
+    "layer_norm_epsilon": 1e-6,
+    "summary_type": "cls_index",
+    "bos_token_id": 7,
+}
+
+
+def gpt2_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (VOCAB, HIDDEN),
+        "transformer.wpe.weight": (SEQUENCE, HIDDEN),
+        "transformer.ln_f.weight": (HIDDEN,),
+        "transformer.ln_f.bias": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        block = f"transformer.h.{i}"
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{block}.{norm}.weight": (HIDDEN,), f"{block}.{norm}.bias": (HIDDEN,)}
+        linears = {
+            "attn.c_attn": (HIDDEN, 3 * HIDDEN),
+            "attn.c_proj": (HIDDEN, HIDDEN),
+            "mlp.c_fc": (HIDDEN, INNER),
+            "mlp.c_proj": (INNER, HIDDEN),
+        }
+        for name, (inputs, outputs) in linears.items():
+            shapes |= {f"{block}.{name}.weight": (inputs, outputs), f"{block}.{name}.bias": (outputs,)}
+    return shapes
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, np.ndarray]:
+    import ml_dtypes
+
+    types = {"bfloat16": ml_dtypes.bfloat16}
+    random = np.random.default_rng(0)
+    return {n: (0.3 * random.standard_normal(s)).astype(types.get(dtype, dtype)) for n, s in shapes.items()}
+
+
+def write_folder(folder: Path, tensors: dict[str, np.ndarray], config: dict, *, tokenizer: bool = False) -> Path:
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    if tokenizer:
+        small_tokenizer().save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    return folder
+
+
+def small_tokenizer() -> Tokenizer:
+    """Byte-level, with fewer tokens than VOCAB."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokenizer = byte_level(Tokenizer(models.BPE()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 5,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat and the dog went on to the end of the road and there they rested"], trainer)
+    return tokenizer
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, read by the library."""
+    from safetensors.numpy import load_file
+
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found

@@ -1,0 +1,177 @@
+"""Weights of transformers' GPT-2 there and back: every bit, every name, and what is said when something is wrong."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mtjax import config as configs
+from mtjax.convert.__main__ import main
+from mtjax.train.weights import find_weights
+from tests.convert import hf_folders
+from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
+
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+
+
+def run(source, target, *options: str) -> int:
+    return main(["--from", str(source), "--to", str(target), *options])
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    """A GPT-2 with random weights and a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf") / "gpt2"
+    return write_folder(folder, random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def ours(hf):
+    """The same, converted."""
+    target = hf.parent / "ours"
+    assert run(f"hf:{hf}", f"mtjax:{target}", "--vocab-multiple", "256") == 0
+    return target
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(found[name].view(np.uint8), tensor.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_bit_comes_back_in_the_type_it_had(tmp_path, dtype):
+    tensors = random_tensors(gpt2_shapes(), dtype)
+    write_folder(tmp_path / "hf", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'hf'}", f"mtjax:{tmp_path / 'ours'}") == 0
+    assert run(f"mtjax:{tmp_path / 'ours'}", f"hf:{tmp_path / 'back'}") == 0
+    assert_same(tensors_in(tmp_path / "back"), tensors)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config.pop("torch_dtype") == dtype
+    assert {name: config[name] for name in GPT2_CONFIG} == GPT2_CONFIG
+
+
+def test_a_large_model_becomes_several_files_that_read_as_one(ours, hf, tmp_path):
+    assert run(f"mtjax:{ours}", f"hf:{tmp_path / 'many'}", "--max-shard-gb", "0.00004") == 0
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert max(path.stat().st_size for path in (tmp_path / "many").glob("*.safetensors")) < 45_000
+    assert_same(tensors_in(tmp_path / "many"), tensors_in(hf))
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(hf).values())
+    assert run(f"hf:{tmp_path / 'many'}", f"mtjax:{tmp_path / 'again'}", "--vocab-multiple", "256") == 0
+    assert find_weights(tmp_path / "again").page["fingerprints"] == find_weights(ours).page["fingerprints"]
+
+
+def test_the_vocabulary_is_padded_with_zeros(ours, hf):
+    table = find_weights(ours).open("embedding").read().result()
+    assert table.shape == (512, hf_folders.HIDDEN)
+    np.testing.assert_array_equal(table[:300], tensors_in(hf)["transformer.wte.weight"])
+    assert not table[300:].any()
+
+
+def test_the_model_s_settings_and_tokenizer_come_along(ours, hf):
+    found = configs.load(ours / "config.toml")
+    model = found.model
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.mlp_size) == (3, 32, 8, 80)
+    assert (model.sequence_length, model.vocab_size, model.vocab_multiple, model.norm_epsilon) == (16, 300, 256, 1e-6)
+    assert found.data.tokenizer == str(ours.resolve() / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (ours / name).read_bytes() == (hf / name).read_bytes()
+
+
+def test_a_bare_model_and_old_names_are_understood(hf, ours, tmp_path):
+    tensors = {n.removeprefix("transformer."): t for n, t in tensors_in(hf).items()}
+    tensors |= {"h.0.attn.bias": np.ones((1, 1, 16, 16), np.float32)}  # a causal mask, saved by old versions
+    tensors = {n.replace("ln_1.weight", "ln_1.gamma").replace("ln_1.bias", "ln_1.beta"): t for n, t in tensors.items()}
+    write_folder(tmp_path / "bare", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'bare'}", f"mtjax:{tmp_path / 'ours'}", "--vocab-multiple", "256") == 0
+    assert find_weights(tmp_path / "ours").page["fingerprints"] == find_weights(ours).page["fingerprints"]
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed_together(hf, tmp_path, capsys):
+    tensors = tensors_in(hf)
+    for i in range(hf_folders.LAYERS):
+        del tensors[f"transformer.h.{i}.mlp.c_fc.bias"]
+    del tensors["transformer.ln_f.bias"]
+    tensors["transformer.h.3.ln_1.weight"] = np.zeros(32, np.float32)
+    tensors["transformer.wpe.weight"] = np.zeros((17, 32), np.float32)
+    write_folder(tmp_path / "wrong", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'wrong'}", f"mtjax:{tmp_path / 'ours'}") == 2
+    said = capsys.readouterr().err
+    assert "missing:\n    transformer.ln_f.bias\n    transformer.h.{0-2}.mlp.c_fc.bias\n" in said
+    assert "not part of this model:\n    transformer.h.3.ln_1.weight\n" in said
+    assert "of another shape:\n    transformer.wpe.weight is 17x32, and should be 16x32\n" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "wrong"], "nothing half-done is left"
+
+
+def test_an_output_that_is_tied_must_be_the_embedding(hf, tmp_path, capsys):
+    tensors = tensors_in(hf)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
+    write_folder(tmp_path / "same", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'same'}", f"mtjax:{tmp_path / 'ours'}") == 0
+    tensors["lm_head.weight"] += 1
+    write_folder(tmp_path / "other", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'other'}", f"mtjax:{tmp_path / 'never'}") == 2
+    assert "lm_head.weight differs from transformer.wte.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt3"}, "did you mean 'gpt2'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'"),
+        ({"n_head": 5}, "hidden_size 32 is not divisible by num_heads 5"),
+    ],
+)
+def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, changes, said):
+    folder = shutil.copytree(hf, tmp_path / "hf")
+    (folder / "config.json").write_text(json.dumps(GPT2_CONFIG | changes))
+    assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'ours'}") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_places_that_are_none(hf, ours, tmp_path, capsys):
+    wrong = [
+        ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is no KIND:DIR"),
+        ((f"hff:{hf}", f"mtjax:{tmp_path / 'a'}"), "did you mean 'hf'"),
+        ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "has no config.json"),
+        ((f"mtjax:{hf}", f"hf:{tmp_path / 'a'}"), f"mtjax convert --from hf:{hf} --to mtjax:NEW"),
+        ((f"mtjax:{tmp_path / 'no'}", f"hf:{tmp_path / 'a'}"), "it does not exist"),
+        ((f"hf:{hf}", f"mtjax:{ours}"), "exists already"),
+    ]
+    for places, said in wrong:
+        assert run(*places) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_damage_is_noticed(hf, ours, tmp_path, capsys):
+    cut = shutil.copytree(hf, tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[:-100])
+    assert run(f"hf:{cut}", f"mtjax:{tmp_path / 'a'}") == 2
+    assert "can't be read as safetensors" in capsys.readouterr().err
+    lost = shutil.copytree(ours, tmp_path / "lost")
+    (lost / "weights/state/parameters.positions/0.0").unlink()  # a missing chunk reads as zeros
+    assert run(f"mtjax:{lost}", f"hf:{tmp_path / 'a'}") == 2
+    assert "positions is not what was saved" in capsys.readouterr().err
+    flipped = shutil.copytree(ours, tmp_path / "flipped")
+    page = flipped / "weights/page/metadata"
+    page.write_text(page.read_text().replace('"num_layers": 3', '"num_layers": 4'))
+    assert run(f"mtjax:{flipped}", f"hf:{tmp_path / 'a'}") == 2
+    assert "its page of metadata is not what was saved" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_numbers_too_large_for_float16_are_refused(hf, tmp_path, capsys):
+    tensors = tensors_in(hf)
+    tensors["transformer.ln_f.weight"][3] = 1e5
+    write_folder(tmp_path / "large", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'large'}", f"hf:{tmp_path / 'half'}", "--dtype", "float16") == 2
+    assert "too large for float16" in capsys.readouterr().err
