@@ -39,7 +39,7 @@ class HuggingFaceSource:
             settings["vocab_multiple"] = vocab_multiple
         config = replace(Config(), **settings)
         validate(config)
-        self.parameters = parameters_of(config)
+        self.parameters: Mapping[str, Parameter] = parameters_of(config)
         tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))

@@ -5,7 +5,7 @@ files. Every layer of a parameter is written, and can be read, on its own.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class MtjaxSource:
         self._weights = find_weights(folder)
         page = self._weights.page
         config = self._weights.config
-        self.parameters = parameters_of(config)
+        self.parameters: Mapping[str, Parameter] = parameters_of(config)
         differing = set(self.parameters) ^ set(self._weights.names)
         if differing:
             raise UserError(f"{self._weights.folder} was saved by another version: {', '.join(sorted(differing))}")

@@ -16,9 +16,9 @@ def family_of_config(config: Json, source: str) -> Family:
     Raises:
       UserError: it is none that mtjax has.
     """
-    name = config.get("model_type")
+    name = str(config.get("model_type"))
     if name not in FAMILIES:
-        hint = nearest(str(name), FAMILIES)
+        hint = nearest(name, FAMILIES)
         raise UserError(f"{source}: model_type {name!r} is none of {', '.join(FAMILIES)}{hint}")
     return FAMILIES[name]
 
