@@ -15,8 +15,8 @@ from mtjax.errors import UserError
 class Model:
     """The network: GPT-2 as in section 3 of arXiv 1909.08053, or another family."""
 
-    family: Literal["gpt", "llama"] = "gpt"
-    """gpt or llama. A family brings its own norm, position, activation, bias, tie_embeddings, norm_epsilon and
+    family: Literal["gpt", "llama", "bert"] = "gpt"
+    """gpt, llama or bert. A family brings its own norm, position, activation, bias, tie_embeddings, norm_epsilon and
     dropout, each of which can be set all the same."""
     num_layers: int = 24
     """Transformer layers."""
@@ -39,6 +39,9 @@ class Model:
     """The vocabulary is padded up to a multiple of this; never depends on the mesh."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm subtracts the mean and adds a bias; rmsnorm does neither."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """pre normalises what a sublayer reads and leaves the residual stream clean; post, the original BERT's, normalises
+    the stream after each sublayer (Figure 7 of the paper)."""
     norm_epsilon: float = 1e-5
     """Added to the variance in layer norm, to the mean square in RMS norm."""
     position: Literal["learned", "rope"] = "learned"
@@ -62,6 +65,10 @@ class Model:
     """Biases in attention and the MLP."""
     tie_embeddings: bool = True
     """The output projection is the embedding table."""
+    num_token_types: int = 2
+    """bert: kinds of tokens, each with an embedding - first and second sentence; 0 has none."""
+    sentence_order: bool = True
+    """bert: also learn whether two sentences are swapped, from the first token."""
     hidden_dropout: float = 0.1
     """Dropout on embeddings and on what enters the residual stream."""
     attention_dropout: float = 0.1
@@ -76,6 +83,16 @@ class Model:
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt": {
+        "norm": "layernorm",
+        "norm_epsilon": 1e-5,
+        "position": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    "bert": {
         "norm": "layernorm",
         "norm_epsilon": 1e-5,
         "position": "learned",
@@ -142,6 +159,12 @@ def check_model(model: Model) -> None:
             f"num_heads {model.num_heads} do not divide into groups for num_kv_heads {model.num_kv_heads}; "
             f"the nearest num_kv_heads that fit are {fits}"
         )
+    if model.family == "bert" and model.position != "learned":
+        raise UserError(f"position is {model.position!r}, and the family bert has learned positions")
+    if model.family != "bert" and model.norm_placement != "pre":
+        raise UserError(f"norm_placement is {model.norm_placement!r}, and the family {model.family} has pre alone")
+    if model.num_token_types < 0:
+        raise UserError(f"num_token_types is {model.num_token_types}, and must be 0 or more")
     if model.position == "rope":
         _check_rope(model)
 

@@ -46,15 +46,39 @@ def program_of(mesh: str, **fields: Any) -> Program:
 
 
 def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
-    """Random tokens of one step, a fifth of them masked; the same for every mesh."""
-    random = np.random.default_rng(step)
+    """Random tokens of one step, as the config's family reads them; the same for every mesh."""
+    size = config.training.global_batch_size
+    kinds = {"bert": bert_batch}
+    batch = kinds.get(config.model.family, gpt_batch)(config, np.random.default_rng(step))
+    return batch | {"sample_index": np.arange(step * size, (step + 1) * size, dtype=np.uint32)}
+
+
+def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Next tokens, a fifth of them masked."""
     size, length = config.training.global_batch_size, config.model.sequence_length
     text = random.integers(0, config.model.vocab_size, (size, length + 1)).astype(np.int32)
     return {
         "tokens": text[:, :-1],
         "labels": text[:, 1:],
         "loss_mask": (random.random((size, length)) < 0.8).astype(np.float32),
-        "sample_index": np.arange(step * size, (step + 1) * size, dtype=np.uint32),
+    }
+
+
+def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Two sentences and padding, each of random length; a fifth of the tokens to guess."""
+    size, length = config.training.global_batch_size, config.model.sequence_length
+    place = np.arange(length)[None]
+    real = random.integers(length // 2, length + 1, (size, 1))
+    guessed = (random.random((size, length)) < 0.2) & (place < real)
+    guessed[:, 1] = True
+    text = random.integers(0, config.model.vocab_size, (size, length))
+    return {
+        "tokens": np.where(place < real, text, 0).astype(np.int32),
+        "token_types": ((place >= real // 2) & (place < real)).astype(np.int32),
+        "padding_mask": (place < real).astype(np.int32),
+        "labels": np.where(guessed, random.integers(0, config.model.vocab_size, (size, length)), -1).astype(np.int32),
+        "loss_mask": guessed.astype(np.float32),
+        "sentence_order": random.integers(0, 2, size).astype(np.int32),
     }
 
 

@@ -23,6 +23,12 @@ Open = Callable[[IndexedDataset, Bounds, int], Dataset]
 
 
 def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
+    """The samples of one split of a run's data that its family of models reads; see `open_gpt_dataset`."""
+    openers = {"bert": open_bert_dataset}
+    return openers.get(config.model.family, open_gpt_dataset)(config, split, num_samples)
+
+
+def open_gpt_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
     """The GPT samples of one split of a run's data, in the order that Megatron gives them.
 
     Args:
@@ -55,7 +61,7 @@ def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
 
 
 def open_bert_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
-    """Like `open_dataset`, with BERT's masked sentence pairs: see `bert.BertDataset`."""
+    """Like `open_gpt_dataset`, with BERT's masked sentence pairs: see `bert.BertDataset`."""
     tokenizer = load_tokenizer(config)
     options = BertOptions(config.model.sequence_length, config.training.seed)
 
@@ -66,7 +72,7 @@ def open_bert_dataset(config: Config, split: Split, num_samples: int) -> Dataset
 
 
 def open_t5_dataset(config: Config, split: Split, num_samples: int, decoder_length: int) -> Dataset:
-    """Like `open_dataset`, with T5's corrupted spans: see `t5.T5Dataset`."""
+    """Like `open_gpt_dataset`, with T5's corrupted spans: see `t5.T5Dataset`."""
     tokenizer = load_tokenizer(config)
     options = T5Options(config.model.sequence_length, decoder_length, config.training.seed)
 

@@ -26,9 +26,11 @@ class Context:
     """What every layer reads beside the residual stream."""
 
     segment_ids: Int[Array, "batch seq"] | None = None
-    """When given, tokens attend within their own segment only."""
+    """When given, tokens attend within their own segment only; padding is a segment of its own."""
     rotation: Rotation | None = None
     """When given, queries and keys are turned by it."""
+    is_causal: bool = True
+    """Tokens attend to those before them only."""
 
 
 class FusedQKV(nnx.Module):
@@ -86,7 +88,7 @@ def _by_groups(query: Array, key_value: Array) -> Array:
 
 
 class SelfAttention(nnx.Module):
-    """Causal self-attention with one product for query, key and value."""
+    """Self-attention with one product for query, key and value."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         qkv_key, output_key = jax.random.split(key)
@@ -103,14 +105,14 @@ class SelfAttention(nnx.Module):
         context: Context,
         keys: Key[Array, " batch"] | None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Attends from each token to those before it, in the same segment when there are segments."""
+        """Attends from each token to those that the context lets it see."""
         x = reshard(x, spec("batch", "seq", "embed"))
         query, key, value = self.qkv(x)
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         if self.flash:
             mixed = flash_attention(query, key, value)
         else:
-            mask = causal_mask(x.shape[1], context.segment_ids)
+            mask = attention_mask(x.shape[1], context)
             mixed = core_attention(query, key, value, mask, self.rate, keys)
         return self.output(mixed)
 
@@ -131,6 +133,7 @@ def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"
             width % 8 != 0 or width > 128
         ),
         "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
+        f"it is causal and sees padding, which is not for the family {model.family}": model.family == "bert",
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), None)
     if wanted == "xla" or reason:
@@ -165,10 +168,22 @@ def core_attention(
     return mixed.reshape(shape, out_sharding=place)
 
 
+def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq seq"]:
+    """True where a query (third dimension) may look at a key (fourth)."""
+    if context.is_causal:
+        return causal_mask(length, context.segment_ids)
+    if context.segment_ids is None:
+        return jnp.ones((1, 1, length, length), bool)
+    return _same_segment(context.segment_ids)
+
+
 def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq seq"]:
     """True where a query (third dimension) may look at a key (fourth)."""
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is None:
         return causal
-    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return causal & same
+    return causal & _same_segment(segment_ids)
+
+
+def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq seq"]:
+    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]

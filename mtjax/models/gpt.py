@@ -16,12 +16,9 @@ from mtjax.config import Config, Model, padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import dropout, make_norm, normal
 from mtjax.models.rotary import Rotary
-from mtjax.models.transformer import RESIDUAL, Stack
+from mtjax.models.transformer import EMBEDDING_SITE, RESIDUAL, Stack
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
-
-EMBEDDING_SITE = 2**31 - 1
-"""Dropout site of the embeddings, apart from every layer's number."""
 
 
 class GPT(nnx.Module):

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Key
 
 from mtjax.config import Config
+from mtjax.models.bert import BERT
 from mtjax.models.gpt import GPT
 from mtjax.models.llama import Llama
 from mtjax.sharding.vocab import LossOptions
@@ -45,7 +46,7 @@ class LanguageModel(Protocol):
         ...
 
 
-MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama}
+MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT}
 
 
 def model_class(config: Config) -> type[LanguageModel]:

@@ -1,4 +1,4 @@
-"""Pre-LN transformer layers, stacked and scanned."""
+"""Transformer layers, stacked and scanned."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +17,9 @@ from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.sharding.axes import spec
 
 RESIDUAL = ("batch", "act_seq", "embed")
+
+EMBEDDING_SITE = 2**31 - 1
+"""Dropout site of the embeddings, apart from every layer's number."""
 
 
 def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -52,8 +55,24 @@ class MLP(nnx.Module):
         return self.down(self.activation(self.up(x)))
 
 
+Part = Callable[[Array], Array]
+
+
+def pre_norm(x: Array, norm: Part, sublayer: Part, drop: Part) -> Array:
+    """The norm reads the residual stream and leaves it clean (Figure 7b of the paper)."""
+    return x + drop(sublayer(norm(x)))
+
+
+def post_norm(x: Array, norm: Part, sublayer: Part, drop: Part) -> Array:
+    """The norm is part of the residual stream: the original BERT (Figure 7a of the paper)."""
+    return norm(x + drop(sublayer(x)))
+
+
+CONNECTIONS: Mapping[str, Callable[[Array, Part, Part, Part], Array]] = {"pre": pre_norm, "post": post_norm}
+
+
 class Layer(nnx.Module):
-    """One transformer layer; norms read the residual stream and leave it clean (Figure 7b of the paper)."""
+    """One transformer layer: attention and an MLP, each connected to the residual stream as `norm_placement` says."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         attention_key, mlp_key = jax.random.split(key)
@@ -62,6 +81,7 @@ class Layer(nnx.Module):
         self.attention = SelfAttention(model, output_std=output_std, key=attention_key)
         self.mlp_norm = make_norm(model, dtype)
         self.mlp = MLP(model, output_std=output_std, key=mlp_key)
+        self.connect = CONNECTIONS[model.norm_placement]
         self.rate = model.hidden_dropout
 
     def __call__(
@@ -72,11 +92,14 @@ class Layer(nnx.Module):
     ) -> Float[Array, "batch act_seq embed"]:
         """Adds what attention and the MLP find to the residual stream."""
         with jax.named_scope("attention"):
-            found = self.attention(self.attention_norm(x), context, keys)
-            x = x + dropout(found, self.rate, keys, 1, RESIDUAL)
+            attend = partial(self.attention, context=context, keys=keys)
+            x = self.connect(x, self.attention_norm, attend, self.dropout(1, keys))
         with jax.named_scope("mlp"):
-            found = self.mlp(self.mlp_norm(x))
-            return x + dropout(found, self.rate, keys, 2, RESIDUAL)
+            return self.connect(x, self.mlp_norm, self.mlp, self.dropout(2, keys))
+
+    def dropout(self, site: int, keys: Key[Array, " batch"] | None) -> Part:
+        """Dropout of what enters the residual stream at a site of the layer."""
+        return lambda x: dropout(x, self.rate, keys, site, RESIDUAL)
 
 
 class Stack(nnx.Module):

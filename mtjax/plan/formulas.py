@@ -23,6 +23,28 @@ NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1}
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What a model has beside the parts of a decoder."""
+
+    split: int = 0
+    """Parameters that are split over the model ways."""
+    whole: int = 0
+    """Parameters that every rank holds."""
+    flops_per_token: float = 0
+    """Forward."""
+
+    @classmethod
+    def of(cls, model: config.Model) -> "Heads":
+        """BERT's token types `Th`, masked-LM head `h^2 + h + nh + V`, pooler `h^2 + h` and classifier `2h + 2`."""
+        if model.family != "bert":
+            return cls()
+        h, order = model.hidden_size, int(model.sentence_order)
+        masked = h * h + h + NORM_VECTORS[model.norm] * h
+        whole = model.num_token_types * h + masked + order * (h * h + h + 2 * h + 2)
+        return cls(config.padded_vocab_size(model), whole, 2 * h * h + order * 2 * h * h / model.sequence_length)
+
+
+@dataclass(frozen=True)
 class Shape:
     """The sizes of a decoder-only transformer that formulas ask for."""
 
@@ -46,6 +68,10 @@ class Shape:
     """n: layer norm has a scale and a bias, RMS norm a scale."""
     learned_positions: bool = True
     """There is a table of positions."""
+    post_norm: bool = False
+    """A norm follows each residual add, and needs its input again in the backward pass."""
+    heads: Heads = Heads()
+    """What there is beside a decoder's parts."""
 
     @classmethod
     def of(cls, model: config.Model) -> "Shape":
@@ -64,6 +90,8 @@ class Shape:
             biases=model.bias,
             norm_vectors=NORM_VECTORS[model.norm],
             learned_positions=model.position == "learned",
+            post_norm=model.norm_placement == "post",
+            heads=Heads.of(model),
         )
 
     @classmethod
@@ -122,14 +150,15 @@ def _layer_parts(shape: Shape, model_ways: int) -> tuple[int, int]:
 
 
 def whole_outside_layers(shape: Shape) -> int:
-    """Parameters outside the layers that every rank holds: positions `sh` if learned, final norm `nh`."""
-    return (shape.sequence_length * shape.learned_positions + shape.norm_vectors) * shape.hidden_size
+    """Parameters outside the layers that every rank holds: positions `sh` if learned, final norm `nh`, heads."""
+    positions = shape.sequence_length * shape.learned_positions
+    return (positions + shape.norm_vectors) * shape.hidden_size + shape.heads.whole
 
 
 def embedding_parameters(shape: Shape) -> int:
     """Parameters outside the layers: token table `Vh` (two when untied), learned positions `sh`, final norm `nh`."""
     tables = 1 if shape.tied_embeddings else 2
-    return tables * shape.padded_vocab_size * shape.hidden_size + whole_outside_layers(shape)
+    return tables * shape.padded_vocab_size * shape.hidden_size + shape.heads.split + whole_outside_layers(shape)
 
 
 def parameters(shape: Shape) -> int:
@@ -157,7 +186,7 @@ def parameters_per_rank(shape: Shape, model_ways: int) -> int:
     split, whole = _layer_parts(shape, model_ways)
     tables = (1 if shape.tied_embeddings else 2) * shape.padded_vocab_size * shape.hidden_size
     layer = split // model_ways + whole
-    return shape.num_layers * layer + tables // model_ways + whole_outside_layers(shape)
+    return shape.num_layers * layer + (tables + shape.heads.split) // model_ways + whole_outside_layers(shape)
 
 
 # FLOPs
@@ -181,8 +210,9 @@ def logit_flops_per_token(shape: Shape) -> float:
 
 
 def forward_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
-    """FLOPs of one token's forward pass: `24lh^2 + 4slh + 2hV` with f = 4h."""
-    return shape.num_layers * layer_flops_per_token(shape, causal=causal) + logit_flops_per_token(shape)
+    """FLOPs of one token's forward pass: `24lh^2 + 4slh + 2hV` with f = 4h; BERT's heads `2h^2 (1 + 1/s)` more."""
+    layers = shape.num_layers * layer_flops_per_token(shape, causal=causal)
+    return layers + logit_flops_per_token(shape) + shape.heads.flops_per_token
 
 
 def model_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
@@ -214,9 +244,11 @@ def compiled_flops_per_token(
     """FLOPs per trained token that XLA keeps in a pre-LN decoder's program.
 
     Like `hardware_flops_per_token`, but with full recompute the MLP's down-projection is not computed again, for nobody
-    needs its result: `88lh^2 + 16slh + 8hV` with f = 4h; `6hV` when logits are kept instead of computed again.
+    needs its result: `88lh^2 + 16slh + 8hV` with f = 4h; `6hV` when logits are kept instead of computed again. In a
+    post-LN layer the norm after it does need it.
     """
-    dropped = 2 * shape.hidden_size * shape.mlp_size * shape.num_layers if recompute == "full" else 0
+    is_dropped = recompute == "full" and not shape.post_norm
+    dropped = 2 * shape.hidden_size * shape.mlp_size * shape.num_layers if is_dropped else 0
     logits = logit_flops_per_token(shape) if recompute_logits else 0
     return hardware_flops_per_token(shape, recompute, causal=causal) - dropped + logits
 

@@ -44,6 +44,11 @@ class Rules:
     """Gate and up projection of a gated MLP, stacked so that they are one product."""
     vocab: str | None = None
     layers: str | None = None
+    features: str | None = None
+    """Width of a projection that every rank has whole: BERT's heads."""
+    token_types: str | None = None
+    classes: str | None = None
+    """Answers of a classifier."""
 
     def mesh_axis(self, name: str | None) -> str | None:
         """The mesh axis of a logical name; None, a dimension without a name, is not split.

@@ -24,7 +24,7 @@ from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import CONVENTION, MetricsLog, Rates, plot_losses
 from mtjax.train.progress import ProgressLine
 from mtjax.train.run_folder import choose_folder
-from mtjax.train.sample import continue_text
+from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
 from mtjax.train.weights import Weights, check_same_weights, find_weights, restore_weights
@@ -281,12 +281,19 @@ def resume_command(run: Run, extra: str = "") -> str:
 def summarise(run: Run, state: State) -> None:
     """Where the results are, how the model writes, and what to try next."""
     steps = run.config.training.steps
-    sample = continue_text(run.program, state.parameters, run.tokenizer, run.config.output.prompt)
+    sample = sample_of(run, state)
     if run.metrics is not None:
         plot_losses(run.metrics.path, run.folder / "loss.png")
     run.progress.say(
         f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {run.folder}\n"
-        f"sample  {sample!r}\n"
+        f"{sample}"
         f"next    {resume_command(run, f' --steps {2 * steps}')}\n"
         f"        mtjax inspect --config {run.folder / 'config.toml'}"
     )
+
+
+def sample_of(run: Run, state: State) -> str:
+    """A line with a continuation of the prompt; nothing for families that don't continue text."""
+    if run.config.model.family not in CONTINUES_TEXT:
+        return ""
+    return f"sample  {continue_text(run.program, state.parameters, run.tokenizer, run.config.output.prompt)!r}\n"

@@ -13,6 +13,9 @@ from mtjax.models.gpt import GPT
 from mtjax.sharding.axes import WHOLE, use_rules
 from mtjax.train.step import Program, Tree
 
+CONTINUES_TEXT = ("gpt", "llama")
+"""Families that predict the next token."""
+
 
 def continue_text(
     program: Program,

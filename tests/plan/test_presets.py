@@ -9,7 +9,7 @@ from mtjax.plan import formulas, memory, plans
 from mtjax.plan.formulas import Shape
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith("gpt2-")]
+PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -21,8 +21,20 @@ def test_every_model_of_the_paper_is_there():
     names = {p.stem for p in PRESETS}
     table_1 = {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}
     table_2 = {"gpt2-355m", "gpt2-2.5b-lm", "gpt2-8.3b-lm"}
-    family = {"gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
-    assert table_1 | table_2 | family <= names
+    table_4 = {"bert-336m", "bert-1.3b", "bert-3.9b"}
+    family = {"bert-base", "bert-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
+    assert table_1 | table_2 | table_4 | family <= names
+
+
+@pytest.mark.parametrize(("name", "published"), [("bert-336m", 336e6), ("bert-1.3b", 1.3e9), ("bert-3.9b", 3.9e9)])
+def test_bert_is_as_large_as_table_4_says(name, published):
+    assert formulas.parameters(Shape.of(config.load(name).model)) == pytest.approx(published, rel=0.02)
+
+
+def test_bert_base_is_as_large_as_hugging_faces():
+    """110,106,428 for BertForPreTraining, and the rows of the vocabulary that are padding, with their biases."""
+    model = config.load("bert-base").model
+    assert formulas.parameters(Shape.of(model)) == 110_106_428 + (30_720 - 30_522) * (768 + 1)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)

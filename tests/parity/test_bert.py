@@ -1,0 +1,162 @@
+"""BERT as Hugging Face's transformers computes it: logits, losses and every gradient, from the same random weights.
+
+Post-LN is their BertForPreTraining, pre-LN their MegatronBertForPreTraining.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtjax.sharding.axes import use_rules
+from mtjax.train.step import make_program
+from tests.parity.test_gpt2 import relative
+from tests.tiny import batch_of, host_batch, mesh_of, tiny_config
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+
+POST = {"norm_placement": "post", "norm_epsilon": 1e-12, "activation": "gelu_exact"}
+ODD = {"num_layers": 3, "hidden_size": 48, "num_heads": 8, "mlp_size": 80, "vocab_size": 256, "tie_embeddings": False}
+CASES = {"post-LN": POST, "post-LN, odd sizes, untied": POST | ODD, "pre-LN": {}, "pre-LN, odd sizes, untied": ODD}
+
+
+def reference_model(config) -> Any:
+    """transformers' model of a config, with weights large enough for every part to matter, and no dropout."""
+    model = config.model
+    kinds = {
+        "post": (transformers.BertConfig, transformers.BertForPreTraining),
+        "pre": (transformers.MegatronBertConfig, transformers.MegatronBertForPreTraining),
+    }
+    settings, network = kinds[model.norm_placement]
+    theirs = settings(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        intermediate_size=model.mlp_size or 4 * model.hidden_size,
+        hidden_act={"gelu": "gelu_new", "gelu_exact": "gelu"}[model.activation],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=model.sequence_length,
+        type_vocab_size=2,
+        layer_norm_eps=model.norm_epsilon,
+        tie_word_embeddings=model.tie_embeddings,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    network = network(theirs)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return network
+
+
+def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
+    """transformers' tensors (weights, or their gradients) under our names and in our shapes."""
+    model = config.model
+    split, hidden = (model.num_heads, model.hidden_size // model.num_heads), (model.hidden_size,)
+    padding = 256 - model.vocab_size
+    post = model.norm_placement == "post"
+
+    def linear(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> dict[str, np.ndarray]:
+        weight, bias = named[f"{name}.weight"], named[f"{name}.bias"]
+        return {"weight": weight.T.reshape(*inputs, *outputs), "bias": bias.reshape(outputs)}
+
+    def norm(name: str) -> dict[str, np.ndarray]:
+        return {"scale": named[f"{name}.weight"], "bias": named[f"{name}.bias"]}
+
+    def layer(name: str) -> dict[str, Any]:
+        parts = [linear(f"{name}.attention.self.{part}", hidden, split) for part in ("query", "key", "value")]
+        inner = named[f"{name}.intermediate.dense.bias"].shape
+        return {
+            "attention_norm": norm(f"{name}.attention.output.LayerNorm" if post else f"{name}.attention.ln"),
+            "attention": {
+                "qkv": {
+                    "weight": np.stack([part["weight"] for part in parts], 1),
+                    "bias": np.stack([part["bias"] for part in parts]),
+                },
+                "output": linear(f"{name}.attention.output.dense", split, hidden),
+            },
+            "mlp_norm": norm(f"{name}.output.LayerNorm" if post else f"{name}.ln"),
+            "mlp": {
+                "up": linear(f"{name}.intermediate.dense", hidden, inner),
+                "down": linear(f"{name}.output.dense", inner, hidden),
+            },
+        }
+
+    layers = [layer(f"bert.encoder.layer.{i}") for i in range(model.num_layers)]
+    found = {
+        "embedding": np.pad(named["bert.embeddings.word_embeddings.weight"], [(0, padding), (0, 0)]),
+        "positions": named["bert.embeddings.position_embeddings.weight"],
+        "token_types": named["bert.embeddings.token_type_embeddings.weight"],
+        "stack": {"layers": jax.tree.map(lambda *each: np.stack(each), *layers)},
+        "head": {
+            "dense": linear("cls.predictions.transform.dense", hidden, hidden),
+            "norm": norm("cls.predictions.transform.LayerNorm"),
+            # Untied, their output layer has a bias of its own, and the head's is not used.
+            "bias": np.pad(
+                named[f"cls.predictions.{'bias' if model.tie_embeddings else 'decoder.bias'}"], (0, padding)
+            ),
+        },
+        "order": {
+            "pooler": linear("bert.pooler.dense", hidden, hidden),
+            "classifier": linear("cls.seq_relationship", hidden, (2,)),
+        },
+    }
+    found |= {"embedding_norm": norm("bert.embeddings.LayerNorm")} if post else {"final_norm": norm("bert.encoder.ln")}
+    if not model.tie_embeddings:
+        found["output"] = np.pad(named["cls.predictions.decoder.weight"], [(0, padding), (0, 0)])
+    return found
+
+
+def their_losses(network, batch) -> tuple[Any, Any, Any, Any]:
+    """Logits of both heads, the loss and its two parts."""
+    tensors = {name: torch.tensor(array) for name, array in batch.items() if array.dtype != np.uint32}
+    long = {
+        name: tensors[name].long() for name in ("tokens", "token_types", "padding_mask", "labels", "sentence_order")
+    }
+    out = network(long["tokens"], attention_mask=long["padding_mask"], token_type_ids=long["token_types"])
+    cross_entropy = torch.nn.functional.cross_entropy
+    masked = cross_entropy(out.prediction_logits.flatten(0, 1), long["labels"].flatten(), ignore_index=-1)
+    order = cross_entropy(out.seq_relationship_logits, long["sentence_order"])
+    return out.prediction_logits, out.seq_relationship_logits, masked, order
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+def test_logits_losses_and_gradients_equal_transformers(settings, mesh):
+    config = tiny_config(family="bert", hidden_dropout=0.0, attention_dropout=0.0, **settings)
+    network, batch = reference_model(config), host_batch(config, 0)
+    logits, order_logits, masked, order = their_losses(network, batch)
+    (masked + order).backward()
+
+    program = make_program(config, mesh_of(mesh))
+    weights = as_ours({n: p.detach().numpy() for n, p in network.named_parameters()}, config)
+    places = program.state_sharding.parameters
+    parameters = jax.tree.map(lambda array, place: jax.device_put(jnp.asarray(array), place), weights, places)
+    placed = batch_of(program, 0)
+
+    def our_logits(parameters, batch):
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            hidden = model(batch["tokens"], batch["token_types"], batch["padding_mask"])
+            return model.logits(hidden), model.order(hidden)
+
+    with jax.set_mesh(program.mesh):
+        found_logits, found_order = jax.jit(our_logits)(parameters, placed)
+        loss, parts, gradients = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, placed)
+
+    real = batch["padding_mask"].astype(bool)
+    found_logits = np.asarray(found_logits)[..., : config.model.vocab_size]
+    assert relative(found_logits[real], logits.detach().numpy()[real]) < 1e-4
+    assert relative(found_order, order_logits.detach().numpy()) < 1e-4
+    for found, expected in ((loss, masked + order), (parts["masked_lm"], masked), (parts["sentence_order"], order)):
+        assert abs(float(found) / expected.item() - 1) < 1e-4
+    expected = as_ours({n: p.grad.numpy() for n, p in network.named_parameters() if p.grad is not None}, config)
+    assert jax.tree.structure(expected) == jax.tree.structure(gradients)
+    flat = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, theirs), ours in zip(flat, jax.tree.leaves(gradients), strict=True):
+        assert relative(ours, theirs) < 1e-4, jax.tree_util.keystr(path)
