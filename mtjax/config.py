@@ -299,6 +299,7 @@ def validate(config: Config) -> None:
     groups = (config.model, config.data, config.optimizer, config.training, config.output)
     model, optimizer = config.model, config.optimizer
     positive = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_multiple", "steps")
+    positive += ("rope_original_length",)
     positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches")
     optional = (
         "num_kv_heads",

@@ -152,3 +152,9 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):  # a bug is not the user's mistake: it keeps its traceback
         fails(ZeroDivisionError())
+
+
+def test_a_family_on_the_command_line_brings_its_settings() -> None:
+    model = cli.parse(["--family", "llama", "--norm-epsilon", "1e-6"], "prog", "", Options).config.model
+    assert (model.family, model.norm, model.position, model.norm_epsilon) == ("llama", "rmsnorm", "rope", 1e-6)
+    assert cli.parse(["--family=llama", "--bias"], "prog", "", Options).config.model.bias

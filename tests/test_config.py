@@ -190,3 +190,49 @@ def test_the_vocabulary_is_padded_to_the_next_multiple(size: int, multiple: int)
 
 def test_nothing_close_gets_no_guess() -> None:
     assert nearest("xyzzy", ["steps", "seed"]) == ""
+
+
+def test_a_family_brings_its_settings_and_what_is_said_beside_it_wins() -> None:
+    llama = config.replace(Config(), family="llama", bias=True).model
+    assert (llama.norm, llama.position, llama.activation) == ("rmsnorm", "rope", "swiglu")
+    assert llama.bias and not llama.tie_embeddings and llama.hidden_dropout == 0
+    again = config.replace(Config(model=llama), family="llama", num_layers=2).model
+    assert again == dataclasses.replace(llama, num_layers=2)
+    back = config.replace(Config(model=llama), family="gpt").model
+    assert back == Config().model
+
+
+def test_every_family_can_be_left_for_every_other() -> None:
+    names = get_args(get_type_hints(config.Model)["family"])
+    assert set(config.FAMILIES) == set(names)
+    defaults = {field.name: field.default for field in dataclasses.fields(config.Model)}
+    brought = {name for table in config.FAMILIES.values() for name in table}
+    assert {n: defaults[n] for n in brought} == {n: config.FAMILIES["gpt"].get(n, defaults[n]) for n in brought}
+
+
+def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nnorm = "layernorm"\nfamily = "llama"\n')
+    model = config.load(path).model
+    assert (model.norm, model.position) == ("layernorm", "rope")
+    config.save(config.load(path), tmp_path / "saved.toml")
+    assert config.load(tmp_path / "saved.toml").model == model
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_heads": 16, "num_kv_heads": 5}, "num_heads 16 do not divide .* num_kv_heads 5; .* 4 and 8"),
+        ({"num_heads": 16, "num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"position": "rope", "head_dim": 5}, "rope rotates pairs, and a head is 5 wide"),
+        ({"position": "rope", "rope_factor": 0.0}, "rope_factor is 0.0"),
+        (
+            {"position": "rope", "rope_scaling": "llama3", "rope_low_frequency_factor": 4.0},
+            "rope_low_frequency_factor 4.0 must be below rope_high_frequency_factor 4.0",
+        ),
+        ({"position": "rope", "rope_original_length": 0}, "rope_original_length is 0"),
+    ],
+)
+def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config.validate(config.replace(Config(), **fields))

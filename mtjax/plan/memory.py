@@ -49,8 +49,11 @@ def layer_activations(
     attention leaves out the last term (arXiv 2205.05198, equations 1 to 4). Masks have one byte, all else
     `element_bytes`, c.
 
-    JAX: norms keep three float32 arrays each, GELU's derivative six arrays where Megatron's kernels keep two, softmax
-    its float32 exponentials beside the probabilities: `sbh (28 + 2 (1 + 8/t) + ...)`; read off compiled programs.
+    Gated MLPs keep one array more; key and value heads fewer than the ways are counted as if split.
+
+    JAX: norms keep three float32 arrays each, GELU's derivative six arrays where Megatron's kernels keep two (SwiGLU's
+    about six too, GEGLU's two more), softmax its float32 exponentials beside the probabilities:
+    `sbh (28 + 2 (1 + 8/t) + ...)`; read off compiled programs.
     """
     s, b, h, t, c = shape.sequence_length, microbatch, shape.hidden_size, model_ways, element_bytes
     outside = s * b * h / (t if sequence_parallel else 1)
@@ -61,10 +64,10 @@ def layer_activations(
         "norm inputs": 2 * (12 if is_jax else c) * outside,
         "inputs of column-parallel products": 2 * c * outside,
         "dropout masks": 2 * masks * outside,
-        "query, key, value": 3 * c * inside,
-        "attention output": c * inside,
+        "query, key, value": c * inside * (shape.query_size + 2 * shape.kv_size) / h,
+        "attention output": c * inside * shape.query_size / h,
         "attention probabilities": 0.0,
-        "MLP": (6 if is_jax else 2) * c * inside * shape.mlp_size / h,
+        "MLP": (6 if is_jax else 1 + shape.mlp_inputs) * c * inside * shape.mlp_size / h,
     }
     if not flash_attention:
         per_score = (4 + c + masks) if is_jax else (2 * c + masks if dropout else c)

@@ -9,7 +9,7 @@ from mtjax.plan import formulas, memory, plans
 from mtjax.plan.formulas import Shape
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-"))]
+PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "llama2-", "llama3-"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -17,13 +17,14 @@ def test_loads_and_is_valid(path):
     config.validate(config.load(path.stem))
 
 
-def test_every_model_of_the_paper_is_there():
+def test_every_published_model_is_there():
     names = {p.stem for p in PRESETS}
     table_1 = {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}
     table_2 = {"gpt2-355m", "gpt2-2.5b-lm", "gpt2-8.3b-lm"}
     table_4 = {"bert-336m", "bert-1.3b", "bert-3.9b"}
     family = {"bert-base", "bert-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
-    assert table_1 | table_2 | table_4 | family <= names
+    llama = {"llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
+    assert table_1 | table_2 | table_4 | family | llama <= names
 
 
 @pytest.mark.parametrize(("name", "published"), [("bert-336m", 336e6), ("bert-1.3b", 1.3e9), ("bert-3.9b", 3.9e9)])

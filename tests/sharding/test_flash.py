@@ -24,24 +24,28 @@ def plain(query, key, value):
     return core_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x4", "1x8", "8x1"])
-def test_flash_equals_plain_attention_and_its_gradients(mesh):
+@pytest.mark.parametrize(("mesh", "groups"), [("1x1", 8), ("2x4", 8), ("1x8", 8), ("8x1", 8), ("1x1", 2), ("2x4", 4)])
+def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
     place, random = mesh_of(mesh), np.random.default_rng(0)
-    arrays = [random.normal(size=(8, 32, 8, 16)).astype(np.float32) for _ in range(3)]
+    arrays = [random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, groups, groups)]
     batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in arrays]
-    scale = jax.device_put(random.normal(size=(8, 16)).astype(np.float32), NamedSharding(place, SCALE))
+    scales = [
+        jax.device_put(random.normal(size=(n, 16)).astype(np.float32), NamedSharding(place, SCALE))
+        for n in (8, groups, groups)
+    ]
 
     def gradients(attend):
-        def loss_sum(scale, batch):
+        def loss_sum(scales, batch):
             with use_rules(TENSOR.rules):
-                return (attend(*(a * scale for a in batch)) ** 2).sum(), {}
+                return (attend(*(a * scale for a, scale in zip(batch, scales, strict=True))) ** 2).sum(), {}
 
-        return data_parallel_gradients(loss_sum, scale, batch, SCALE, num_microbatches=1)
+        return data_parallel_gradients(loss_sum, scales, batch, [SCALE] * 3, num_microbatches=1)
 
     with jax.set_mesh(place):
-        (loss, _, slope), (expected_loss, _, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))
+        (loss, _, slopes), (expected_loss, _, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    np.testing.assert_allclose(slope, expected, atol=1e-5 * np.abs(expected).max())
+    for slope, theirs in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(slope, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(
