@@ -34,13 +34,13 @@ class HuggingFaceSource:
         """
         raw = read_config(folder)
         family = family_of_config(raw, str(folder / "config.json"))
-        settings = family.model_settings(raw, str(folder / "config.json"))
+        tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
+        settings = family.model_settings(raw, frozenset(tensors.shapes), str(folder / "config.json"))
         if vocab_multiple:
             settings["vocab_multiple"] = vocab_multiple
         config = replace(Config(), **settings)
         validate(config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         fresh = sorted({name.partition(".")[0] for name in self._weights.fresh})

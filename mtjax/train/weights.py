@@ -132,11 +132,11 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
     Raises:
       UserError: lists all differences, with both values.
     """
-    theirs, ours = _settings(weights.config.model), _settings(config.model)
+    theirs, ours = effective_settings(weights.config.model), effective_settings(config.model)
     differences = [
-        f"{name} is {theirs[name]} there and {ours[name]} here"
-        for name in theirs
-        if name not in FREE and theirs[name] != ours[name]
+        f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
     ]
     wanted = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
     found = set(weights.names)
@@ -151,9 +151,25 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
         )
 
 
-def _settings(model: Model) -> dict[str, Any]:
-    """All settings, with those written out that follow from others."""
-    return vars(model) | {"mlp_size": configs.mlp_size(model)}
+def effective_settings(model: Model) -> dict[str, Any]:
+    """The settings that say what a model computes: those that follow from others written out, those without effect and
+    those of training left out."""
+    found = vars(model) | {
+        "mlp_size": configs.mlp_size(model),
+        "head_dim": configs.head_dim(model),
+        "num_kv_heads": configs.num_kv_heads(model),
+        "family": "gpt" if model.family == "llama" else model.family,  # one decoder, with other defaults
+    }
+    idle = set(FREE)
+    if model.position == "rope":
+        idle |= {"sequence_length"}  # no parameter knows it
+    else:
+        idle |= {name for name in found if name.startswith("rope_")}
+    if model.rope_scaling == "none":
+        idle |= {name for name in found if name.startswith("rope_")} - {"rope_theta", "rope_scaling"}
+    if model.family != "bert":
+        idle |= {"num_token_types", "sentence_order"}
+    return {name: value for name, value in found.items() if name not in idle}
 
 
 def _place(store: ts.TensorStore, target: Any) -> jax.Array:

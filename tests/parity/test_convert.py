@@ -28,7 +28,49 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(theirs)
 
 
-FAMILIES = {"gpt2": gpt2}
+def gpt2_untied() -> Any:
+    theirs = transformers.GPT2Config(
+        vocab_size=300,
+        n_positions=16,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(theirs)
+
+
+def llama(**settings: Any) -> Any:
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 64,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | settings)))
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES = {
+    "gpt2": gpt2,
+    "gpt2 untied, exact gelu": gpt2_untied,
+    "llama": llama,
+    "llama grouped, scaled rope, wide heads": lambda: llama(
+        num_key_value_heads=2, head_dim=16, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, rms_norm_eps=1e-5
+    ),
+    "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+}
 
 
 def model_of(make) -> Any:

@@ -7,9 +7,18 @@ from typing import Any
 from mtjax.config import Config, Model, replace
 from mtjax.convert.table import Table
 from mtjax.errors import UserError
-from mtjax.train.weights import FREE
+from mtjax.train.weights import effective_settings
 
 Json = Mapping[str, Any]
+
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+}
+"""Their names of activations that are not gated, and ours."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +41,15 @@ class Family:
     table: Table
     fields: tuple[Field, ...]
     """Settings that only differ in name."""
-    read: Callable[[Json], dict[str, Any]]
-    """Our other settings from a config.json."""
+    read: Callable[[Json, frozenset[str]], dict[str, Any]]
+    """Our other settings from a config.json and the names of the tensors."""
     write: Callable[[Model], dict[str, Any]]
     """Their other keys from our settings."""
     only: Mapping[str, tuple[Any, ...]]
-    """Keys that may have these values alone, the first of which is transformers' default."""
+    """Keys that may have these values alone."""
 
-    def model_settings(self, config: Json, source: str) -> dict[str, Any]:
-        """Our settings of a model, from its config.json.
+    def model_settings(self, config: Json, names: frozenset[str], source: str) -> dict[str, Any]:
+        """Our settings of a model, from its config.json and the names of its tensors.
 
         Raises:
           UserError: it has what our model can't do: lists all of it.
@@ -53,7 +62,7 @@ class Family:
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not have: {'; '.join(wrong)}")
         simple = {field.ours: config.get(field.theirs, field.default) for field in self.fields}
-        return simple | self.read(config)
+        return simple | self.read(config, names)
 
     def config_json(self, model: Model) -> dict[str, Any]:
         """The config.json of a model of ours."""
@@ -63,19 +72,20 @@ class Family:
 
     def misfits(self, model: Model) -> list[str]:
         """Settings of a model that this family has no place for."""
-        back = replace(Config(), **self.model_settings(self.config_json(model), "")).model
-        ignored = {*FREE, "vocab_multiple"}
+        back = replace(Config(), **self.model_settings(self.config_json(model), frozenset(), "")).model
+        there = effective_settings(back)
+        ignored = ("vocab_multiple", "sentence_order")  # nothing of the weights' own; the tensors say
         return [
             f"{name} {value}"
-            for name, value in vars(model).items()
-            if name not in ignored and not _same(name, value, getattr(back, name), model)
+            for name, value in effective_settings(model).items()
+            if name not in ignored and there.get(name) != value
         ]
 
 
-def _same(name: str, ours: Any, back: Any, model: Model) -> bool:
-    """Whether a setting came back; one that is left to its default is the same as the default written out."""
-    defaults = {"mlp_size": 4 * model.hidden_size}
-    return ours == back or (name in defaults and {ours, back} == {None, defaults[name]})
+def activation_name(model: Model) -> str:
+    """Their name of our activation; one that they don't have comes back as another, and so is refused."""
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return names.get(model.activation, "relu")
 
 
 def tensors_without(names: Iterable[str], prefix: str) -> bool:

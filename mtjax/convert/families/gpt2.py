@@ -3,39 +3,32 @@
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.convert.families.family import Family, Field, Json
-from mtjax.convert.table import Row, Table, Tensor, dims
+from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
+from mtjax.convert.families.rows import norm, row
+from mtjax.convert.table import Row, Table
 
 LAYERS, BLOCK = "stack.layers", "transformer.h.{layer}"
 
 
-def _row(ours: str, theirs: str, shape: str) -> Row:
-    return Row(ours, (Tensor(theirs, dims(shape)),))
-
-
-def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
-    return _row(f"{ours}.scale", f"{theirs}.weight", "embed"), _row(f"{ours}.bias", f"{theirs}.bias", "embed")
-
-
 def _linear(ours: str, theirs: str, inputs: str, outputs: str) -> tuple[Row, Row]:
-    weight = _row(f"{ours}.weight", f"{theirs}.weight", f"{inputs} {outputs}")
-    return weight, _row(f"{ours}.bias", f"{theirs}.bias", outputs)
+    weight = row(f"{ours}.weight", f"{theirs}.weight", f"{inputs} {outputs}")
+    return weight, row(f"{ours}.bias", f"{theirs}.bias", outputs)
 
 
 TABLE = Table(
     format="Hugging Face's gpt2",
     prefix="transformer.",
     rows=(
-        _row("embedding", "transformer.wte.weight", "vocab embed"),
-        _row("positions", "transformer.wpe.weight", "seq embed"),
-        *_norm(f"{LAYERS}.attention_norm", f"{BLOCK}.ln_1"),
+        row("embedding", "transformer.wte.weight", "vocab embed"),
+        row("positions", "transformer.wpe.weight", "seq embed"),
+        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.ln_1"),
         *_linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.attn.c_attn", "embed", "qkv*heads*head_dim"),
         *_linear(f"{LAYERS}.attention.output", f"{BLOCK}.attn.c_proj", "heads*head_dim", "embed"),
-        *_norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.ln_2"),
+        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.ln_2"),
         *_linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.c_fc", "embed", "mlp"),
         *_linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.c_proj", "mlp", "embed"),
-        *_norm("final_norm", "transformer.ln_f"),
-        _row("output", "lm_head.weight", "vocab embed"),
+        *norm("final_norm", "transformer.ln_f"),
+        row("output", "lm_head.weight", "vocab embed"),
     ),
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     copies={"lm_head.weight": "transformer.wte.weight"},
@@ -50,17 +43,18 @@ FIELDS = (
     Field("vocab_size", "vocab_size", 50257),
     Field("norm_epsilon", "layer_norm_epsilon", 1e-5),
     Field("init_std", "initializer_range", 0.02),
+    Field("tie_embeddings", "tie_word_embeddings", True),
     Field("hidden_dropout", "resid_pdrop", 0.1),
     Field("attention_dropout", "attn_pdrop", 0.1),
 )
 
 
-def _read(config: Json) -> dict[str, Any]:
-    return {}
+def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    return {"family": "gpt", "activation": ACTIVATIONS[config.get("activation_function", "gelu_new")]}
 
 
 def _write(model: Model) -> dict[str, Any]:
-    return {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout}
+    return {"activation_function": activation_name(model), "embd_pdrop": model.hidden_dropout}
 
 
 GPT2 = Family(
@@ -71,10 +65,9 @@ GPT2 = Family(
     read=_read,
     write=_write,
     only={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": tuple(ACTIVATIONS),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
-        "tie_word_embeddings": (True,),
     },
 )
