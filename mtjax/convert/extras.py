@@ -1,9 +1,11 @@
-"""Libraries that only conversions need: the extra `convert`."""
+"""Libraries that only conversions need: the extras `convert` and, for Megatron-LM's checkpoints, `megatron`."""
 
 from importlib import import_module
 from types import ModuleType
 
 from mtjax.errors import UserError
+
+EXTRAS = {"safetensors": "convert", "torch": "megatron"}
 
 
 def require(name: str) -> ModuleType:
@@ -15,4 +17,4 @@ def require(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as e:
-        raise UserError(f"this needs the library {name}: pip install 'mtjax[convert]'") from e
+        raise UserError(f"this needs the library {name}: pip install 'mtjax[{EXTRAS[name]}]'") from e

@@ -84,8 +84,7 @@ class Family:
 
 def activation_name(model: Model) -> str:
     """Their name of our activation; one that they don't have comes back as another, and so is refused."""
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    return names.get(model.activation, "relu")
+    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
 
 
 def tensors_without(names: Iterable[str], prefix: str) -> bool:

@@ -1,0 +1,216 @@
+"""Megatron-LM's checkpoints of GPT and BERT, as a source and as a sink."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mtjax import config as configs
+from mtjax.config import Config, replace, validate
+from mtjax.convert.extras import require
+from mtjax.convert.hugging_face import narrowed
+from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
+from mtjax.convert.megatron_tables import EMBEDDING, HEAD_COPY, arguments_of, model_settings, table
+from mtjax.convert.named import NamedWeights, local_shapes
+from mtjax.convert.parameters import Parameter, parameters_of
+from mtjax.convert.safetensors_files import DTYPES
+from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.table import VOCAB, name_of, with_vocab
+from mtjax.errors import UserError
+
+RELEASE = "release"
+"""What Megatron's tracker file calls weights that are no iteration of a run."""
+VOCAB_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
+
+
+class MegatronSource:
+    """A checkpoint that Megatron-LM wrote, in any tensor and pipeline split."""
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int | None = None,
+        vocab_multiple: int | None = None,
+        model_config: str | None = None,
+    ) -> None:
+        """Opens every rank's file and compares every tensor's name and shape with what the arguments say.
+
+        Args:
+          folder: with the tracker file, or with `mp_rank_*`.
+          vocab_size: tokens of the vocabulary; checkpoints know their padded number of rows.
+          vocab_multiple: what our vocabulary is padded to.
+          model_config: a config that describes the model, for a checkpoint that does not.
+
+        Raises:
+          UserError: it is no such checkpoint, its model none of ours, or tensors don't fit: lists all of them.
+        """
+        files = MegatronCheckpoint(folder)
+        rows = files.ranks * files.shapes.get(EMBEDDING, (0,))[0]
+        if model_config is None:
+            settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
+        else:
+            settings = vars(configs.load(model_config).model)
+        settings["vocab_size"] = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size") or rows
+        if vocab_multiple:
+            settings["vocab_multiple"] = vocab_multiple
+        if settings["vocab_size"] > max(rows, 1):
+            raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
+        config = replace(Config(), **settings)
+        validate(config)
+        self.parameters: Mapping[str, Parameter] = parameters_of(config)
+        selection = table(files.version).select(self.parameters)
+        self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
+        self.origin = Origin(config, files.dtype, folder, notes=self._notes(files, config, rows))
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """One layer's slice after the other, in the files' type."""
+        return self._weights.slices(parameter)
+
+    def _notes(self, files: MegatronCheckpoint, config: Config, rows: int) -> tuple[str, ...]:
+        fresh = sorted(self._weights.fresh)
+        notes = [f"checkpoint_version {files.version:g}, {files.ranks} tensor-parallel ranks, {files.dtype}"]
+        notes += [f"not in {files.folder}, and so begun afresh: {', '.join(fresh)}"] if fresh else []
+        if config.model.vocab_size == rows:
+            notes.append(f"the vocabulary is taken for {rows} tokens, all rows there are; --vocab-size says fewer")
+        return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Over how many ranks a checkpoint is written, and how."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    version: float = 3.0
+
+
+class MegatronSink:
+    """A checkpoint that Megatron-LM loads: one file per tensor-parallel rank and pipeline stage.
+
+    A rank's tensors are collected in a file that is mapped into memory, for torch writes a checkpoint at once.
+    """
+
+    def __init__(
+        self, folder: Path, origin: Origin, parameters: Mapping[str, Parameter], split: Split, dtype: str | None
+    ) -> None:
+        """Makes the collecting files, at their full size.
+
+        Raises:
+          UserError: Megatron has no such model, or it does not divide over the ranks.
+        """
+        require("torch")
+        model = origin.config.model
+        self._folder, self._origin, self._split = folder, origin, split
+        self._dtype = dtype or origin.dtype
+        multiple = VOCAB_MULTIPLE * split.tensor
+        self._rows = -(-rows_of(model) // multiple) * multiple
+        self._arguments = arguments_of(model, split.tensor, split.pipeline, self._dtype, self._rows)
+        if model.num_layers % split.pipeline:
+            raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
+        self._selection = table(split.version).select(parameters)
+        self._stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
+        self._collected = [
+            [self._collect(rank, stage) for stage in range(split.pipeline)] for rank in range(split.tensor)
+        ]
+
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Puts every rank's part of one layer's slice where it belongs.
+
+        Raises:
+          UserError: a number is too large for float16.
+        """
+        if VOCAB in parameter.axes:
+            array = with_vocab(array, parameter, self._rows)
+        ranks = self._split.tensor
+        for tensor in self._selection.of(parameter.name).tensors:
+            name = name_of(tensor, layer)
+            for rank in range(ranks):
+                part = narrowed(tensor.extract(array, parameter, (rank, ranks)), self._dtype, name)
+                for stage, shapes in enumerate(self._stages):
+                    for local in (name, *([HEAD_COPY] if name == EMBEDDING else [])):
+                        if local in shapes:
+                            self._collected[rank][stage][local][...] = part
+
+    def close(self) -> None:
+        """Writes the checkpoint, its tracker file and the tokenizer."""
+        torch = require("torch")
+        for rank, stages in enumerate(self._collected):
+            for stage, tensors in enumerate(stages):
+                suffix = f"_{stage:03}" if self._split.pipeline > 1 else ""
+                path = self._folder / RELEASE / f"mp_rank_{rank:02}{suffix}" / FILES[0]
+                path.parent.mkdir(parents=True)
+                content = {
+                    "args": argparse.Namespace(**self._arguments),
+                    "checkpoint_version": self._split.version,
+                    "iteration": 0,
+                    "model": nested({self._local(name): _as_torch(a) for name, a in tensors.items()}),
+                }
+                torch.save(content, path)
+        self._collected.clear()
+        for path in self._folder.glob(".collected-*"):
+            path.unlink()
+        (self._folder / TRACKER).write_text(RELEASE)
+        carry_files(self._origin.files, self._folder)
+
+    def _staged(self, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
+        """The tensors of each pipeline stage: the embeddings in the first, the heads in the last."""
+        last = self._split.pipeline - 1
+        stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(last + 1)]
+        for name, shape in shapes.items():
+            stages[self._stage(name)][name] = shape
+        if last and self._origin.config.model.tie_embeddings:
+            stages[last][HEAD_COPY] = shapes[EMBEDDING]
+        return stages
+
+    def _stage(self, name: str) -> int:
+        layer = _layer(name)
+        if layer is not None:
+            return layer // (self._origin.config.model.num_layers // self._split.pipeline)
+        return 0 if ".embedding." in name else self._split.pipeline - 1
+
+    def _local(self, name: str) -> str:
+        """The name with layers counted from the stage's first."""
+        layer, each = _layer(name), self._origin.config.model.num_layers // self._split.pipeline
+        return name if layer is None else name.replace(f".layers.{layer}.", f".layers.{layer % each}.")
+
+    def _collect(self, rank: int, stage: int) -> dict[str, np.ndarray]:
+        shapes, dtype = self._stages[stage], DTYPES[self._dtype]
+        path = self._folder / f".collected-{rank}-{stage}"
+        size = sum(map(prod, shapes.values()))
+        whole = np.memmap(path, dtype, "w+", shape=(size,))
+        parts, start = {}, 0
+        for name, shape in shapes.items():
+            parts[name] = whole[start : start + prod(shape)].reshape(shape)
+            start += prod(shape)
+        return parts
+
+
+def _layer(name: str) -> int | None:
+    before, found, after = name.partition(".layers.")
+    return int(after.partition(".")[0]) if found else None
+
+
+def _as_torch(array: np.ndarray) -> Any:
+    torch = require("torch")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(np.asarray(array).view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(np.asarray(array))
+
+
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as Megatron nests them: by module down to the encoder, the pooler, each embedding and each head."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        words = name.split(".")
+        depth = 1 if words[0] != "language_model" else 3 if words[1] == "embedding" else 2
+        inner = found
+        for word in words[:depth]:
+            inner = inner.setdefault(word, {})
+        inner[".".join(words[depth:])] = tensor
+    return found
