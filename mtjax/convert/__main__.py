@@ -15,21 +15,24 @@ from mtjax.errors import UserError, nearest
 if TYPE_CHECKING:
     from mtjax.convert.stream import Sink, Source
 
-DESCRIPTION = """Converts weights to and from Hugging Face's safetensors, tensor by tensor.
+DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
 
 A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
+  megatron  GPT and BERT: a folder with latest_checkpointed_iteration.txt, or with mp_rank_XX[_YYY]/model_optim_rng.pt
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
   mtjax train --config gpt2-weights/config.toml --init-from gpt2-weights --data book.txt
   mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
+  mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
+  mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
 
 What was converted can be converted back: every bit returns. Nothing is loaded as a whole: memory holds a few times the
 largest tensor, however large the model. DIR after --to must be new; it appears only when all of it is written.
 """
-KINDS = ("hf", "mtjax")
+KINDS = ("hf", "mtjax", "megatron")
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,20 @@ class Options:
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
     """What to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the numbers in an hf folder; that of the weights' origin when not given, float32 for a run's. mtjax
-    always keeps float32."""
+    """Type of the numbers in an hf or megatron folder; that of the weights' origin when not given, float32 for a run's.
+    mtjax always keeps float32."""
     vocab_multiple: int | None = None
     """Pad mtjax's vocabulary to a multiple of this, which the model ways of a mesh must divide; 1024 when not given."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary in a megatron folder, which may know no more than the padded number."""
+    config: str | None = None
+    """A config that describes the model in a megatron folder, if the folder does not."""
+    tensor: int = 1
+    """Tensor-parallel ranks of a megatron folder that is written."""
+    pipeline: int = 1
+    """Pipeline stages of a megatron folder that is written."""
+    checkpoint_version: Literal[0, 1, 2, 3] = 3
+    """Of a megatron folder that is written: 0 to 2 are what older versions of Megatron-LM read."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 
@@ -95,23 +108,28 @@ def place(text: str) -> tuple[str, Path]:
 
 def _open_source(kind: str, folder: Path, options: Options) -> "Source":
     from mtjax.convert.hugging_face import HuggingFaceSource
+    from mtjax.convert.megatron import MegatronSource
     from mtjax.convert.mtjax_folder import MtjaxSource
 
     openers: dict[str, Callable[[], Source]] = {
         "hf": lambda: HuggingFaceSource(folder, options.vocab_multiple),
         "mtjax": lambda: MtjaxSource(folder),
+        "megatron": lambda: MegatronSource(folder, options.vocab_size, options.vocab_multiple, options.config),
     }
     return openers[kind]()
 
 
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
     from mtjax.convert.hugging_face import HuggingFaceSink
+    from mtjax.convert.megatron import MegatronSink, Split
     from mtjax.convert.mtjax_folder import MtjaxSink
 
     largest = int(options.max_shard_gb * 1e9)
+    split = Split(options.tensor, options.pipeline, float(options.checkpoint_version))
     openers: dict[str, Callable[[], Sink]] = {
         "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),
+        "megatron": lambda: MegatronSink(folder, source.origin, source.parameters, split, options.dtype),
     }
     return openers[kind]()
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config import Config, replace, validate
 from mtjax.convert.families.family import tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
-from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.stream import Origin, carry_files, config_of, rows_of
 from mtjax.convert.table import name_of
 from mtjax.data.tokenizer import open_tokenizer
 from mtjax.errors import UserError
@@ -38,8 +37,7 @@ class HuggingFaceSource:
         settings = family.model_settings(raw, frozenset(tensors.shapes), str(folder / "config.json"))
         if vocab_multiple:
             settings["vocab_multiple"] = vocab_multiple
-        config = replace(Config(), **settings)
-        validate(config)
+        config = config_of(settings)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))

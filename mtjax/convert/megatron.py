@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from mtjax import config as configs
-from mtjax.config import Config, replace, validate
+from mtjax.config import Config
 from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
@@ -19,7 +19,7 @@ from mtjax.convert.megatron_tables import EMBEDDING, HEAD_COPY, arguments_of, mo
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
-from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.stream import Origin, carry_files, config_of, rows_of
 from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.errors import UserError
 
@@ -61,8 +61,7 @@ class MegatronSource:
             settings["vocab_multiple"] = vocab_multiple
         if settings["vocab_size"] > max(rows, 1):
             raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
-        config = replace(Config(), **settings)
-        validate(config)
+        config = config_of(settings)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = table(files.version).select(self.parameters)
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
@@ -192,7 +191,7 @@ class MegatronSink:
 
 
 def _layer(name: str) -> int | None:
-    before, found, after = name.partition(".layers.")
+    _, found, after = name.partition(".layers.")
     return int(after.partition(".")[0]) if found else None
 
 

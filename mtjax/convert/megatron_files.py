@@ -1,7 +1,7 @@
 """Megatron-LM's checkpoint files, `mp_rank_XX[_YYY]/model_optim_rng.pt`: read without running what is pickled in them.
 
-XX is the tensor-parallel rank, YYY the pipeline stage. With interleaved stages a file has `model0`, `model1`, ... instead
-of `model`: chunk c of stage p comes after chunk c of stage p - 1.
+XX is the tensor-parallel rank, YYY the pipeline stage. With interleaved stages a file has `model0`, `model1`, ...
+instead of `model`: chunk c of stage p comes after chunk c of stage p - 1.
 """
 
 import argparse
@@ -200,6 +200,11 @@ def flattened(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def _later(name: str, layers: int) -> str:
+    """The name with its layer counted from `layers`."""
+    return _LAYER.sub(lambda match: str(int(match[0]) + layers), name)
+
+
 def _joined(parts: list[_Part]) -> dict[str, list[Any]]:
     """All parts' tensors by rank, with layers counted over all parts."""
     found: dict[str, list[Any]] = {}
@@ -207,6 +212,6 @@ def _joined(parts: list[_Part]) -> dict[str, list[Any]]:
     for part in parts:
         for name in part.tensors[0]:
             shards = [tensors[name] for tensors in part.tensors]
-            found[_LAYER.sub(lambda match: str(int(match[0]) + before), name)] = shards
+            found[_later(name, before)] = shards
         before += part.num_layers
     return found

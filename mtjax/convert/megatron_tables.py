@@ -36,9 +36,7 @@ def table(version: float) -> Table:
         row("positions", f"{LANGUAGE}.embedding.position_embeddings.weight", "seq embed"),
         row("token_types", f"{LANGUAGE}.embedding.tokentype_embeddings.weight", "token_types embed"),
         *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.input_layernorm"),
-        *linear(
-            f"{LAYERS}.attention.qkv", f"{BLOCK}.self_attention.query_key_value", "embed", QKV_ORDERS[version]
-        ),
+        *linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.self_attention.query_key_value", "embed", QKV_ORDERS[version]),
         *linear(f"{LAYERS}.attention.output", f"{BLOCK}.self_attention.dense", "heads*head_dim", "embed"),
         *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.post_attention_layernorm"),
         *linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.dense_h_to_4h", "embed", "mlp"),

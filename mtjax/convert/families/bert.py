@@ -1,0 +1,109 @@
+"""transformers' `bert`, the original with post-LN layers, and `megatron-bert`, the paper's with pre-LN layers."""
+
+from typing import Any
+
+from mtjax.config import Model, mlp_size
+from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
+from mtjax.convert.families.rows import attention, linear, norm, row
+from mtjax.convert.table import Row, Table, Tensor, dims
+
+LAYERS, BLOCK = "stack.layers", "bert.encoder.layer.{layer}"
+
+BIASES = tuple(Tensor(f"cls.predictions.{name}", dims("vocab")) for name in ("bias", "decoder.bias"))
+
+
+def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
+    """All but the norms that one of the two has and the other not."""
+    return (
+        row("embedding", "bert.embeddings.word_embeddings.weight", "vocab embed"),
+        row("positions", "bert.embeddings.position_embeddings.weight", "seq embed"),
+        row("token_types", "bert.embeddings.token_type_embeddings.weight", "token_types embed"),
+        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.{attention_norm}"),
+        *attention(f"{LAYERS}.attention", *(f"{BLOCK}.attention.self.{x}" for x in ("query", "key", "value"))),
+        *linear(f"{LAYERS}.attention.output", f"{BLOCK}.attention.output.dense", "heads*head_dim", "embed"),
+        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.{mlp_norm}"),
+        *linear(f"{LAYERS}.mlp.up", f"{BLOCK}.intermediate.dense", "embed", "mlp"),
+        *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.output.dense", "mlp", "embed"),
+        *linear("head.dense", "cls.predictions.transform.dense", "features", "embed"),
+        *norm("head.norm", "cls.predictions.transform.LayerNorm"),
+        # Untied, their output layer has a bias of its own, which is read last, and the head's has no effect.
+        Row("head.bias", BIASES[:1], untied=BIASES),
+        *linear("order.pooler", "bert.pooler.dense", "embed", "features"),
+        *linear("order.classifier", "cls.seq_relationship", "embed", "classes"),
+        row("output", "cls.predictions.decoder.weight", "vocab embed"),
+    )
+
+
+COPIES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+IGNORED = (r"bert\.embeddings\.position_ids",)
+HEADS = ("head", "order.pooler", "order.classifier")
+"""Only pretraining needs them: encoders come without."""
+
+POST_LN = Table(
+    format="Hugging Face's bert",
+    prefix="bert.",
+    rows=(
+        *norm("embedding_norm", "bert.embeddings.LayerNorm"),
+        *_rows("attention.output.LayerNorm", "output.LayerNorm"),
+    ),
+    ignored=IGNORED,
+    copies=COPIES,
+    optional=HEADS,
+)
+PRE_LN = Table(
+    format="Hugging Face's megatron-bert",
+    prefix="bert.",
+    rows=(*_rows("attention.ln", "ln"), *norm("final_norm", "bert.encoder.ln")),
+    ignored=IGNORED,
+    copies=COPIES,
+    optional=HEADS,
+)
+
+FIELDS = (
+    Field("num_layers", "num_hidden_layers", 12),
+    Field("hidden_size", "hidden_size", 768),
+    Field("num_heads", "num_attention_heads", 12),
+    Field("sequence_length", "max_position_embeddings", 512),
+    Field("vocab_size", "vocab_size", 30522),
+    Field("num_token_types", "type_vocab_size", 2),
+    Field("norm_epsilon", "layer_norm_eps", 1e-12),
+    Field("init_std", "initializer_range", 0.02),
+    Field("hidden_dropout", "hidden_dropout_prob", 0.1),
+    Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
+    Field("tie_embeddings", "tie_word_embeddings", True),
+)
+ONLY = {
+    "hidden_act": tuple(ACTIVATIONS),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def _family(model_type: str, model_class: str, placement: str, table: Table) -> Family:
+    def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+        return {
+            "family": "bert",
+            "norm_placement": placement,
+            "mlp_size": config.get("intermediate_size", 3072),
+            "activation": ACTIVATIONS[config.get("hidden_act", "gelu")],
+            "sentence_order": any("pooler" in name or "seq_relationship" in name for name in names),
+        }
+
+    def write(model: Model) -> dict[str, Any]:
+        head = "ForPreTraining" if model.sentence_order else "ForMaskedLM"
+        return {
+            "architectures": [f"{model_class}{head}"],
+            "intermediate_size": mlp_size(model),
+            "hidden_act": activation_name(model),
+            "is_decoder": False,
+        }
+
+    return Family(model_type, model_class, table, FIELDS, read, write, ONLY)
+
+
+BERT = _family("bert", "Bert", "post", POST_LN)
+MEGATRON_BERT = _family("megatron-bert", "MegatronBert", "pre", PRE_LN)
