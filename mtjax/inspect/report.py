@@ -130,13 +130,13 @@ def formula_flops(step: CompiledStep, sizes: Sizes) -> float:
     """FLOPs that the formulas give for the products of a compiled step.
 
     Beside what XLA keeps of a pre-LN decoder, flash attention computes its scores once more in the backward kernel
-    (2sh a token and layer), and `sharding.flash` runs the forward kernel once more (4sh). A microbatch of one chunk
+    (2sq a token and layer), and `sharding.flash` runs the forward kernel once more (4sq). A microbatch of one chunk
     keeps its logits: XLA finds that the backward pass would compute the same again.
     """
-    shape, training = Shape.of(step.config.model), step.config.training
+    shape, training = Shape.of(step.config.model).computed_over(step.mesh.model), step.config.training
     again = sizes.b * sizes.s > training.loss_chunk
     token = compiled_flops_per_token(shape, training.recompute, recompute_logits=again)
-    flash = 6 * sizes.s * sizes.h * sizes.l if "__cudnn$fmha" in step.text else 0
+    flash = 6 * sizes.s * shape.query_size * sizes.l if "__cudnn$fmha" in step.text else 0
     return flops_per_step(token + flash, training.global_batch_size, sizes.s)
 
 

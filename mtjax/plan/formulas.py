@@ -8,7 +8,7 @@ Memory is in `mtjax.plan.memory`, traffic in `mtjax.plan.traffic`, pipelines in 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtjax import config
@@ -110,6 +110,16 @@ class Shape:
     def kv_size(self) -> int:
         """k: width of all key heads together, and of all value heads."""
         return self.query_size // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    def kv_heads_fit(self, model_ways: int) -> bool:
+        """Whether each model rank has whole key and value heads, or shares one with some other ranks."""
+        heads = self.num_kv_heads or self.num_heads
+        return heads % model_ways == 0 or model_ways % heads == 0
+
+    def computed_over(self, model_ways: int) -> "Shape":
+        """The shape that the model ways compute with: key and value heads that are fewer, once for every way."""
+        heads = self.num_kv_heads or self.num_heads
+        return self if heads >= model_ways else replace(self, num_kv_heads=model_ways)
 
     @property
     def mlp_inputs(self) -> int:

@@ -144,6 +144,11 @@ def check(shape: Shape, plan: Plan) -> None:
         ("the padded vocabulary", shape.padded_vocab_size),
     ):
         _divides(name, size, ways.model, "model ways")
+    if not shape.kv_heads_fit(ways.model):
+        raise UserError(
+            f"num_kv_heads {shape.num_kv_heads} is neither a multiple nor a divisor of {ways.model} model ways; take "
+            f"model ways among the divisors or multiples of {shape.num_kv_heads}"
+        )
     if plan.sequence_parallel:
         _divides("sequence_length", shape.sequence_length, ways.model, "model ways with sequence parallelism")
     _divides("num_layers", shape.num_layers, ways.stage * plan.chunks, "stages x chunks")

@@ -67,7 +67,7 @@ def divisors(n: int) -> list[int]:
 def meshes(shape: Shape, gpus: int, global_batch_size: int, server: Server, space: Space) -> Iterator[Ways]:
     """Meshes of exactly `gpus` that divide the model; model ways stay inside a server."""
     for model in divisors(gpus):
-        if model > server.gpus or shape.num_heads % model or shape.padded_vocab_size % model:
+        if model > server.gpus or not _splits(shape, model):
             continue
         for stage in divisors(gpus // model):
             if stage > space.max_stages or shape.num_layers % stage:
@@ -75,6 +75,12 @@ def meshes(shape: Shape, gpus: int, global_batch_size: int, server: Server, spac
             data = gpus // model // stage
             if global_batch_size % data == 0:
                 yield Ways(data, stage, model)
+
+
+def _splits(shape: Shape, model: int) -> bool:
+    """Whether everything that is split over the model ways divides by them."""
+    sizes = (shape.num_heads, shape.mlp_size, shape.padded_vocab_size)
+    return not any(size % model for size in sizes) and shape.kv_heads_fit(model)
 
 
 def rejections(shape: Shape, gpus: int, global_batch_size: int, server: Server) -> list[tuple[Ways, str]]:
@@ -90,6 +96,8 @@ def rejections(shape: Shape, gpus: int, global_batch_size: int, server: Server) 
             found.append(
                 (ways, f"{shape.padded_vocab_size} padded vocabulary rows don't divide over {model} model ways")
             )
+        elif not _splits(shape, model):
+            found.append((ways, f"the MLP or the key and value heads don't divide over {model} model ways"))
         elif model > server.gpus:
             found.append((ways, f"{model} model ways would leave a server of {server.gpus} GPUs"))
         elif global_batch_size % ways.data:

@@ -119,6 +119,9 @@ def _model_axis(shape: Shape, plan: Plan, drops_last: bool) -> Iterator[Collecti
         yield entry("all-reduce", "embedding, forward", m, hidden)
         yield entry("all-reduce", "loss, backward", m, hidden)
     yield entry("all-reduce", "loss, per token", 3 * m, tokens, 4)
+    if (shape.num_kv_heads or shape.num_heads) % ways.model:
+        shared = 2 * shape.kv_size * (shape.hidden_size + shape.biases)
+        yield entry("all-reduce", "gradients of shared key and value heads", m * layers, shared, 4)
 
 
 def _stage_axis(shape: Shape, plan: Plan) -> Iterator[Collective]:
