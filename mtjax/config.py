@@ -32,6 +32,12 @@ class Parallel:
 
     mesh: str = "1x1"
     """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
+    sequence_parallel: bool = False
+    """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
+    take 1/model of the memory, for the same bytes sent."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Split over `data` what every data rank would hold alike: 1 the optimizer's state, 2 also the gradients, 3 also
+    the parameters (FSDP)."""
     coordinator: str | None = None
     """host:port of process 0, for several processes that no Slurm, MPI or Kubernetes started."""
     num_processes: int | None = None

@@ -8,8 +8,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
+from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.mesh import make_mesh, parse_mesh
 from mtjax.sharding.placement import global_batch
+from mtjax.sharding.zero import ParameterLayout
 from mtjax.train.step import Program, State, make_program
 
 VOCAB = 250
@@ -37,6 +39,11 @@ def tiny_config(**fields: Any) -> Config:
 def mesh_of(text: str) -> Mesh:
     """A mesh over the first virtual devices."""
     return make_mesh(parse_mesh(text), jax.devices())
+
+
+def placed_like(axes: Any, parameters: Any, mesh: str) -> ParameterLayout:
+    """The tensor layout of float32 parameters with these logical names."""
+    return ParameterLayout(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
 
 
 @cache

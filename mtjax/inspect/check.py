@@ -1,14 +1,27 @@
 """Holds a compiled program against its contract, and explains every difference."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, Collective
 from mtjax.inspect.hlo import Array, dtype_bits
-from mtjax.sharding.contract import LAYER_PHASES, LOSS_BACKWARD, LOSS_FORWARD, SMALL_BYTES, Due
+from mtjax.inspect.phases import combined_paths, phase_of
+from mtjax.sharding.contract import (
+    EMBEDDING_BACKWARD,
+    GRADIENTS,
+    LAYER_BACKWARD,
+    LAYER_PHASES,
+    LOSS_BACKWARD,
+    LOSS_FORWARD,
+    SMALL_BYTES,
+    Due,
+    Expectation,
+)
 
 Status = Literal["holds", "missing", "differs"]
+_AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS)
 
 
 @dataclass
@@ -17,8 +30,20 @@ class Entry:
 
     collective: Collective
     array: Array
+    phase: str
+    """Of this array: a combined operation's may belong to several."""
     left: int
     """Executions in a step that no line has claimed."""
+
+    @classmethod
+    def of(cls, collective: Collective) -> "list[Entry]":
+        """One entry for each array of a collective."""
+        paths = combined_paths(collective.op_name) if collective.has_own_name else []
+        phases = [phase_of(path) for path in paths] if len(paths) == len(collective.arrays) else []
+        return [
+            cls(collective, array, (phases[i] if phases else None) or collective.phase, collective.count)
+            for i, array in enumerate(collective.arrays)
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,12 +96,50 @@ def check(collectives: Sequence[Collective], dues: Sequence[Due], landmarks: Lan
       landmarks: what extra arrays are compared with, to name them.
       is_gpu: whether the program is for GPUs.
     """
-    entries = [Entry(c, a, c.count) for c in collectives for a in c.arrays if c.group_size > 1]
-    lines = tuple(_claim(entries, d, is_gpu) for d in sorted(dues, key=lambda d: d.line.pooled))
+    entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
+    lines = tuple(_claim(entries, d, is_gpu) for d in sorted(_pools(dues, is_gpu), key=_claiming_order))
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     left = [e for e in entries if e.left]
     tolerated = _tolerate(left)
     return Verdict(lines, (*violations, *_extra(left, landmarks), *_uncertain(collectives)), tolerated)
+
+
+@dataclass(frozen=True)
+class _Pool(Due):
+    """Pooled lines that the program does not tell apart, as one."""
+
+    floor: int = 0
+
+    @property
+    def least(self) -> int:
+        return self.floor
+
+
+def _pools(dues: Sequence[Due], is_gpu: bool) -> list[Due]:
+    """`dues` with pooled lines made one where they ask for the same kind, axis and phase.
+
+    For GPUs their types must be the same too; CPU programs widen the narrower, and reduce where they could scatter.
+    """
+    merged: dict[tuple, Due] = {}
+    for number, due in enumerate(dues):
+        line = due.line
+        kind = ALL_REDUCE if line.kind == REDUCE_SCATTER and not is_gpu else line.kind
+        key = (line.phase, kind, line.axis, due.dtype if is_gpu else "") if line.pooled else (number,)
+        if key in merged:
+            before = merged[key]
+            both = dataclasses.replace(line, count="1", elements=f"{_product(before.line)} + {_product(line)}")
+            due = _Pool(both, 1, before.total + due.total, due.dtype, before.least + due.least)
+        merged[key] = due
+    return list(merged.values())
+
+
+def _product(line: Expectation) -> str:
+    return line.elements if line.count == "1" else f"{line.count}*({line.elements})"
+
+
+def _claiming_order(due: Due) -> tuple[bool, bool, int]:
+    """Exact lines first, what may stand anywhere last; large arrays before small ones, of which they are multiples."""
+    return due.line.pooled, due.line.hoisted, -due.elements
 
 
 def _claim(entries: list[Entry], due: Due, is_gpu: bool) -> Line:
@@ -86,17 +149,19 @@ def _claim(entries: list[Entry], due: Due, is_gpu: bool) -> Line:
         e
         for e in entries
         if e.left
-        and e.collective.phase == due.line.phase
+        and _stands_right(e, due.line)
         and e.collective.axes == (due.line.axis,)
         and e.collective.kind in kinds
     ]
+    if due.line.pooled and is_gpu and any(e.array.dtype == due.dtype for e in fitting):
+        fitting = [e for e in fitting if e.array.dtype == due.dtype]  # another line, or none, asks for the others
     claimed = _pool(fitting) if due.line.pooled else _match(fitting, due)
     found = sum(n for _, n in claimed)
     elements = sum(e.array.elements * e.collective.count for e, _ in claimed)
     notes = _type_notes([e for e, _ in claimed], due, is_gpu)
     if due.line.pooled:
-        riders = elements - due.total
-        if 0 <= riders <= SMALL_BYTES // 4:
+        riders = max(elements - due.total, 0)
+        if elements >= due.least and riders <= SMALL_BYTES // 4:
             status, extra = "holds", [f"{riders} scalars ride along"] if riders else []
         else:
             status, extra = "differs", [_total_note(due, elements)]
@@ -106,6 +171,10 @@ def _claim(entries: list[Entry], due: Due, is_gpu: bool) -> Line:
         return Line(due, found, found * due.elements, "missing", (_missing_note(due, found),))
     wrong = notes if is_gpu else []
     return Line(due, found, found * due.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes))
+
+
+def _stands_right(entry: Entry, line: Expectation) -> bool:
+    return entry.phase in (line.phase, line.also) or (line.hoisted and entry.phase in _AFTER_FORWARD)
 
 
 def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
@@ -169,7 +238,7 @@ def _tolerate(left: list[Entry]) -> tuple[str, ...]:
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
-        if collective.phase in LAYER_PHASES or not collective.is_known or collective.payload_bytes > SMALL_BYTES:
+        if entry.phase in LAYER_PHASES or not collective.is_known or collective.payload_bytes > SMALL_BYTES:
             continue
         axes = collective.axes or ()
         scalars[axes] = scalars.get(axes, 0) + entry.array.elements * entry.left
@@ -183,7 +252,7 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
     for entry in left:
         if entry.left and entry.collective.is_known:
             c = entry.collective
-            groups.setdefault((c.kind, c.axes, c.phase, entry.array), []).append(entry)
+            groups.setdefault((c.kind, c.axes, entry.phase, entry.array), []).append(entry)
     notes = []
     for (kind, axes, phase, array), entries in groups.items():
         number = sum(e.left for e in entries)

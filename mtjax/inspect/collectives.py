@@ -9,6 +9,7 @@ from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.walk import Site, walk
+from mtjax.sharding.contract import phase_over
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
@@ -118,6 +119,8 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     phase, op_name, own = locate(site.computation, instruction)
     if phase == "other" and holder is not site:
         phase, op_name, own = locate(holder.computation, holder.instruction)
+    if not own:  # what surrounds it in the schedule may be another part of the step
+        phase = phase_over(kind, axes) or phase
     window = overlap_window(holder.computation, holder.instruction) if is_started(holder.instruction) else ()
     return Collective(
         kind=kind,

@@ -12,7 +12,7 @@ from mtjax.errors import UserError
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
 from mtjax.sharding.contract import PHASES
-from mtjax.sharding.layouts import TENSOR, check_divisible
+from mtjax.sharding.layouts import check_divisible
 from mtjax.sharding.mesh import MeshShape, parse_mesh
 
 
@@ -149,7 +149,7 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
         micro = next((n for n in range(wanted, 0, -1) if share % n == 0), None)
         run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)
         try:
-            check_divisible(run, TENSOR, mesh)
+            check_divisible(run, mesh)
         except UserError as e:
             yield mesh, e
         else:

@@ -7,10 +7,12 @@ split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be split o
 phase = "layer forward"
 kind = "all-reduce"
 axis = "model"
-count = "2*l*m"        # arrays in a step: a number or a formula in b, s, h, f, l, V, m, data, model, full, smoothing
+count = "2*l*m"        # arrays in a step: a number or a formula in the symbols of `contract.Sizes`
 elements = "b*s*h"
 dtype = "compute"      # or "float32"
 pooled = false         # true: only the total counts
+also = "loss backward" # another phase in which it may stand
+hoisted = false        # true: any total from `elements` to `count` times that, in any phase after the forward pass
 """
 
 import tomllib
@@ -59,8 +61,11 @@ def _expectation(line: dict[str, Any], where: str) -> Expectation:
     _one_of(line["phase"], PHASES, f"{where}: phase")
     _one_of(line["kind"], KINDS, f"{where}: kind")
     _one_of(line.get("dtype", "compute"), get_args(hints["dtype"]), f"{where}: dtype")
-    if not isinstance(line.get("pooled", False), bool):
-        raise UserError(f"{where}: pooled = {line['pooled']!r} should be true or false")
+    if line.get("also"):
+        _one_of(line["also"], PHASES, f"{where}: also")
+    for name in ("pooled", "hoisted"):
+        if not isinstance(line.get(name, False), bool):
+            raise UserError(f"{where}: {name} = {line[name]!r} should be true or false")
     formulas = {name: str(line[name]) for name in ("count", "elements")}
     return Expectation(**{**line, **formulas})
 

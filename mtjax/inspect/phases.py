@@ -9,10 +9,17 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from mtjax.inspect.hlo import Computation, Instruction
-from mtjax.sharding.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER
+from mtjax.sharding.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS
 
-_SCOPES = {"embedding": "embedding", "layers": "layer", "loss": "loss", "gradients": GRADIENTS, "optimizer": OPTIMIZER}
-_SCOPE = re.compile(r"(?<![\w.])(embedding|layers|loss|gradients|optimizer)(?![\w.=])")
+_SCOPES = {
+    "embedding": "embedding",
+    "layers": "layer",
+    "loss": "loss",
+    "gradients": GRADIENTS,
+    "optimizer": OPTIMIZER,
+    "parameters": PARAMETERS,
+}
+_SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
 _SUBLAYER = re.compile(r"(?<![\w.])(attention|mlp)(?![\w.=])")
 _NEIGHBOURS = 60
 """Instructions that are asked, nearest first, when one has lost its own name."""
@@ -45,7 +52,7 @@ def _phase_of_path(path: str) -> str | None:
     if not found:
         return None
     scope = _SCOPES[found[-1]]
-    if scope in (GRADIENTS, OPTIMIZER):
+    if scope in (GRADIENTS, OPTIMIZER, PARAMETERS):
         return scope
     if scope == "layer" and "rematted_computation" in path:
         return LAYER_RECOMPUTE

@@ -15,6 +15,7 @@ from mtjax.config import GATED, Model, mlp_size
 from mtjax.models.attention import Context, SelfAttention
 from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.sharding.axes import spec
+from mtjax.sharding.zero import whole
 
 RESIDUAL = ("batch", "act_seq", "embed")
 
@@ -121,6 +122,7 @@ class Stack(nnx.Module):
 
         def run(x: Array, numbered: tuple[Layer, Array]) -> tuple[Array, None]:
             layer, number = numbered
+            layer = whole(layer)
             own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
             return layer(x, context, own), None
 

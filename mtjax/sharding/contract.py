@@ -2,20 +2,21 @@
 
 Counts and sizes are formulas in the symbols of `Sizes`; what is printed is what is checked. Per pre-LN layer and
 microbatch the tensor layout sends what Figure 4 of the paper (arXiv 1909.08053) says: two all-reduces forward, two
-backward, and one more when the layer is computed again - the second one's result is not needed then.
+backward, and one more when the layer is computed again - the second one's result is not needed then. With the sequence
+split each all-reduce becomes a reduce-scatter and an all-gather, which send the same bytes.
 """
 
 import ast
 import operator
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from mtjax.config import Config, mlp_size, padded_vocab_size
 from mtjax.errors import UserError, nearest
 from mtjax.sharding.axes import DATA, MODEL
-from mtjax.sharding.layouts import TENSOR, Layout, num_microbatches
+from mtjax.sharding.layouts import Layout, num_microbatches
 from mtjax.sharding.mesh import AXES, MeshShape
+from mtjax.sharding.zero import ParameterLayout
 
 EMBEDDING_FORWARD = "embedding forward"
 EMBEDDING_BACKWARD = "embedding backward"
@@ -26,6 +27,7 @@ LOSS_FORWARD = "loss forward"
 LOSS_BACKWARD = "loss backward"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
+PARAMETERS = "parameters"
 OTHER = "other"
 
 PHASES = (
@@ -38,6 +40,7 @@ PHASES = (
     EMBEDDING_BACKWARD,
     GRADIENTS,
     OPTIMIZER,
+    PARAMETERS,
     OTHER,
 )
 """Parts of a step, in the order in which it goes through them."""
@@ -74,10 +77,22 @@ class Sizes:
     """1 when whole layers are computed again in the backward pass, else 0."""
     smoothing: int
     """1 with label smoothing, else 0."""
+    P: int
+    """Parameters of which a model rank has its share: elements, before `data` splits any."""
+    U: int
+    """Of those, the ones that no data way divides, so that ZeRO leaves them whole."""
+    W: int
+    """Of those, matrices of the layers that ZeRO-3 gathers; 0 otherwise."""
+    S: int
+    """Of those, biases and norms of the layers that ZeRO-3 gathers; 0 otherwise."""
+    E: int
+    """Of those, matrices outside the layers, such as embeddings, that ZeRO-3 gathers; 0 otherwise."""
+    N: int
+    """Of those, biases and norms outside the layers that ZeRO-3 gathers; 0 otherwise."""
 
     @classmethod
-    def of(cls, config: Config, mesh: MeshShape) -> "Sizes":
-        """The sizes of a run on a mesh."""
+    def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
+        """The sizes of a run on a mesh, its parameters placed so."""
         count = num_microbatches(config, mesh)
         return cls(
             b=config.training.global_batch_size // (mesh.data * count),
@@ -91,7 +106,11 @@ class Sizes:
             model=mesh.model,
             full=int(config.training.recompute == "full"),
             smoothing=int(config.optimizer.label_smoothing > 0),
+            **placed.counts,
         )
+
+
+Dtype = Literal["compute", "float32"]
 
 
 @dataclass(frozen=True)
@@ -106,9 +125,14 @@ class Expectation:
     """Formula: arrays sent in a step."""
     elements: str
     """Formula: elements of each; of a gather its result, of a scatter its operand."""
-    dtype: Literal["compute", "float32"] = "compute"
+    dtype: Dtype = "compute"
     pooled: bool = False
     """Only the total counts: the compiler packs these arrays as it likes."""
+    also: str = ""
+    """Another phase in which it may stand: where the compiler finds two alike and keeps either."""
+    hoisted: bool = False
+    """Of a pooled line: what the compiler may move out of loops, or drop where nothing needs it. Any total from one
+    time the elements to `count` times is right; a sum may stand in any phase after the forward pass."""
     why: str = ""
 
 
@@ -122,33 +146,77 @@ class Contract:
     """Logical axes whose parameters must be split over `model`."""
 
 
-TENSOR_CONTRACT = Contract(
-    "tensor",
-    (
-        Expectation(EMBEDDING_FORWARD, "all-reduce", MODEL, "m", "b*s*h", why="rows that other ranks own"),
-        Expectation(LAYER_FORWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="g after attention and after the MLP"),
-        Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "full*l*m", "b*s*h", why="g after attention, again"),
-        Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="f before the MLP and before attention"),
-        Expectation(
-            LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*s", "float32", why="max, sum, target logit"
-        ),
-        Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
-        Expectation(
-            GRADIENTS,
-            "all-reduce",
-            DATA,
-            "1",
-            "l*((4*h*h + 2*h*f + 3*h + f)/model + 6*h) + V*h/model + (s+2)*h",
-            "float32",
-            pooled=True,
-            why="every gradient once a step, however many microbatches",
-        ),
-    ),
-    split=("heads", "mlp", "vocab"),
+TENSOR_LINES = (
+    Expectation(EMBEDDING_FORWARD, "all-reduce", MODEL, "m", "b*s*h", why="rows that other ranks own"),
+    Expectation(LAYER_FORWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="g after attention and after the MLP"),
+    Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "full*l*m", "b*s*h", why="g after attention, again"),
+    Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="f before the MLP and before attention"),
+    Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
 )
-"""The paper's layout: `mtjax.sharding.layouts.TENSOR`."""
+"""Over `model`, of the paper's layout: Figure 4."""
 
-CONTRACTS: Mapping[str, Contract] = {TENSOR.name: TENSOR_CONTRACT}
+SEQUENCE_LINES = (
+    Expectation(EMBEDDING_FORWARD, "reduce-scatter", MODEL, "m", "b*s*h", why="rows that other ranks own"),
+    Expectation(LAYER_FORWARD, "all-gather", MODEL, "2*l*m", "b*s*h", why="before attention and before the MLP"),
+    Expectation(LAYER_FORWARD, "reduce-scatter", MODEL, "2*l*m", "b*s*h", why="after attention and after the MLP"),
+    Expectation(
+        LOSS_FORWARD, "all-gather", MODEL, "m", "b*s*h", also=LOSS_BACKWARD, why="hidden states of whole sequences"
+    ),
+    Expectation(LOSS_BACKWARD, "reduce-scatter", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
+    Expectation(LAYER_RECOMPUTE, "all-gather", MODEL, "2*l*m", "b*s*h", why="again: the split ones are kept"),
+    Expectation(LAYER_RECOMPUTE, "reduce-scatter", MODEL, "full*l*m", "b*s*h", why="after attention, again"),
+    Expectation(LAYER_BACKWARD, "all-gather", MODEL, "2*l*m", "b*s*h", why="gradients of what was scattered"),
+    Expectation(LAYER_BACKWARD, "reduce-scatter", MODEL, "2*l*m", "b*s*h", why="gradients of what was gathered"),
+    Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "m", "b*s*h", why="gradient of what was scattered"),
+    Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "m", "s*h", why="gradient of the positions"),
+    Expectation(
+        LAYER_BACKWARD,
+        "all-reduce",
+        MODEL,
+        "m",
+        "6*l*h + 2*h",
+        "float32",
+        pooled=True,
+        hoisted=True,
+        why="gradients of norms and row-parallel biases, of which each rank saw its tokens",
+    ),
+)
+"""Over `model`, with the residual stream split along the sequence (arXiv 2205.05198, Figure 5)."""
+
+LOSS_LINE = Expectation(
+    LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*s", "float32", why="max, sum, target logit"
+)
+
+
+def _over_data(zero: int) -> tuple[Expectation, ...]:
+    """Gradients and, with ZeRO, parameters: everything that may cross `data`."""
+
+    def line(
+        phase: str, kind: str, count: str, elements: str, why: str, dtype: Dtype = "float32", hoisted: bool = False
+    ) -> Expectation:
+        return Expectation(phase, kind, DATA, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
+
+    if not zero:
+        return (line(GRADIENTS, "all-reduce", "1", "P", "every gradient once a step, however many microbatches"),)
+    whole = line(GRADIENTS, "all-reduce", "1", "U", "gradients that no data way divides")
+    times = "m" if zero >= 2 else "1"
+    often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
+    scatter = line(GRADIENTS, "reduce-scatter", times, "P-U", f"each rank sums its part of the gradients, {often}")
+    if zero < 3:
+        return (whole, scatter, line(PARAMETERS, "all-gather", "1", "P-U", "the updated parameters"))
+    return (
+        whole,
+        scatter,
+        line(PARAMETERS, "all-gather", "2*m", "W", "matrices of the layers, forward and again backward", "compute"),
+        line(PARAMETERS, "all-gather", "m", "E", "matrices outside the layers", "compute", hoisted=True),
+        line(PARAMETERS, "all-gather", "2*m", "S + N", "biases and norms, as often as they are needed", hoisted=True),
+    )
+
+
+def contract_of(layout: Layout) -> Contract:
+    """The contract of a layout: what the paper's sends, or its counterpart for split sequences, and ZeRO's part."""
+    lines = SEQUENCE_LINES if layout.sequence else TENSOR_LINES
+    return Contract(layout.name, (*lines, LOSS_LINE, *_over_data(layout.zero)), split=("heads", "mlp", "vocab"))
 
 
 @dataclass(frozen=True)
@@ -166,16 +234,10 @@ class Due:
         """Elements in a step."""
         return self.count * self.elements
 
-
-def contract_of(layout: Layout) -> Contract:
-    """The contract declared for a layout.
-
-    Raises:
-      UserError: none is declared.
-    """
-    if layout.name not in CONTRACTS:
-        raise UserError(f"no communication contract is declared for the layout {layout.name!r}")
-    return CONTRACTS[layout.name]
+    @property
+    def least(self) -> int:
+        """Elements below which something is missing."""
+        return self.elements if self.line.hoisted else self.total
 
 
 def due(contract: Contract, sizes: Sizes, compute_dtype: str) -> list[Due]:
@@ -193,6 +255,13 @@ def due(contract: Contract, sizes: Sizes, compute_dtype: str) -> list[Due]:
         if asked.count and getattr(sizes, line.axis) > 1:
             found.append(asked)
     return found
+
+
+def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
+    """The phase of a collective by its axes alone: gradients and parameters are all that crosses `data`."""
+    if axes != (DATA,):
+        return None
+    return PARAMETERS if kind == "all-gather" else GRADIENTS
 
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}

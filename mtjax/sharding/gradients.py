@@ -1,7 +1,8 @@
 """Gradients of a data-parallel step: local over all microbatches, then one reduction over `data` in float32.
 
 `data` is manual here and `model` stays explicit. Were both explicit, XLA would reduce each layer's gradients in the
-compute type once per microbatch, inside the backward loop.
+compute type once per microbatch, inside the backward loop. Where that is wanted - with a single microbatch, so that the
+rest of the backward pass hides it, and with ZeRO-2 and 3 - `zero.ParameterLayout.wrap` says so, in float32.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes
 
-from mtjax.sharding import axes
+from mtjax.sharding import zero
 from mtjax.sharding.axes import DATA, MODEL
+from mtjax.sharding.zero import LAYERS, ParameterLayout
 
 Tree = Any
 LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
@@ -21,73 +23,95 @@ LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
 
 
 def data_parallel_gradients(
-    loss_sum: LossSum, parameters: Tree, batch: Tree, parameter_specs: Tree, num_microbatches: int
+    loss_sum: LossSum, parameters: Tree, batch: Tree, placed: ParameterLayout, num_microbatches: int
 ) -> tuple[jax.Array, Tree, Tree]:
     """Loss and gradients of a global batch.
 
     Args:
       loss_sum: differentiated; its weights already divide by the global number of tokens, so sums are means.
-      parameters: any tree, the same on every data rank.
+      parameters: placed as `placed.stored`.
       batch: arrays [global_batch_size, ...], split over `data` along their first dimension.
-      parameter_specs: the parameters' partition specs.
+      placed: where parameters and gradients live.
       num_microbatches: pieces that each data rank works through one after the other.
 
     Returns:
-      The loss, a float32 scalar; what is reported beside it, summed; and float32 gradients placed like the parameters.
+      The loss, a float32 scalar; what is reported beside it, summed; and float32 gradients placed as `placed.reduced`.
     """
 
     def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
         # Varying parameters keep autodiff from summing each cotangent over `data` on its own.
-        parameters = jax.tree.map(_vary, parameters)
+        wrapped = placed.wrap(jax.tree.map(_vary, parameters), num_microbatches)
+        parts = zero.differentiable(wrapped)
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), parameters)
+
+        def loss_by_parts(parts: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
+            return loss_sum(_whole_but_layers(zero.with_parts(wrapped, parts), placed), microbatch)
 
         def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], Tree]:
-            (loss, parts), gradients = jax.value_and_grad(loss_sum, has_aux=True)(parameters, microbatch)
+            (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, microbatch)
             add = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total[1], gradients)
-            return (total[0] + loss, add), parts
+            return (total[0] + loss, add), report
 
-        (loss, gradients), parts = lax.scan(accumulate, (_vary(jnp.zeros(())), zeros), microbatches)
+        start = (_vary(jnp.zeros(())), zero.zeros_like_parts(parts))
+        (loss, gradients), reports = lax.scan(accumulate, start, microbatches)
         with jax.named_scope("gradients"):
-            loss, parts = lax.psum((loss, jax.tree.map(lambda part: part.sum(0), parts)), DATA)
-            return loss, parts, _sum_over_data(gradients, parameter_specs)
+            loss, report = lax.psum((loss, jax.tree.map(lambda scalars: scalars.sum(0), reports)), DATA)
+            return loss, report, _sum_the_rest(gradients, wrapped, placed)
 
-    whole = PartitionSpec()
-    return _map_over_data(local, parameters, batch, parameter_specs, (whole, whole, parameter_specs))
+    everywhere = PartitionSpec()
+    return _map_over_data(local, parameters, batch, placed, (everywhere, everywhere, placed.reduced))
 
 
 def data_parallel_sum(
-    function: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, parameter_specs: Tree
+    function: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, placed: ParameterLayout
 ) -> Tree:
     """The scalars that `function` returns, summed over the data ranks' shares of `batch`; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
-        return lax.psum(function(parameters, batch), DATA)
+        wrapped = placed.wrap(jax.tree.map(_vary, parameters), None)
+        return lax.psum(function(_whole_but_layers(wrapped, placed), batch), DATA)
 
-    return _map_over_data(local, parameters, batch, parameter_specs, PartitionSpec())
+    return _map_over_data(local, parameters, batch, placed, PartitionSpec())
+
+
+def _whole_but_layers(wrapped: Tree, placed: ParameterLayout) -> Tree:
+    """Parameters outside the stacks whole; a stack's become so layer by layer, where the model scans over them."""
+
+    def one(names: tuple[str, ...], leaf: Any) -> Any:
+        return leaf if names[0] == LAYERS else zero.whole(leaf)
+
+    return jax.tree.map(one, placed.axes, wrapped, is_leaf=zero.is_names)
 
 
 def _map_over_data(
-    local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, parameter_specs: Tree, result_specs: Tree
+    local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, placed: ParameterLayout, result_specs: Tree
 ) -> Tree:
-    """Runs `local` on every data rank: whole parameters, its own part of the batch, `model` explicit inside.
+    """Runs `local` on every data rank: its parameters, its own part of the batch, `model` explicit inside.
 
     At the border of the map `model` is automatic: were it explicit there, jax would take each parameter for whole on
     every model rank and gather it on the way in, and its gradient on the way out - with the right numbers.
     """
     batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
-    inside = explicit_axes(local, axes=(MODEL,), in_sharding=(parameter_specs, batch_specs))
+    inside = explicit_axes(local, axes=(MODEL,), in_sharding=(placed.whole, batch_specs))
     mapped = jax.shard_map(
-        inside, axis_names={DATA}, in_specs=(PartitionSpec(), PartitionSpec(DATA)), out_specs=PartitionSpec()
+        inside,
+        axis_names={DATA},
+        in_specs=(placed.manual(placed.stored), PartitionSpec(DATA)),
+        out_specs=placed.manual(result_specs),
     )
     return auto_axes(axes=(MODEL,), out_sharding=result_specs)(mapped)(parameters, batch)
 
 
-def _sum_over_data(gradients: Tree, specs: Tree) -> Tree:
-    """The reduction proper, in a nested map where every axis is manual: with an axis left explicit it won't lower."""
-    rest = set(axes.explicit_axes())
-    return jax.shard_map(lambda g: lax.psum(g, DATA), axis_names=rest, in_specs=(specs,), out_specs=specs)(gradients)
+def _sum_the_rest(gradients: Tree, wrapped: Tree, placed: ParameterLayout) -> Tree:
+    """Sums over `data` what the backward pass has not summed yet."""
+
+    def one(names: tuple[str, ...], gradient: jax.Array, leaf: Any, place: PartitionSpec, dim: int) -> jax.Array:
+        return gradient if zero.is_wrapped(leaf) else zero.sum_over_data(gradient, place, dim)
+
+    trees = (gradients, wrapped, placed.whole, placed.dimensions)
+    return jax.tree.map(one, placed.axes, *trees, is_leaf=lambda x: zero.is_names(x) or zero.is_wrapped(x))
 
 
 def _vary(x: jax.Array) -> jax.Array:
-    return lax.pcast(x, (DATA,), to="varying")
+    axes = {DATA} - set(jax.typeof(x).mat.varying)
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x

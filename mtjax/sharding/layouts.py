@@ -8,38 +8,56 @@ from mtjax.errors import UserError
 from mtjax.sharding.axes import DATA, MODEL, Rules
 from mtjax.sharding.mesh import MeshShape
 
-
-@dataclass(frozen=True)
-class Layout:
-    """A named way of spreading a model over the mesh."""
-
-    name: str
-    rules: Rules
-    """Of activations and of parameters alike."""
-
-
-TENSOR = Layout("tensor", Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL))
+TENSOR_RULES = Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
 """The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
 
 
-def fit_kv_heads(layout: Layout, config: Config, mesh: MeshShape) -> Layout:
-    """The layout with key and value heads whole on each rank where they don't divide over the model ways.
+@dataclass(frozen=True)
+class Layout:
+    """A way of spreading a model over the mesh."""
 
-    Grouped-query attention may have fewer of them than ways; `mtjax.sharding.kv_heads` is what ranks then do.
+    rules: Rules = TENSOR_RULES
+    """Of activations, and of parameters but for what `zero` adds."""
+    zero: int = 0
+    """What is split over `data` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the residual stream is split along the sequence."""
+        return self.rules.act_seq is not None
+
+    @property
+    def name(self) -> str:
+        """For people: "tensor + sequence + ZeRO-1"."""
+        parts = ("tensor", "sequence" if self.sequence else "", f"ZeRO-{self.zero}" if self.zero else "")
+        return " + ".join(part for part in parts if part)
+
+
+TENSOR = Layout()
+"""The paper's own."""
+
+
+def layout_of(config: Config, mesh: MeshShape) -> Layout:
+    """The layout that a config asks for.
+
+    Grouped-query attention may have fewer key and value heads than the mesh has model ways: then each rank has them
+    whole, and `mtjax.sharding.kv_heads` is what ranks do with them.
     """
-    if num_kv_heads(config.model) % mesh.ways(layout.rules.kv_heads) == 0:
-        return layout
-    return dataclasses.replace(layout, rules=dataclasses.replace(layout.rules, kv_heads=None))
+    rules = dataclasses.replace(TENSOR_RULES, act_seq=MODEL if config.parallel.sequence_parallel else None)
+    if num_kv_heads(config.model) % mesh.ways(rules.kv_heads):
+        rules = dataclasses.replace(rules, kv_heads=None)
+    return Layout(rules, config.parallel.zero)
 
 
-def check_divisible(config: Config, layout: Layout, mesh: MeshShape) -> None:
+def check_divisible(config: Config, mesh: MeshShape) -> None:
     """Checks that every split dimension whose size is known divides by the ways it is split.
 
     Raises:
       UserError: names the dimension, both numbers and the nearest sizes that fit.
     """
-    model = config.model
+    model, layout = config.model, layout_of(config, mesh)
     sizes = {"heads": ("num_heads", model.num_heads), "mlp": ("mlp_size", mlp_size(model))}
+    sizes["act_seq"] = ("sequence_length", model.sequence_length)
     if model.vocab_size is not None:  # else the tokenizer will say
         sizes["vocab"] = ("the padded vocabulary", padded_vocab_size(model))
     for axis, (name, size) in sizes.items():

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtjax.sharding.axes import DATA, Rules
+from mtjax.sharding.axes import DATA
 
 Tree = Any
 
@@ -28,14 +28,9 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
     return nnx.to_pure_dict(named)
 
 
-def specs(axes: Tree, rules: Rules) -> Tree:
-    """Partition specs of a tree of logical names."""
-    return jax.tree.map(rules.spec, axes, is_leaf=is_names)
-
-
-def shardings(axes: Tree, rules: Rules, mesh: Mesh) -> Tree:
-    """Shardings of a tree of logical names."""
-    return jax.tree.map(lambda names: NamedSharding(mesh, rules.spec(names)), axes, is_leaf=is_names)
+def shardings(specs: Tree, mesh: Mesh) -> Tree:
+    """Shardings of a tree of partition specs."""
+    return jax.tree.map(lambda place: NamedSharding(mesh, place), specs)
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, parameters: Tree, placed: Tree, mesh: Mesh) -> Tree:
@@ -88,6 +83,14 @@ def global_batch(mesh: Mesh, local: Mapping[str, np.ndarray], global_batch_size:
 def with_sharding(abstract: Tree, placed: Tree) -> Tree:
     """Abstract arrays that know where they live: enough to lower a program without a device."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, placed)
+
+
+def is_matrix(names: tuple[str, ...]) -> bool:
+    """Whether a parameter maps the residual stream to or from something else.
+
+    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
+    """
+    return "embed" in names and any(name not in ("embed", "layers") for name in names)
 
 
 def is_names(x: Any) -> bool:

@@ -39,6 +39,21 @@ class _Specs:
         return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", "act_seq", "embed"))
 
     @property
+    def splits_sequence(self) -> bool:
+        """Whether each model rank holds its own part of the residual stream's sequence."""
+        return self.hidden[1] is not None
+
+    def gather_sequence(self, x: Array) -> Array:
+        """Whole sequences of what is split like the residual stream."""
+        return lax.all_gather(x, MODEL, axis=1, tiled=True) if self.splits_sequence else x
+
+    def sum_into_residual(self, x: Array) -> Array:
+        """Partial sums over `model` of whole sequences, placed as the residual stream."""
+        if self.splits_sequence:
+            return lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
+        return lax.psum(x, MODEL)
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes over which the tokens are split here, so that a table's gradient is summed over them here."""
         axis = self.tokens[0]
@@ -60,7 +75,7 @@ def _map(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..
 def vocab_parallel_embedding(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
-    """Rows of a table that is split by rows: one all-reduce over `model`.
+    """Rows of a table that is split by rows: one all-reduce over `model`, or one reduce-scatter into a split sequence.
 
     Args:
       table: [vocab, embed], float32.
@@ -78,7 +93,7 @@ def _embedding(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) ->
     def local(table_VH: Array, tokens_BS: Array) -> Array:
         row, owned = _own_rows(tokens_BS, table_VH.shape[0])
         found = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
-        return lax.psum(found, MODEL)
+        return places.sum_into_residual(found)
 
     with jax.named_scope("embedding"):
         return _map(local, (places.table, places.tokens), places.hidden)(table, tokens)
@@ -90,6 +105,7 @@ def _embedding_forward(places: _Specs, dtype: jnp.dtype, table: Array, tokens: A
 
 def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
+        gradient_BSH = places.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
         row, owned = _own_rows(tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped
@@ -166,6 +182,7 @@ def _cross_entropy_forward(
     places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> tuple[Array, Any]:
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
+        hidden_BSH = places.gather_sequence(hidden_BSH)
         chunks = _Chunks.of(hidden_BSH, options.chunk)
         table_VH = table_VH.astype(hidden_BSH.dtype)
 
@@ -200,6 +217,7 @@ def _cross_entropy_backward(
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
+        hidden_BSH = places.gather_sequence(hidden_BSH)  # again: what is kept is the split one
         chunks = _Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)
 
@@ -224,7 +242,7 @@ def _cross_entropy_backward(
         bias_zeros = None if bias_V is None else varying_like(jnp.zeros(bias_V.shape, jnp.float32), *like)
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
-        hidden_gradient = lax.psum(chunks.join(hidden_gradient, hidden_BSH.shape), MODEL)
+        hidden_gradient = places.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
         bias_gradient = None if bias_gradient is None else _sum(bias_gradient, places.batch_axes)
         return hidden_gradient, _sum(table_gradient, places.batch_axes), bias_gradient
 

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from mtjax.config import Config, Optimizer
-from mtjax.sharding.placement import is_names
+from mtjax.sharding.placement import is_matrix, is_names
 
 
 def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
@@ -27,14 +27,6 @@ def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
         mask=jax.tree.map(is_matrix, axes, is_leaf=is_names),
     )
     return optax.chain(clip, adamw)
-
-
-def is_matrix(names: tuple[str, ...]) -> bool:
-    """Whether a parameter maps the residual stream to or from something else, and so is decayed.
-
-    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
-    """
-    return "embed" in names and any(name not in ("embed", "layers") for name in names)
 
 
 def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:

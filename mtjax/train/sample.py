@@ -35,8 +35,8 @@ def continue_text(
     window = min(program.config.model.sequence_length, len(ids) + length)
     tokens = np.full((1, window), tokenizer.eod, np.int32)
     tokens[0, : len(ids)] = ids
-    # One sample does not split over data ranks: all of them do the same.
-    rules = dataclasses.replace(program.layout.rules, batch=None)
+    # One sample does not split over data ranks, nor do a few tokens over model ranks: all of them do the same.
+    rules = dataclasses.replace(program.layout.rules, batch=None, act_seq=None)
 
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
         with use_rules(rules):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config, replace
 from mtjax.models.attention import choose_kernel
@@ -22,9 +22,10 @@ from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.layouts import TENSOR, Layout, check_divisible, fit_kv_heads, num_microbatches
+from mtjax.sharding.layouts import check_divisible, layout_of, num_microbatches
 from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
+from mtjax.sharding.zero import ParameterLayout
 from mtjax.train.optimizer import make_optimizer, make_schedule
 
 Tree = Any
@@ -54,18 +55,21 @@ class Program:
     `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, layout: Layout = TENSOR) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.config = replace(config, attention=kernel)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
-        check_divisible(config, layout, self.shape)
-        self.layout = fit_kv_heads(layout, config, self.shape)
+        check_divisible(config, self.shape)
+        self.layout = layout_of(config, self.shape)
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
         self.graph, abstract = nnx.split(model)
         self.axes = placement.logical_axes(abstract)
         self.abstract_parameters = nnx.to_pure_dict(abstract)
+        self.placed = ParameterLayout(
+            self.axes, self.abstract_parameters, self.layout, self.shape, config.training.compute_dtype
+        )
         self._template = abstract
         self.optimizer = make_optimizer(config, self.axes)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
@@ -73,9 +77,10 @@ class Program:
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        parameters = placement.shardings(self.axes, self.layout.rules, self.mesh)
+        parameters = placement.shardings(self.placed.stored, self.mesh)
+        moments = placement.shardings(self.placed.reduced, self.mesh)
         everywhere = placement.replicated(self.mesh)
-        optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, parameters, self.mesh)
+        optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, moments, self.mesh)
         return State(everywhere, everywhere, parameters, optimizer)
 
     @cached_property
@@ -155,8 +160,9 @@ class Program:
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         loss, parts, gradients = self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random))
         with jax.named_scope("optimizer"):
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters)
-            parameters = optax.apply_updates(state.parameters, updates)
+            own = jax.tree.map(reshard, state.parameters, self.placed.reduced)
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
+            own = optax.apply_updates(own, updates)
             metrics = {
                 "loss": loss,
                 "grad_norm": optax.tree.norm(gradients),
@@ -164,6 +170,8 @@ class Program:
                 "tokens": self.family.num_tokens(batch),
                 **parts,
             }
+        with jax.named_scope("parameters"):
+            parameters = jax.tree.map(reshard, own, self.placed.stored)
         return State(state.step + 1, state.random, parameters, optimizer), metrics
 
     def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Array], Tree]:
@@ -184,14 +192,14 @@ class Program:
             return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
 
         with use_rules(self.layout.rules):
-            return data_parallel_gradients(loss_sum, parameters, (batch, weights), self._specs, count)
+            return data_parallel_gradients(loss_sum, parameters, (batch, weights), self.placed, count)
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
         weights = self.family.loss_weights(batch)
         with use_rules(self.layout.rules):
             loss_sums = partial(self._loss_sums, key=None, options=plain)
-            sums = data_parallel_sum(loss_sums, parameters, (batch, weights), self._specs)
+            sums = data_parallel_sum(loss_sums, parameters, (batch, weights), self.placed)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _loss_sums(
@@ -203,10 +211,6 @@ class Program:
         losses = self.model(parameters).batch_losses(batch, keys, options)
         with jax.named_scope("loss"):
             return {name: (values * weights[name]).sum() for name, values in losses.items()}
-
-    @property
-    def _specs(self) -> Tree:
-        return placement.specs(self.axes, self.layout.rules)
 
     @property
     def _loss_options(self) -> LossOptions:

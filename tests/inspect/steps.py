@@ -9,7 +9,9 @@ from mtjax.config import Config
 from mtjax.inspect.targets import PLUGIN
 from mtjax.sharding.contract import Sizes
 
-SIZES = Sizes(b=2, s=64, h=64, f=256, l=3, V=256, m=2, data=2, model=4, full=1, smoothing=0)
+SIZES = Sizes(
+    b=2, s=64, h=64, f=256, l=3, V=256, m=2, data=2, model=4, full=1, smoothing=0, P=46672, U=0, W=0, S=0, E=0, N=0
+)
 """The symbols of the formulas for `tiny()`."""
 
 needs_aot = pytest.mark.skipif(

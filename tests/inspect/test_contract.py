@@ -2,13 +2,16 @@
 
 import pytest
 
+from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.plan.formulas import Shape, parameters_per_rank
-from mtjax.sharding.contract import TENSOR_CONTRACT, Sizes, due, evaluate
-from mtjax.sharding.mesh import MeshShape
+from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
+from mtjax.sharding.layouts import TENSOR
+from mtjax.train.step import make_program
 from tests.inspect.steps import SIZES, needs_aot, tiny
+from tests.tiny import mesh_of
 
 BSH = 2 * 64 * 64
 
@@ -85,17 +88,22 @@ def test_the_contract_holds_on_cpus_whatever_the_run(settings):
     }
 
 
+def sizes_of(config: Config) -> Sizes:
+    program = make_program(config, mesh_of(config.parallel.mesh))
+    return Sizes.of(config, program.shape, program.placed)
+
+
 def test_gradients_of_the_contract_are_the_parameters_of_a_rank():
     for ways in (1, 2, 4):
         config = tiny(mesh=f"2x{ways}")
-        sizes = Sizes.of(config, MeshShape(2, ways))
-        (line,) = (d for d in due(TENSOR_CONTRACT, sizes, "bfloat16") if d.line.phase == "gradients")
+        sizes = sizes_of(config)
+        (line,) = (d for d in due(contract_of(TENSOR), sizes, "bfloat16") if d.line.phase == "gradients")
         assert line.elements == parameters_per_rank(Shape.of(config.model), ways)
 
 
 def test_axes_of_one_way_ask_for_nothing():
-    sizes = Sizes.of(tiny(mesh="1x1"), MeshShape(1, 1))
-    assert due(TENSOR_CONTRACT, sizes, "bfloat16") == []
+    sizes = sizes_of(tiny(mesh="1x1"))
+    assert due(contract_of(TENSOR), sizes, "bfloat16") == []
 
 
 @pytest.mark.parametrize(

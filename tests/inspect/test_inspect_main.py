@@ -7,7 +7,8 @@ import pytest
 from mtjax.inspect import __main__ as command
 from mtjax.inspect import report as reports
 from mtjax.inspect.contract_file import load_contract
-from mtjax.sharding.contract import TENSOR_CONTRACT
+from mtjax.sharding.contract import contract_of
+from mtjax.sharding.layouts import TENSOR
 from tests.inspect.steps import needs_aot
 
 CONTRACT = """
@@ -132,11 +133,11 @@ def test_the_layouts_contract_written_down_is_the_layouts_contract(tmp_path):
     lines = [
         f'[[expect]]\nphase = "{e.phase}"\nkind = "{e.kind}"\naxis = "{e.axis}"\ncount = "{e.count}"\n'
         f'elements = "{e.elements}"\ndtype = "{e.dtype}"\npooled = {str(e.pooled).lower()}\nwhy = "{e.why}"\n'
-        for e in TENSOR_CONTRACT.lines
+        for e in contract_of(TENSOR).lines
     ]
     file = tmp_path / "tensor.toml"
     file.write_text('split = ["heads", "mlp", "vocab"]\n' + "".join(lines))
-    assert load_contract(file) == TENSOR_CONTRACT
+    assert load_contract(file) == contract_of(TENSOR)
 
 
 @needs_aot

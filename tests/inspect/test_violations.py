@@ -14,7 +14,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.models.gpt import GPT
 from mtjax.models.transformer import MLP
 from mtjax.sharding.axes import DATA, MODEL, Rules, spec
-from mtjax.sharding.contract import TENSOR_CONTRACT, Contract, Expectation, due
+from mtjax.sharding.contract import Contract, Expectation, contract_of, due
 from mtjax.sharding.layouts import TENSOR, Layout
 from mtjax.sharding.mesh import parse_mesh
 from mtjax.train.step import Program
@@ -78,7 +78,7 @@ def collective(phase="layer forward", kind="all-reduce", axes=(MODEL,), count=12
 
 def whole_program() -> list[Collective]:
     """What the tensor contract asks for with SIZES."""
-    gradients = next(d.elements for d in due(TENSOR_CONTRACT, SIZES, "bfloat16") if d.line.pooled)
+    gradients = next(d.elements for d in due(contract_of(TENSOR), SIZES, "bfloat16") if d.line.pooled)
     return [
         collective(),
         collective("layer recompute", count=6),
@@ -94,7 +94,7 @@ def whole_program() -> list[Collective]:
 
 def violations(collectives, is_gpu=True):
     landmarks = Landmarks({"mlp.up": (3, 64, 256)}, logits=2 * 64 * 256)
-    return check(collectives, due(TENSOR_CONTRACT, SIZES, "bfloat16"), landmarks, is_gpu=is_gpu).violations
+    return check(collectives, due(contract_of(TENSOR), SIZES, "bfloat16"), landmarks, is_gpu=is_gpu).violations
 
 
 def test_the_whole_program_holds():

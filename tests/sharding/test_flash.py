@@ -10,7 +10,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.sharding.flash import flash_attention
 from mtjax.sharding.gradients import data_parallel_gradients
 from mtjax.sharding.layouts import TENSOR
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import mesh_of, placed_like, tiny_config
 
 HEADS = TENSOR.rules.spec(("batch", "seq", "heads", "head_dim"))
 SCALE = TENSOR.rules.spec(("heads", "head_dim"))
@@ -39,7 +39,8 @@ def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
             with use_rules(TENSOR.rules):
                 return (attend(*(a * scale for a, scale in zip(batch, scales, strict=True))) ** 2).sum(), {}
 
-        return data_parallel_gradients(loss_sum, scales, batch, [SCALE] * 3, num_microbatches=1)
+        placed = placed_like([("heads", "head_dim")] * 3, scales, mesh)
+        return data_parallel_gradients(loss_sum, scales, batch, placed, num_microbatches=1)
 
     with jax.set_mesh(place):
         (loss, _, slopes), (expected_loss, _, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))

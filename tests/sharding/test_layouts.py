@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.sharding.layouts import TENSOR, check_divisible, num_microbatches
+from mtjax.sharding.layouts import check_divisible, num_microbatches
 from mtjax.sharding.mesh import MeshShape
 from tests.tiny import tiny_config
 
@@ -23,7 +23,7 @@ from tests.tiny import tiny_config
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, numbers):
     with pytest.raises(UserError, match=numbers):
-        check_divisible(tiny_config(**fields), TENSOR, mesh)
+        check_divisible(tiny_config(**fields), mesh)
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 16))
@@ -31,12 +31,12 @@ def test_nearest_batch_that_is_offered_fits(batch, data, micro):
     mesh = MeshShape(data, 1)
     config = tiny_config(global_batch_size=batch, microbatch_size=micro)
     try:
-        check_divisible(config, TENSOR, mesh)
+        check_divisible(config, mesh)
     except UserError as e:
         offered = [int(n) for n in re.findall(r"\d+", str(e).rpartition("nearest")[2])]
         assert offered
         for size in offered:
-            check_divisible(tiny_config(global_batch_size=size, microbatch_size=micro), TENSOR, mesh)
+            check_divisible(tiny_config(global_batch_size=size, microbatch_size=micro), mesh)
     else:
         assume(batch % data == 0)
         count = num_microbatches(config, mesh)
@@ -44,4 +44,4 @@ def test_nearest_batch_that_is_offered_fits(batch, data, micro):
 
 
 def test_unknown_vocabulary_is_left_to_the_tokenizer():
-    check_divisible(tiny_config(vocab_size=None), TENSOR, MeshShape(2, 4))
+    check_divisible(tiny_config(vocab_size=None), MeshShape(2, 4))

@@ -11,7 +11,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
-from tests.tiny import mesh_of
+from tests.tiny import mesh_of, placed_like
 
 ROWS, VOCAB, HIDDEN, BATCH, LENGTH = 64, 57, 16, 4, 6
 MESHES = ("1x1", "1x2", "1x4", "1x8", "2x4", "4x2")
@@ -158,11 +158,12 @@ def test_gradients_where_data_is_manual(mesh):
     batch = {"hidden": hidden, "tokens": tokens, "labels": labels, "weights": weights}
     batch = {n: jax.device_put(a, NamedSharding(place, TENSOR.rules.spec(("batch",)))) for n, a in batch.items()}
     parameters = {"table": jax.device_put(table, NamedSharding(place, TABLE))}
+    placed = placed_like({"table": ("vocab", "embed")}, parameters, mesh)
 
     with jax.set_mesh(place):
-        loss, _, gradients = jax.jit(
-            lambda p, b: data_parallel_gradients(loss_sum, p, b, {"table": TABLE}, num_microbatches=1)
-        )(parameters, batch)
+        loss, _, gradients = jax.jit(lambda p, b: data_parallel_gradients(loss_sum, p, b, placed, num_microbatches=1))(
+            parameters, batch
+        )
 
     stream = hidden + table[tokens]
     _, losses, stream_gradient, table_gradient = reference(stream, table, labels, weights)

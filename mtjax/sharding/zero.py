@@ -1,0 +1,296 @@
+"""ZeRO (arXiv 1910.02054): what every data rank would hold alike, split over `data`.
+
+Stage 1 splits the optimizer's state, 2 also the gradients, 3 also the parameters. A parameter is split along one of
+its dimensions; `ParameterLayout` says which, and where the parameter, its gradient and its moments live.
+
+Models call `whole` where they use a layer's parameters. Mostly that does nothing; but where a gradient is to be reduced
+as soon as the backward pass has it, or a parameter to be gathered just before its use, the parameter comes as a
+`Reduced` or `Gathered`, and `whole` is where that happens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec, reshard
+
+from mtjax.sharding.axes import DATA, Rules, explicit_axes, spec, varying_like
+from mtjax.sharding.layouts import Layout
+from mtjax.sharding.mesh import MeshShape
+from mtjax.sharding.placement import is_matrix, is_names
+
+Tree = Any
+T = TypeVar("T")
+
+LAYERS = "layers"
+UNSPLIT = -1
+"""Of a parameter that no dimension of is split over `data`."""
+GATHERED = "gathered"
+"""Name, for checkpoint policies, of what is gathered again rather than kept for the backward pass."""
+
+
+def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
+    """The dimension of a parameter that ZeRO splits over `data`: the largest that divides and that nothing splits yet.
+
+    `layers` is taken last, and by stage 1 alone: the others need a part of every layer on every rank.
+    """
+    if not layout.zero or ways == 1:
+        return UNSPLIT
+    free = [i for i, name in enumerate(names) if layout.rules.mesh_axis(name) is None and shape[i] % ways == 0]
+    inside = [i for i in free if names[i] != LAYERS]
+    if inside:
+        return max(inside, key=lambda i: shape[i])
+    return free[0] if free and layout.zero == 1 else UNSPLIT
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Where a model's parameters, gradients and moments live. Every tree is like the parameters'."""
+
+    axes: Tree
+    """Logical names."""
+    shapes: Tree
+    """Abstract arrays."""
+    layout: Layout
+    mesh: MeshShape
+    compute_dtype: str
+    """In which layers' matrices are gathered."""
+
+    @cached_property
+    def dimensions(self) -> Tree:
+        """Dimension that `data` splits, or `UNSPLIT`."""
+        choose = partial(split_dimension, layout=self.layout, ways=self.mesh.data)
+        return self._map(lambda names, a: choose(names, a.shape), self.shapes)
+
+    @cached_property
+    def whole(self) -> Tree:
+        """Specs of parameters as products take them: every data rank has them."""
+        return self._map(self.layout.rules.spec)
+
+    @cached_property
+    def split(self) -> Tree:
+        """Specs with what ZeRO adds."""
+        return self._map(lambda names, dim: _with_data(self.layout.rules, names, dim), self.dimensions)
+
+    @property
+    def stored(self) -> Tree:
+        """Specs of parameters between steps."""
+        return self.split if self.layout.zero == 3 else self.whole
+
+    @property
+    def reduced(self) -> Tree:
+        """Specs of gradients once they are summed, and of the optimizer's moments."""
+        return self.split if self.layout.zero else self.whole
+
+    @property
+    def unsplit(self) -> list[str]:
+        """Dotted names of parameters that ZeRO leaves whole, for no dimension divides."""
+        if not self.layout.zero or self.mesh.data == 1:
+            return []
+        leaves = jax.tree_util.tree_leaves_with_path(self.dimensions)
+        return [jax.tree_util.keystr(p, simple=True, separator=".") for p, dim in leaves if dim == UNSPLIT]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Elements on one model rank, by the symbols of `contract.Sizes`: P all, U unsplit, W, S, E and N gathered."""
+        counts = dict.fromkeys("PUWSEN", 0)
+
+        def add(names: tuple[str, ...], array: Any, dim: int) -> None:
+            ways = math.prod(self.mesh.ways(self.layout.rules.mesh_axis(name)) for name in names)
+            elements = math.prod(array.shape) // ways
+            counts["P"] += elements
+            if self.layout.zero and dim == UNSPLIT:
+                counts["U"] += elements
+            elif self.layout.zero == 3:
+                matrix, other = "WS" if names[0] == LAYERS else "EN"
+                counts[matrix if is_matrix(names) else other] += elements
+
+        self._map(add, self.shapes, self.dimensions)
+        return counts
+
+    def manual(self, specs: Tree) -> Tree:
+        """`specs` with `data` alone, as `shard_map` over it wants them."""
+        return jax.tree.map(lambda s: PartitionSpec(*(DATA if axis == DATA else None for axis in s)), specs)
+
+    def wrap(self, parameters: Tree, num_microbatches: int | None) -> Tree:
+        """Parameters as the model gets them, inside the manual `data` region.
+
+        Args:
+          parameters: placed as `stored`.
+          num_microbatches: of the step; None when nothing is differentiated.
+        """
+
+        def one(names: tuple[str, ...], dim: int, array: Array) -> Any:
+            stacked = names[0] == LAYERS
+            own, own_dim = (names[1:], dim - 1) if stacked and dim != UNSPLIT else (names[stacked:], dim)
+            if dim != UNSPLIT and self.layout.zero == 3:
+                sent = self.compute_dtype if is_matrix(names) else "float32"
+                return Gathered(array, own, own_dim, sent, sent if stacked else "float32")
+            if num_microbatches and self._reduces_at_once(names, dim, num_microbatches):
+                return Reduced(array, self._part(array, names, dim), spec(*own), own_dim)
+            return array
+
+        return self._map(one, self.dimensions, parameters)
+
+    def _reduces_at_once(self, names: tuple[str, ...], dim: int, num_microbatches: int) -> bool:
+        """Whether a gradient is summed over `data` inside the backward pass, microbatch by microbatch."""
+        if self.layout.zero >= 2:
+            return dim != UNSPLIT
+        inside = names[0] == LAYERS and (not self.layout.zero or dim > 0)
+        return inside and num_microbatches == 1 and self.mesh.data > 1
+
+    def _part(self, whole: Array, names: tuple[str, ...], dim: int) -> Array:
+        """Zeros to differentiate by: shaped like this rank's part of the gradient."""
+        shape = [n // self.mesh.data if i == dim else n for i, n in enumerate(whole.shape)]
+        zeros = jnp.zeros(shape, jnp.float32, out_sharding=spec(*names))
+        return zeros if dim == UNSPLIT else lax.pcast(zeros, (DATA,), to="varying")
+
+    def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
+        return jax.tree.map(function, self.axes, *trees, is_leaf=is_names)
+
+
+def _with_data(rules: Rules, names: tuple[str, ...], dim: int) -> PartitionSpec:
+    axes = list(rules.spec(names))
+    if dim != UNSPLIT:
+        axes[dim] = DATA
+    return PartitionSpec(*axes)
+
+
+# --- parameters on their way into a product
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "dim"])
+@dataclass(frozen=True)
+class Reduced:
+    """A whole parameter whose gradient is summed over `data` at once, and arrives at `part`."""
+
+    array: Any
+    part: Any
+    place: PartitionSpec
+    """Of the parameter where it is used, without the leading `layers`; so `dim`."""
+    dim: int
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "dim", "sent", "dtype"])
+@dataclass(frozen=True)
+class Gathered:
+    """A data rank's part of a parameter that is gathered for each use, and its gradient scattered."""
+
+    part: Any
+    names: tuple[str, ...]
+    dim: int
+    sent: str
+    """Type in which it is gathered: the compute type for what products take in it."""
+    dtype: str
+    """Type in which the model gets it. A layer's matrices stay as they were sent, so that no copy is kept; what is
+    looked up gets its gradient in this type."""
+
+
+def is_wrapped(x: Any) -> bool:
+    """Whether `x` stands for a parameter that `whole` must make."""
+    return isinstance(x, Reduced | Gathered)
+
+
+def whole(module: T) -> T:
+    """`module`, or any tree of parameters, with whole arrays for parameters."""
+    return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
+
+
+def _resolve(leaf: Any) -> Any:
+    match leaf:
+        case Reduced(array, part, place, dim):
+            return _attach(place, dim, array, part)
+        case Gathered(part, names, _, sent, dtype) if DATA in explicit_axes():
+            return reshard(part.astype(sent), spec(*names)).astype(dtype)
+        case Gathered(part, names, dim, sent, dtype):
+            return checkpoint_name(_gather(spec(*names), dim, sent, dtype, part), GATHERED)
+    return leaf
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attach(place: PartitionSpec, dim: int, array: Array, part: Array) -> Array:
+    return array
+
+
+def _attach_forward(place: PartitionSpec, dim: int, array: Array, part: Array) -> tuple[Array, None]:
+    return array, None
+
+
+def _attach_backward(place: PartitionSpec, dim: int, _: None, gradient: Array) -> tuple[None, Array]:
+    return None, sum_over_data(gradient, place, dim)
+
+
+_attach.defvjp(_attach_forward, _attach_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> Array:
+    def local(a: Array) -> Array:
+        return lax.all_gather(a.astype(sent), DATA, axis=dim, tiled=True).astype(dtype)
+
+    with jax.named_scope("parameters"):
+        return _over_the_rest(local, place)(part)
+
+
+def _gather_forward(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> tuple[Array, None]:
+    return _gather(place, dim, sent, dtype, part), None
+
+
+def _gather_backward(place: PartitionSpec, dim: int, sent: str, dtype: str, _: None, gradient: Array) -> tuple[Array]:
+    return (sum_over_data(gradient, place, dim),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
+    """A data rank's gradient summed over all of them in float32; where `dim` splits it, this rank's part of the sum.
+
+    Args:
+      gradient: whole.
+      place: where `model` splits it.
+      dim: dimension that `data` splits, or `UNSPLIT`.
+    """
+
+    def local(g: Array) -> Array:
+        if dim == UNSPLIT:
+            return lax.psum(g, DATA)
+        return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+
+    with jax.named_scope("gradients"):
+        return _over_the_rest(local, place)(gradient.astype(jnp.float32))
+
+
+def _over_the_rest(body: Callable[[Array], Array], place: PartitionSpec) -> Callable[[Array], Array]:
+    """A nested map in which every axis is manual: a collective over `data` won't lower while one is explicit."""
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
+
+
+def differentiable(wrapped: Tree) -> Tree:
+    """The arrays of `wrapped` to differentiate by: parts, and parameters that are no more than arrays."""
+    return jax.tree.map(lambda leaf: leaf.part if is_wrapped(leaf) else leaf, wrapped, is_leaf=is_wrapped)
+
+
+def with_parts(wrapped: Tree, parts: Tree) -> Tree:
+    """`wrapped` with other `differentiable` arrays."""
+
+    def one(leaf: Any, part: Array) -> Any:
+        match leaf:
+            case Reduced(array, _, place, dim):
+                return Reduced(array, part, place, dim)
+            case Gathered(_, names, dim, sent, dtype):
+                return Gathered(part, names, dim, sent, dtype)
+        return part
+
+    return jax.tree.map(one, wrapped, parts, is_leaf=is_wrapped)
+
+
+def zeros_like_parts(parts: Tree) -> Tree:
+    """float32 accumulators."""
+    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), parts)
