@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "cli": BASE,
     "sharding": BASE,
-    "models": BASE | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads")},
+    "models": BASE | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "zero")},
     "data": BASE,
     "plan": BASE,
     "train": BASE | {"sharding", "models", "data", "plan.formulas", "plan.hardware"},

@@ -39,7 +39,7 @@ class Entry:
     def of(cls, collective: Collective) -> "list[Entry]":
         """One entry for each array of a collective."""
         paths = combined_paths(collective.op_name) if collective.has_own_name else []
-        phases = [phase_of(path) for path in paths] if len(paths) == len(collective.arrays) else []
+        phases = [phase_of(path) for path in paths] if 1 < len(paths) == len(collective.arrays) else []
         return [
             cls(collective, array, (phases[i] if phases else None) or collective.phase, collective.count)
             for i, array in enumerate(collective.arrays)
@@ -238,7 +238,7 @@ def _tolerate(left: list[Entry]) -> tuple[str, ...]:
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
-        if entry.phase in LAYER_PHASES or not collective.is_known or collective.payload_bytes > SMALL_BYTES:
+        if entry.phase in LAYER_PHASES or not collective.is_known or entry.array.bytes > SMALL_BYTES:
             continue
         axes = collective.axes or ()
         scalars[axes] = scalars.get(axes, 0) + entry.array.elements * entry.left

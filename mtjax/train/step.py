@@ -22,7 +22,7 @@ from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.layouts import check_divisible, layout_of, num_microbatches
+from mtjax.sharding.layouts import Layout, check_divisible, layout_of, num_microbatches
 from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
@@ -55,12 +55,12 @@ class Program:
     `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.config = replace(config, attention=kernel)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         check_divisible(config, self.shape)
-        self.layout = layout_of(config, self.shape)
+        self.layout = layout or layout_of(config, self.shape)
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))

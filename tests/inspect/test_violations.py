@@ -50,10 +50,9 @@ def test_an_extra_gather_in_a_program_for_h100(monkeypatch):
 
 
 def test_a_replicated_weight():
-    layout = Layout("tensor", Rules(batch=DATA, heads=MODEL, vocab=MODEL))
+    layout = Layout(Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, vocab=MODEL))
     violations = inspect_tiny(layout).verdict.violations
     assert any("the weight stack.layers.mlp.up.weight is whole on every device" in v for v in violations)
-    assert any("all-reduce over data in gradients carries" in v and "too many" in v for v in violations)
 
 
 def test_gathered_logits(monkeypatch):
