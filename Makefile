@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test test-all check format clean
+.PHONY: help train test test-all test-layouts check format clean
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
 	@echo "make test       set up and run the tests: under 15 minutes on 2 cores"
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot and parity"
+	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour"
 	@echo "make check      ruff and pyright"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and what tools left behind"
@@ -40,6 +41,9 @@ test: $(VENV)/dev
 test-all: $(VENV)/extras
 	$(BIN)/python -m pytest -m long $(ARGS)
 	$(BIN)/python -m pytest tests/parity tests/inspect tests/plan $(ARGS)
+
+test-layouts: $(VENV)/dev
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -1,12 +1,15 @@
 """The tensor layout's contract on compiled programs: operations and bytes for H100, elements for CPUs."""
 
 import pytest
+from jax import lax
 
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.plan.formulas import Shape, parameters_per_rank
+from mtjax.sharding import zero
+from mtjax.sharding.axes import DATA
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
 from mtjax.sharding.layouts import TENSOR
 from mtjax.train.step import make_program
@@ -129,3 +132,49 @@ def test_formulas(formula, value):
 def test_formulas_that_are_none(formula, message):
     with pytest.raises(UserError, match=message):
         evaluate(formula, SIZES)
+
+
+SPLIT = [
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "zero": 1},
+    {"zero": 2, "microbatch_size": None},
+    {"sequence_parallel": True, "zero": 3},
+]
+
+
+@pytest.mark.parametrize("settings", SPLIT)
+def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
+    report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
+    assert report.verdict.violations == ()
+    assert len(report.verdict.lines) > 5
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings", [SPLIT[3], *(pytest.param(s, marks=pytest.mark.long) for s in (*SPLIT[:3], {"zero": 1}, {"zero": 3}))]
+)
+def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
+    """Operations, elements and types; nothing else crosses `data` or `model`."""
+    report = inspect(tiny(num_layers=2, **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    kinds = {c.kind for c in report.collectives}
+    assert "all-to-all" not in kinds and "collective-permute" not in kinds
+    if settings.get("sequence_parallel"):
+        layers = sent(report, "layer forward") | sent(report, "layer backward")
+        assert {kind for kind, elements, _ in layers if elements >= BSH} == {"all-gather", "reduce-scatter"}
+
+
+def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
+    monkeypatch.setattr(zero, "sum_over_data", lambda gradient, place, dim: whole_sum(gradient, place, dim))
+    report = inspect(tiny(num_layers=2, zero=2), find_target("cpu"))
+    assert any("over data" in violation for violation in report.verdict.violations)
+
+
+def whole_sum(gradient, place, dim):
+    """Like `zero.sum_over_data`, but sends everything to everyone first."""
+    gathered = zero._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
+    total = zero._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    if dim == zero.UNSPLIT:
+        return total
+    size = gradient.shape[dim] // 2
+    return lax.pcast(lax.slice_in_dim(total, 0, size, axis=dim), (DATA,), to="varying")

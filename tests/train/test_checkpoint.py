@@ -47,8 +47,8 @@ def copy_of(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "checkpoints")
 
 
-def restore(folder, mesh="2x4"):
-    program = program_of(mesh)
+def restore(folder, mesh="2x4", **fields):
+    program = program_of(mesh, **fields)
     checkpoints = Checkpoints(folder, keep_last=3)
     try:
         return checkpoints.restore(program.abstract_state, program.config)
@@ -70,6 +70,18 @@ def test_any_mesh_restores_every_bit(saved, mesh):
     same(restored.state, saved[1][3])
     sharding = program_of(mesh).state_sharding.parameters["embedding"]
     assert restored.state.parameters["embedding"].sharding == sharding
+
+
+@pytest.mark.parametrize(("mesh", "fields"), [("4x2", {"zero": 3, "sequence_parallel": True}), ("8x1", {"zero": 1})])
+def test_any_layout_restores_every_bit_of_any_other(saved, tmp_path, mesh, fields):
+    there = restore(saved[0], mesh, **fields)
+    same(there.state, saved[1][3])
+    program = program_of(mesh, **fields)
+    assert there.state.optimizer[1][0].mu["embedding"].sharding.spec == program.placed.split["embedding"]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(there.state, program.config, CONSUMED + 3)
+    checkpoints.close()
+    same(restore(tmp_path / "checkpoints", "1x1").state, saved[1][3])
 
 
 def test_going_on_is_as_if_never_stopped(saved):

@@ -21,6 +21,25 @@ COVERING = [
 PRODUCT = [case for case in itertools.product(MESHES + MORE_MESHES, RECOMPUTE, MICROBATCH) if case not in COVERING]
 CASES = COVERING + [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT]
 
+# (mesh, sequence_parallel, zero, recompute, microbatch): every pair of two values occurs, but for what one way rules out.
+LAYOUTS = [
+    ("2x4", True, 1, "none", None),
+    ("2x4", False, 2, "full", 1),
+    ("2x4", True, 3, "full", 1),
+    ("4x2", True, 2, "none", None),
+    ("4x2", False, 3, "none", None),
+    ("4x2", True, 0, "full", 1),
+    ("8x1", False, 1, "full", 1),
+    ("8x1", False, 3, "full", None),
+    ("1x8", True, 0, "none", 1),
+]
+ALL_LAYOUTS = [
+    case
+    for case in itertools.product(("2x4", "4x2", "8x1", "1x8"), (False, True), (0, 1, 2, 3), RECOMPUTE, MICROBATCH)
+    if case not in LAYOUTS
+]
+LAYOUT_CASES = LAYOUTS + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL_LAYOUTS]
+
 
 def flat(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
@@ -42,9 +61,24 @@ def test_ten_losses_with_dropout_agree_on_every_mesh(mesh):
 @pytest.mark.parametrize(("mesh", "recompute", "micro"), CASES)
 def test_layouts_accumulation_and_recompute_change_nothing(mesh, recompute, micro):
     """After three steps with dropout: the same losses, and the same parameters, as one device in one piece."""
-    reference = program_of("1x1", recompute="none", microbatch_size=None)
-    state, losses = run_steps(program_of(mesh, recompute=recompute, microbatch_size=micro), 3)
-    expected_state, expected = run_steps(reference, 3)
+    assert_like_one_device(program_of(mesh, recompute=recompute, microbatch_size=micro))
+
+
+@pytest.mark.parametrize(("mesh", "sequence", "zero", "recompute", "micro"), LAYOUT_CASES)
+def test_split_sequences_and_zero_change_nothing(mesh, sequence, zero, recompute, micro):
+    options = {"sequence_parallel": sequence, "zero": zero, "recompute": recompute, "microbatch_size": micro}
+    assert_like_one_device(program_of(mesh, **options))
+
+
+def test_bfloat16_with_everything_split_stays_near():
+    fields = {"compute_dtype": "bfloat16", "sequence_parallel": True, "recompute": "full", "microbatch_size": 1}
+    losses = run_steps(program_of("2x4", zero=3, **fields), 3)[1]
+    agree(losses, run_steps(program_of("1x1"), 3)[1], rtol=2e-2)
+
+
+def assert_like_one_device(program):
+    state, losses = run_steps(program, 3)
+    expected_state, expected = run_steps(program_of("1x1", recompute="none", microbatch_size=None), 3)
     agree(losses, expected, rtol=1e-5)
     here, there = flat(state.parameters), flat(expected_state.parameters)
     for name, value in there.items():

@@ -1,0 +1,81 @@
+"""Which dimension ZeRO splits, what a device then holds, and checkpoints between layouts."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtjax.sharding.axes import DATA
+from mtjax.sharding.layouts import TENSOR_RULES, Layout
+from mtjax.sharding.zero import UNSPLIT, split_dimension
+from tests.tiny import program_of, run_steps
+
+NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
+
+
+@given(
+    names=NAMES, sizes=st.lists(st.integers(1, 64), min_size=5, max_size=5), ways=st.integers(1, 16),
+    zero=st.integers(0, 3), stacked=st.booleans(),
+)  # fmt: skip
+def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, stacked):
+    names = (*(["layers"] if stacked else []), *names)
+    shape = tuple(sizes[: len(names)])
+    dim = split_dimension(names, shape, Layout(zero=zero), ways)
+    fits = [
+        i
+        for i, name in enumerate(names)
+        if shape[i] % ways == 0 and TENSOR_RULES.mesh_axis(name) is None and (name != "layers" or zero == 1)
+    ]
+    if not zero or ways == 1 or not fits:
+        assert dim == UNSPLIT
+    else:
+        assert dim in fits
+        inner = [i for i in fits if names[i] != "layers"]
+        assert not inner or shape[dim] == max(shape[i] for i in inner)
+
+
+def test_what_does_not_divide_takes_another_dimension_or_is_reported():
+    placed = program_of("4x2", zero=2, hidden_size=40).placed  # head_dim 5, embed 40, mlp 160 over model
+    assert placed.dimensions["stack"]["layers"]["attention"]["qkv"]["weight"] == 1
+    assert placed.unsplit == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
+    assert program_of("4x2", zero=0).placed.unsplit == []
+
+
+def held(tree) -> int:
+    """Elements of a tree on one device."""
+    return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree) if leaf.ndim)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_device_holds_its_part(zero):
+    program = program_of("2x4", zero=zero)
+    state = program.initialize(0)
+    counts = program.placed.counts
+    split = counts["U"] + (counts["P"] - counts["U"]) // 2
+    assert held(state.parameters) == (split if zero == 3 else counts["P"])
+    assert held(state.optimizer) == 2 * (split if zero else counts["P"])
+    axes = {axis for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim for axis in leaf.sharding.spec}
+    assert (DATA in axes) == (zero > 0)
+
+
+def test_full_gradients_never_live_with_zero_2():
+    """Temporary memory of the compiled step falls by what the other half of the gradients takes."""
+
+    def temporaries(zero: int) -> int:
+        fields = {"zero": zero, "recompute": "full", "microbatch_size": 1, "global_batch_size": 16}
+        program = program_of("8x1", num_layers=8, hidden_size=64, **fields)
+        return program.lower_step().compile().memory_analysis().temp_size_in_bytes
+
+    whole = program_of("8x1", num_layers=8, hidden_size=64).placed.counts["P"] * 4
+    assert temporaries(1) - temporaries(2) > whole / 2
+
+
+def test_gradients_are_clipped_by_the_norm_of_them_all():
+    """A clip below the norm binds: every layout must then take the same step."""
+    fields = {"clip_grad_norm": 0.05, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    expected = run_steps(program_of("1x1", **fields), 3)[1]
+    found = run_steps(program_of("2x4", zero=3, sequence_parallel=True, **fields), 3)[1]
+    assert all(m["grad_norm"] > 0.05 for m in expected)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5)
