@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, auto_axes, explicit_axes
 
 from mtjax.sharding import zero
 from mtjax.sharding.axes import DATA, MODEL
-from mtjax.sharding.zero import LAYERS, ParameterLayout
+from mtjax.sharding.zero import ParameterLayout
 
 Tree = Any
 LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
@@ -45,7 +45,7 @@ def data_parallel_gradients(
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
 
         def loss_by_parts(parts: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
-            return loss_sum(_whole_but_layers(zero.with_parts(wrapped, parts), placed), microbatch)
+            return loss_sum(placed.whole_but_layers(zero.with_parts(wrapped, parts)), microbatch)
 
         def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], Tree]:
             (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, microbatch)
@@ -69,18 +69,9 @@ def data_parallel_sum(
 
     def local(parameters: Tree, batch: Tree) -> Tree:
         wrapped = placed.wrap(jax.tree.map(_vary, parameters), None)
-        return lax.psum(function(_whole_but_layers(wrapped, placed), batch), DATA)
+        return lax.psum(function(placed.whole_but_layers(wrapped), batch), DATA)
 
     return _map_over_data(local, parameters, batch, placed, PartitionSpec())
-
-
-def _whole_but_layers(wrapped: Tree, placed: ParameterLayout) -> Tree:
-    """Parameters outside the stacks whole; a stack's become so layer by layer, where the model scans over them."""
-
-    def one(names: tuple[str, ...], leaf: Any) -> Any:
-        return leaf if names[0] == LAYERS else zero.whole(leaf)
-
-    return jax.tree.map(one, placed.axes, wrapped, is_leaf=zero.is_names)
 
 
 def _map_over_data(

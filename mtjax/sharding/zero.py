@@ -119,7 +119,7 @@ class ParameterLayout:
         return jax.tree.map(lambda s: PartitionSpec(*(DATA if axis == DATA else None for axis in s)), specs)
 
     def wrap(self, parameters: Tree, num_microbatches: int | None) -> Tree:
-        """Parameters as the model gets them, inside the manual `data` region.
+        """Parameters as a model gets them: those of stacks for `whole` to resolve, layer by layer.
 
         Args:
           parameters: placed as `stored`.
@@ -137,6 +137,10 @@ class ParameterLayout:
             return array
 
         return self._map(one, self.dimensions, parameters)
+
+    def whole_but_layers(self, wrapped: Tree) -> Tree:
+        """Wrapped parameters outside the stacks whole; a stack's become so where the model scans over its layers."""
+        return self._map(lambda names, leaf: leaf if names[0] == LAYERS else whole(leaf), wrapped)
 
     def _reduces_at_once(self, names: tuple[str, ...], dim: int, num_microbatches: int) -> bool:
         """Whether a gradient is summed over `data` inside the backward pass, microbatch by microbatch."""

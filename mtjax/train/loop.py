@@ -82,6 +82,9 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
         introduce(config, shape, folder, progress)
         if program.attention_fallback:
             progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
+        if program.placed.unsplit:
+            names = ", ".join(program.placed.unsplit)
+            progress.say(f"note    whole on every data rank, for no dimension divides {shape.data} ways: {names}")
         if inspect:
             from mtjax.inspect.hook import show_program
 

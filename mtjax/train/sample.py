@@ -40,7 +40,8 @@ def continue_text(
 
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
         with use_rules(rules):
-            model = program.model(parameters)
+            placed = program.placed
+            model = program.model(placed.whole_but_layers(placed.wrap(parameters, None)))
             assert isinstance(model, GPT)  # other families don't continue text
 
             def append(position: Array, tokens: Array) -> Array:

@@ -21,7 +21,7 @@ COVERING = [
 PRODUCT = [case for case in itertools.product(MESHES + MORE_MESHES, RECOMPUTE, MICROBATCH) if case not in COVERING]
 CASES = COVERING + [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT]
 
-# (mesh, sequence_parallel, zero, recompute, microbatch): every pair of two values occurs, but for what one way rules out.
+# (mesh, sequence_parallel, zero, recompute, microbatch): every two values meet, but for what one way rules out.
 LAYOUTS = [
     ("2x4", True, 1, "none", None),
     ("2x4", False, 2, "full", 1),
