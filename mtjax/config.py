@@ -19,6 +19,8 @@ from mtjax.model_config import FAMILIES as FAMILIES
 from mtjax.model_config import GATED as GATED
 from mtjax.model_config import Model as Model
 from mtjax.model_config import check_model
+from mtjax.model_config import decoder_layers as decoder_layers
+from mtjax.model_config import decoder_length as decoder_length
 from mtjax.model_config import head_dim as head_dim
 from mtjax.model_config import mlp_size as mlp_size
 from mtjax.model_config import nearest_divisors as nearest_divisors
@@ -310,6 +312,8 @@ def validate(config: Config) -> None:
     optional = (
         "num_kv_heads",
         "head_dim",
+        "num_decoder_layers",
+        "decoder_sequence_length",
         "mlp_size",
         "vocab_size",
         "microbatch_size",

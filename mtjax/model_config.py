@@ -15,9 +15,9 @@ from mtjax.errors import UserError
 class Model:
     """The network: GPT-2 as in section 3 of arXiv 1909.08053, or another family."""
 
-    family: Literal["gpt", "llama", "bert"] = "gpt"
-    """gpt, llama or bert. A family brings its own norm, position, activation, bias, tie_embeddings, norm_epsilon and
-    dropout, each of which can be set all the same."""
+    family: Literal["gpt", "llama", "bert", "t5"] = "gpt"
+    """gpt, llama, bert or t5. A family brings its own norm, position, activation, bias, tie_embeddings, norm_epsilon
+    and dropout, each of which can be set all the same."""
     num_layers: int = 24
     """Transformer layers."""
     hidden_size: int = 1024
@@ -44,8 +44,9 @@ class Model:
     the stream after each sublayer (Figure 7 of the paper)."""
     norm_epsilon: float = 1e-5
     """Added to the variance in layer norm, to the mean square in RMS norm."""
-    position: Literal["learned", "rope"] = "learned"
-    """learned adds a vector per position to the embeddings; rope rotates queries and keys (arXiv 2104.09864)."""
+    position: Literal["learned", "rope", "relative"] = "learned"
+    """learned adds a vector per position to the embeddings; rope rotates queries and keys (arXiv 2104.09864); relative,
+    T5's, adds a number per head and distance to the scores, which are not scaled, and scales a tied output."""
     rope_theta: float = 10_000.0
     """RoPE's base: the longest wavelength is about 2 pi times this many tokens."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
@@ -65,6 +66,14 @@ class Model:
     """Biases in attention and the MLP."""
     tie_embeddings: bool = True
     """The output projection is the embedding table."""
+    num_decoder_layers: int | None = None
+    """t5: layers of the decoder; num_layers, which are the encoder's, when not given."""
+    decoder_sequence_length: int | None = None
+    """t5: tokens that the decoder writes; sequence_length, which is the encoder's, when not given."""
+    relative_buckets: int = 32
+    """t5: kinds of distance between two tokens that relative positions tell apart."""
+    relative_max_distance: int = 128
+    """t5: distances from here on are one kind."""
     num_token_types: int = 2
     """bert: kinds of tokens, each with an embedding - first and second sentence; 0 has none."""
     sentence_order: bool = True
@@ -102,6 +111,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
+    "t5": {
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "position": "relative",
+        "activation": "relu",
+        "bias": False,
+        "tie_embeddings": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
     "llama": {
         "norm": "rmsnorm",
         "norm_epsilon": 1e-5,
@@ -134,6 +153,16 @@ def num_kv_heads(model: Model) -> int:
     return model.num_kv_heads or model.num_heads
 
 
+def decoder_layers(model: Model) -> int:
+    """Layers of an encoder-decoder's decoder."""
+    return model.num_decoder_layers or model.num_layers
+
+
+def decoder_length(model: Model) -> int:
+    """Tokens that an encoder-decoder's decoder writes."""
+    return model.decoder_sequence_length or model.sequence_length
+
+
 def padded_vocab_size(model: Model) -> int:
     """Rows of the embedding table: the vocabulary up to the next multiple of `vocab_multiple` (section 5.1)."""
     if model.vocab_size is None:
@@ -163,6 +192,17 @@ def check_model(model: Model) -> None:
         raise UserError(f"position is {model.position!r}, and the family bert has learned positions")
     if model.family != "bert" and model.norm_placement != "pre":
         raise UserError(f"norm_placement is {model.norm_placement!r}, and the family {model.family} has pre alone")
+    if model.position == "relative" and model.family != "t5":
+        raise UserError(f"position is 'relative', which is of the family t5, and the family is {model.family}")
+    if model.family == "t5" and model.position == "rope":
+        raise UserError("position is 'rope', and the family t5 has relative or learned positions")
+    if model.family == "t5" and num_kv_heads(model) != model.num_heads:
+        raise UserError(f"num_kv_heads is {model.num_kv_heads}, and the family t5 has as many as num_heads")
+    if model.relative_buckets < 4 or model.relative_buckets % 4:
+        raise UserError(f"relative_buckets is {model.relative_buckets}, and must be a multiple of 4")
+    if model.relative_max_distance <= model.relative_buckets:
+        distance, buckets = model.relative_max_distance, model.relative_buckets
+        raise UserError(f"relative_max_distance {distance} must be above relative_buckets {buckets}")
     if model.num_token_types < 0:
         raise UserError(f"num_token_types is {model.num_token_types}, and must be 0 or more")
     if model.position == "rope":

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config, replace
+from mtjax.config import Config, decoder_length, replace
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.mesh import make_mesh, parse_mesh
 from mtjax.sharding.placement import global_batch
@@ -55,7 +55,7 @@ def program_of(mesh: str, **fields: Any) -> Program:
 def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
     """Random tokens of one step, as the config's family reads them; the same for every mesh."""
     size = config.training.global_batch_size
-    kinds = {"bert": bert_batch}
+    kinds = {"bert": bert_batch, "t5": t5_batch}
     batch = kinds.get(config.model.family, gpt_batch)(config, np.random.default_rng(step))
     return batch | {"sample_index": np.arange(step * size, (step + 1) * size, dtype=np.uint32)}
 
@@ -102,3 +102,17 @@ def run_steps(program: Program, steps: int, state: State | None = None) -> tuple
         state, results = program.step(state, batch_of(program, step))
         metrics.append({name: float(value) for name, value in results.items()})
     return state, metrics
+
+
+def t5_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Text and what the decoder writes, each of random length."""
+    size, reads, writes = config.training.global_batch_size, config.model.sequence_length, decoder_length(config.model)
+    read, written = (random.integers(n // 2, n + 1, (size, 1)) for n in (reads, writes))
+    text = random.integers(0, config.model.vocab_size, (size, writes + 1)).astype(np.int32)
+    return {
+        "encoder_tokens": random.integers(0, config.model.vocab_size, (size, reads)).astype(np.int32),
+        "encoder_mask": (np.arange(reads) < read).astype(np.int32),
+        "decoder_tokens": text[:, :-1],
+        "labels": text[:, 1:],
+        "loss_mask": (np.arange(writes) < written).astype(np.float32),
+    }

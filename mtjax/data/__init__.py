@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mtjax.data.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
 from mtjax.data.gpt import Dataset
-from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset
+from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset, vocabulary_size
 from mtjax.data.prepare import load_tokenizer
 from mtjax.data.tokenizer import Tokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "open_t5_dataset",
     "train_samples",
     "train_steps",
+    "vocabulary_size",
 ]
 
 

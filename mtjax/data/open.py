@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data.bert import BertDataset, BertOptions
 from mtjax.data.blend import BlendedDataset, normalise, samples_of_each
@@ -12,7 +13,7 @@ from mtjax.data.indexed import IndexedDataset
 from mtjax.data.prepare import load_tokenizer, prepared
 from mtjax.data.source import Source, parse_sources
 from mtjax.data.split import Split, split_bounds
-from mtjax.data.t5 import T5Dataset, T5Options
+from mtjax.data.t5 import T5Dataset, T5Options, t5_ids
 from mtjax.data.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
@@ -24,7 +25,7 @@ Open = Callable[[IndexedDataset, Bounds, int], Dataset]
 
 def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
     """The samples of one split of a run's data that its family of models reads; see `open_gpt_dataset`."""
-    openers = {"bert": open_bert_dataset}
+    openers = {"bert": open_bert_dataset, "t5": open_t5_dataset}
     return openers.get(config.model.family, open_gpt_dataset)(config, split, num_samples)
 
 
@@ -71,15 +72,21 @@ def open_bert_dataset(config: Config, split: Split, num_samples: int) -> Dataset
     return _open(config, split, num_samples, tokenizer, SENTENCES, open_bert)
 
 
-def open_t5_dataset(config: Config, split: Split, num_samples: int, decoder_length: int) -> Dataset:
+def open_t5_dataset(config: Config, split: Split, num_samples: int, decoder_length: int | None = None) -> Dataset:
     """Like `open_gpt_dataset`, with T5's corrupted spans: see `t5.T5Dataset`."""
     tokenizer = load_tokenizer(config)
-    options = T5Options(config.model.sequence_length, decoder_length, config.training.seed)
+    writes = decoder_length or configs.decoder_length(config.model)
+    options = T5Options(config.model.sequence_length, writes, config.training.seed)
 
     def open_t5(tokens: IndexedDataset, bounds: Bounds, count: int) -> Dataset:
         return T5Dataset(tokens, bounds, count, tokenizer, options)
 
     return _open(config, split, num_samples, tokenizer, SENTENCES, open_t5)
+
+
+def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Tokens that a family's samples are made of: T5's sentinels stand after a vocabulary that has none."""
+    return t5_ids(tokenizer).vocab_size if config.model.family == "t5" else tokenizer.vocab_size
 
 
 def _open(

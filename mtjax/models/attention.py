@@ -31,6 +31,14 @@ class Context:
     """When given, queries and keys are turned by it."""
     is_causal: bool = True
     """Tokens attend to those before them only."""
+    bias: Float[Array, "1 heads seq seq"] | None = None
+    """When given, added to the scores of self-attention."""
+    scale: float | None = None
+    """Of the scores; head_dim^-0.5 when None."""
+    encoded: Float[Array, "batch act_seq embed"] | None = None
+    """What cross-attention reads."""
+    encoded_mask: Int[Array, "batch seq"] | None = None
+    """1 on what cross-attention sees, 0 on padding; it sees all when None."""
 
 
 class FusedQKV(nnx.Module):
@@ -113,7 +121,7 @@ class SelfAttention(nnx.Module):
             mixed = flash_attention(query, key, value)
         else:
             mask = attention_mask(x.shape[1], context)
-            mixed = core_attention(query, key, value, mask, self.rate, keys)
+            mixed = core_attention(query, key, value, mask, self.rate, keys, bias=context.bias, scale=context.scale)
         return self.output(mixed)
 
 
@@ -133,7 +141,7 @@ def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"
             width % 8 != 0 or width > 128
         ),
         "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
-        f"it is causal and sees padding, which is not for the family {model.family}": model.family == "bert",
+        f"it is causal and sees padding, which is not for the family {model.family}": (model.family in ("bert", "t5")),
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), None)
     if wanted == "xla" or reason:
@@ -148,20 +156,28 @@ def core_attention(
     mask: Bool[Array, "#batch 1 seq seq"],
     rate: float,
     keys: Key[Array, " batch"] | None,
+    *,
+    bias: Float[Array, "1 heads seq seq"] | None = None,
+    scale: float | None = None,
+    site: int = 0,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Softmax attention with the probabilities written out, normalised in float32.
+
+    `bias` is added to the scores, `scale` is head_dim^-0.5 when None, `site` is that of the dropout.
 
     Each group of heads / groups queries in turn shares a key and a value head.
     """
     shape, place = query.shape, spec(*HEADS)
-    query = query * shape[-1] ** -0.5
+    query = query * (shape[-1] ** -0.5 if scale is None else scale)
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
     )
     scores = jnp.einsum("bqgnd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
-    probabilities = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(query.dtype)
-    probabilities = dropout(probabilities, rate, keys, 0, SCORES)
+    probabilities = jax.nn.softmax(jnp.where(mask, scores if bias is None else scores + bias, -1e30), axis=-1).astype(
+        query.dtype
+    )
+    probabilities = dropout(probabilities, rate, keys, site, SCORES)
     grouped = spec("batch", "heads", None, "seq", "seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
     mixed = jnp.einsum("bgnqk,bkgd->bqgnd", probabilities, value)

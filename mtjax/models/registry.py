@@ -11,6 +11,7 @@ from mtjax.config import Config
 from mtjax.models.bert import BERT
 from mtjax.models.gpt import GPT
 from mtjax.models.llama import Llama
+from mtjax.models.t5 import T5
 from mtjax.sharding.vocab import LossOptions
 
 Batch = Mapping[str, Any]
@@ -46,7 +47,7 @@ class LanguageModel(Protocol):
         ...
 
 
-MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT}
+MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT, "t5": T5}
 
 
 def model_class(config: Config) -> type[LanguageModel]:

@@ -106,9 +106,11 @@ class Layer(nnx.Module):
 class Stack(nnx.Module):
     """`num_layers` layers whose parameters are stacked along `layers`: one program for all of them."""
 
-    def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, recompute: bool, key: Array) -> None:
+    def __init__(
+        self, model: Model, dtype: jax.typing.DTypeLike, *, recompute: bool, key: Array, kind: type[Layer] = Layer
+    ) -> None:
         keys = jax.random.split(key, model.num_layers)
-        self.layers = jax.vmap(lambda key: Layer(model, dtype, key=key))(keys)
+        self.layers = jax.vmap(lambda key: kind(model, dtype, key=key))(keys)
         self.num_layers = model.num_layers
         self.recompute = recompute
 

@@ -45,6 +45,11 @@ def run(argv: Sequence[str] | None) -> None:
         print_published(console)
         return
     run_config = _with_vocabulary(command.config, console)
+    if run_config.model.family == "t5":
+        raise UserError(
+            "the planner's memory and time are formulas of a single stack of layers, and a T5 has two; "
+            "mtjax inspect compiles its step and tells both"
+        )
     server = target.parse(options.target)
     shape = Shape.of(run_config.model)
     if options.gpus is not None or options.days is not None:

@@ -8,40 +8,16 @@ Memory is in `mtjax.plan.memory`, traffic in `mtjax.plan.traffic`, pipelines in 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mtjax import config
+from mtjax.plan.families import NORM_VECTORS, Beside
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, the attention core, or whole layers."""
 
 SECONDS_PER_DAY = 86_400
-
-NORM_VECTORS = {"layernorm": 2, "rmsnorm": 1}
-"""Norm -> n, vectors of h parameters that it has."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What a model has beside the parts of a decoder."""
-
-    split: int = 0
-    """Parameters that are split over the model ways."""
-    whole: int = 0
-    """Parameters that every rank holds."""
-    flops_per_token: float = 0
-    """Forward."""
-
-    @classmethod
-    def of(cls, model: config.Model) -> "Heads":
-        """BERT's token types `Th`, masked-LM head `h^2 + h + nh + V`, pooler `h^2 + h` and classifier `2h + 2`."""
-        if model.family != "bert":
-            return cls()
-        h, order = model.hidden_size, int(model.sentence_order)
-        masked = h * h + h + NORM_VECTORS[model.norm] * h
-        whole = model.num_token_types * h + masked + order * (h * h + h + 2 * h + 2)
-        return cls(config.padded_vocab_size(model), whole, 2 * h * h + order * 2 * h * h / model.sequence_length)
 
 
 @dataclass(frozen=True)
@@ -70,7 +46,7 @@ class Shape:
     """There is a table of positions."""
     post_norm: bool = False
     """A norm follows each residual add, and needs its input again in the backward pass."""
-    heads: Heads = Heads()
+    beside: Beside = field(default_factory=Beside)
     """What there is beside a decoder's parts."""
 
     @classmethod
@@ -91,7 +67,7 @@ class Shape:
             norm_vectors=NORM_VECTORS[model.norm],
             learned_positions=model.position == "learned",
             post_norm=model.norm_placement == "post",
-            heads=Heads.of(model),
+            beside=Beside.of(model),
         )
 
     @classmethod
@@ -162,13 +138,13 @@ def _layer_parts(shape: Shape, model_ways: int) -> tuple[int, int]:
 def whole_outside_layers(shape: Shape) -> int:
     """Parameters outside the layers that every rank holds: positions `sh` if learned, final norm `nh`, heads."""
     positions = shape.sequence_length * shape.learned_positions
-    return (positions + shape.norm_vectors) * shape.hidden_size + shape.heads.whole
+    return (positions + shape.norm_vectors) * shape.hidden_size + shape.beside.whole
 
 
 def embedding_parameters(shape: Shape) -> int:
     """Parameters outside the layers: token table `Vh` (two when untied), learned positions `sh`, final norm `nh`."""
     tables = 1 if shape.tied_embeddings else 2
-    return tables * shape.padded_vocab_size * shape.hidden_size + shape.heads.split + whole_outside_layers(shape)
+    return tables * shape.padded_vocab_size * shape.hidden_size + shape.beside.split + whole_outside_layers(shape)
 
 
 def parameters(shape: Shape) -> int:
@@ -196,7 +172,7 @@ def parameters_per_rank(shape: Shape, model_ways: int) -> int:
     split, whole = _layer_parts(shape, model_ways)
     tables = (1 if shape.tied_embeddings else 2) * shape.padded_vocab_size * shape.hidden_size
     layer = split // model_ways + whole
-    return shape.num_layers * layer + (tables + shape.heads.split) // model_ways + whole_outside_layers(shape)
+    return shape.num_layers * layer + (tables + shape.beside.split) // model_ways + whole_outside_layers(shape)
 
 
 # FLOPs
@@ -220,9 +196,9 @@ def logit_flops_per_token(shape: Shape) -> float:
 
 
 def forward_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
-    """FLOPs of one token's forward pass: `24lh^2 + 4slh + 2hV` with f = 4h; BERT's heads `2h^2 (1 + 1/s)` more."""
+    """FLOPs of one token's forward pass: `24lh^2 + 4slh + 2hV` with f = 4h; and what the family has beside."""
     layers = shape.num_layers * layer_flops_per_token(shape, causal=causal)
-    return layers + logit_flops_per_token(shape) + shape.heads.flops_per_token
+    return layers + logit_flops_per_token(shape) + shape.beside.flops_per_token
 
 
 def model_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
@@ -245,7 +221,8 @@ def hardware_flops_per_token(shape: Shape, recompute: Recompute = "full", *, cau
         "selective": attention_core_flops_per_token(shape, causal=causal),
         "full": layer_flops_per_token(shape, causal=causal),
     }
-    return model_flops_per_token(shape, causal=causal) + shape.num_layers * again[recompute]
+    beside = shape.beside.layer_flops_per_token if recompute == "full" else 0
+    return model_flops_per_token(shape, causal=causal) + shape.num_layers * again[recompute] + beside
 
 
 def compiled_flops_per_token(

@@ -47,6 +47,8 @@ class Rules:
     features: str | None = None
     """Width of a projection that every rank has whole: BERT's heads."""
     token_types: str | None = None
+    buckets: str | None = None
+    """Kinds of distance of relative positions."""
     classes: str | None = None
     """Answers of a classifier."""
 

@@ -120,11 +120,10 @@ def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
     Raises:
       UserError: the vocabulary is smaller than the tokenizer's.
     """
-    size = config.model.vocab_size or tokenizer.vocab_size
-    if size < tokenizer.vocab_size:
-        raise UserError(
-            f"vocab_size {size} is below the {tokenizer.vocab_size} tokens of the tokenizer; raise it, or leave it out"
-        )
+    needed = data.vocabulary_size(config, tokenizer)
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
     return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)
 
 

@@ -9,7 +9,7 @@ from mtjax.plan import formulas, memory, plans
 from mtjax.plan.formulas import Shape
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "llama2-", "llama3-"))]
+PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -50,3 +50,18 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     if gib := re.search(r"by formula: ([\d.]+) GiB, of which ([\d.]+) GiB", header):
         whole = memory.fullest_stage(shape, plan)
         assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("t5-small", 60_506_624),
+        ("t5-base", 222_903_552),
+        ("t5-large", 737_668_096),
+        ("t5-3b", 2_851_598_336),
+        ("t5-11b", 11_307_321_344),
+        ("t5-1.1-base", 247_577_856),
+    ],
+)
+def test_t5_is_as_large_as_hugging_faces(name, published):
+    assert formulas.parameters(Shape.of(config.load(name).model)) == published

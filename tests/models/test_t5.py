@@ -1,0 +1,97 @@
+"""T5: what its tokens see, its distances, and the same numbers on every mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.config import Config, replace, validate
+from mtjax.errors import UserError
+from mtjax.plan.formulas import Shape, parameters
+from mtjax.sharding.axes import use_rules
+from tests.tiny import batch_of, program_of, run_steps
+
+MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
+RELATIVE = {"decoder_sequence_length": 8, "num_decoder_layers": 3, "relative_buckets": 8, "relative_max_distance": 12}
+MEGATRON = {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True}
+MEGATRON |= {"decoder_sequence_length": 24}
+
+
+def t5(mesh, **fields):
+    return program_of(mesh, family="t5", **fields)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "settings", [RELATIVE, pytest.param(MEGATRON, marks=pytest.mark.long)], ids=["relative", "learned"]
+)
+def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
+    state, found = run_steps(t5(mesh, recompute="full", microbatch_size=1, **settings), 3)
+    expected_state, expected = run_steps(t5("1x1", **settings), 3)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5, err_msg=name)
+    assert len({m["loss"] for m in expected}) == 3
+    for here, there in zip(jax.tree.leaves(state.parameters), jax.tree.leaves(expected_state.parameters), strict=True):
+        assert np.abs(np.asarray(here) - np.asarray(there)).mean() < 1e-5
+
+
+def hidden_of(program, parameters, batch):
+    def run(parameters, batch):
+        with use_rules(program.layout.rules):
+            model = program.model(parameters)
+            return model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"])
+
+    with jax.set_mesh(program.mesh):
+        return np.asarray(jax.jit(run)(parameters, batch))
+
+
+def test_the_decoder_sees_what_is_before_it_and_the_encoder_but_no_padding():
+    program = t5("2x4", **RELATIVE)
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    before = hidden_of(program, parameters, batch)
+
+    def after(name, change):
+        tokens = np.where(change, (np.asarray(batch[name]) + 1) % 250, np.asarray(batch[name])).astype(np.int32)
+        return hidden_of(program, parameters, batch | {name: jax.device_put(tokens, batch[name].sharding)})
+
+    mask = np.asarray(batch["encoder_mask"]).astype(bool)
+    np.testing.assert_array_equal(after("encoder_tokens", ~mask), before)
+    third = np.zeros_like(mask)
+    third[:, 2] = True
+    assert (after("encoder_tokens", third) != before).any(-1).all()
+    fifth = np.zeros((8, 8), bool)
+    fifth[:, 4] = True
+    changed = after("decoder_tokens", fifth)
+    np.testing.assert_array_equal(changed[:, :4], before[:, :4])
+    assert (changed[:, 4:] != before[:, 4:]).any(-1).all()
+
+
+def test_it_learns_one_batch():
+    program = t5("2x4", hidden_dropout=0.0, attention_dropout=0.0, **RELATIVE)
+    state, losses = program.initialize(0), []
+    for _ in range(20):
+        state, metrics = program.step(state, batch_of(program, 0))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position": "relative"}, "is of the family t5, and the family is gpt"),
+        ({"family": "t5", "position": "rope"}, "the family t5 has relative or learned positions"),
+        ({"family": "t5", "num_kv_heads": 4}, "has as many as num_heads"),
+        ({"family": "t5", "relative_buckets": 6}, "multiple of 4"),
+        ({"family": "t5", "relative_max_distance": 32}, "must be above relative_buckets 32"),
+        ({"family": "t5", "decoder_sequence_length": 0}, "decoder_sequence_length is 0"),
+    ],
+)
+def test_settings_that_do_not_fit(fields, message):
+    with pytest.raises(UserError, match=message):
+        validate(replace(Config(), **fields))
+
+
+@pytest.mark.parametrize("settings", [RELATIVE, MEGATRON, MEGATRON | {"tie_embeddings": False, "sequence_length": 32}])
+def test_parameters_count_what_the_formula_says(settings):
+    program = t5("1x1", **settings)
+    counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
+    assert counted == parameters(Shape.of(program.config.model))

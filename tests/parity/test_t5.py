@@ -1,0 +1,158 @@
+"""T5 as Hugging Face's transformers computes it: logits, loss and every gradient, from the same random weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtjax.config import decoder_layers, head_dim
+from mtjax.models.t5 import relative_buckets
+from mtjax.sharding.axes import use_rules
+from mtjax.train.step import make_program
+from tests.parity.test_gpt2 import relative
+from tests.tiny import batch_of, host_batch, mesh_of, tiny_config
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+
+V1_0 = {"decoder_sequence_length": 8, "relative_buckets": 8, "relative_max_distance": 12}
+V1_1 = {"activation": "geglu", "tie_embeddings": False, "decoder_sequence_length": 24, "num_decoder_layers": 3}
+V1_1 |= {"num_layers": 1, "head_dim": 6, "mlp_size": 80, "vocab_size": 256, "relative_max_distance": 40}
+
+
+def reference_model(config) -> Any:
+    """transformers' model of a config, with weights large enough for every part to matter, and no dropout."""
+    model = config.model
+    theirs = transformers.T5Config(
+        vocab_size=model.vocab_size,
+        d_model=model.hidden_size,
+        d_kv=head_dim(model),
+        d_ff=model.mlp_size or 4 * model.hidden_size,
+        num_layers=model.num_layers,
+        num_decoder_layers=decoder_layers(model),
+        num_heads=model.num_heads,
+        relative_attention_num_buckets=model.relative_buckets,
+        relative_attention_max_distance=model.relative_max_distance,
+        dropout_rate=0.0,
+        layer_norm_epsilon=model.norm_epsilon,
+        feed_forward_proj={"relu": "relu", "geglu": "gated-gelu"}[model.activation],
+        tie_word_embeddings=model.tie_embeddings,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+    )
+    theirs.tie_word_embeddings = model.tie_embeddings  # its constructor says True whatever it is given
+    torch.manual_seed(0)
+    network = transformers.T5ForConditionalGeneration(theirs)
+    # Version 1.1 has one input table and another for the output; this class ties all four or none.
+    network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.3).add_(0.1 * torch.randn_like(parameter))
+    return network
+
+
+def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
+    """transformers' tensors (weights, or their gradients) under our names and in our shapes."""
+    model = config.model
+    split, hidden = (model.num_heads, head_dim(model)), (model.hidden_size,)
+
+    def weight(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> np.ndarray:
+        return named[f"{name}.weight"].T.reshape(*inputs, *outputs)
+
+    def attention(name: str) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        return [weight(f"{name}.{part}", hidden, split) for part in "qkv"], {
+            "weight": weight(f"{name}.o", split, hidden)
+        }
+
+    def norm(name: str) -> dict[str, np.ndarray]:
+        return {"scale": named[f"{name}.layer_norm.weight"]}
+
+    def mlp(name: str) -> dict[str, Any]:
+        name = f"{name}.DenseReluDense"
+        ups = [weight(f"{name}.{up}", hidden, (-1,)) for up in ("wi", "wi_0", "wi_1") if f"{name}.{up}.weight" in named]
+        up = ups[0] if len(ups) == 1 else np.stack(ups, 1)
+        return {"up": {"weight": up}, "down": {"weight": weight(f"{name}.wo", (-1,), hidden)}}
+
+    def layer(name: str, is_decoder: bool) -> dict[str, Any]:
+        parts, output = attention(f"{name}.layer.0.SelfAttention")
+        last = f"{name}.layer.{2 if is_decoder else 1}"
+        found = {
+            "attention_norm": norm(f"{name}.layer.0"),
+            "attention": {"qkv": {"weight": np.stack(parts, 1)}, "output": output},
+            "mlp_norm": norm(last),
+            "mlp": mlp(last),
+        }
+        if not is_decoder:
+            return found
+        (query, *key_value), output = attention(f"{name}.layer.1.EncDecAttention")
+        cross = {"query": {"weight": query}, "key_value": {"weight": np.stack(key_value, 1)}, "output": output}
+        return found | {"cross_norm": norm(f"{name}.layer.1"), "cross": cross}
+
+    def half(name: str, num_layers: int) -> dict[str, Any]:
+        layers = [layer(f"{name}.block.{i}", name == "decoder") for i in range(num_layers)]
+        return {
+            "relative": {"table": named[f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]},
+            "stack": {"layers": jax.tree.map(lambda *each: np.stack(each), *layers)},
+            "final_norm": {"scale": named[f"{name}.final_layer_norm.weight"]},
+        }
+
+    padding = [(0, 256 - model.vocab_size), (0, 0)]
+    output = {} if model.tie_embeddings else {"output": np.pad(named["lm_head.weight"], padding)}
+    return output | {
+        "embedding": np.pad(named["shared.weight"], padding),
+        "encoder": half("encoder", model.num_layers),
+        "decoder": half("decoder", decoder_layers(model)),
+    }
+
+
+@pytest.mark.parametrize("settings", [V1_0, V1_1], ids=["1.0", "1.1"])
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+def test_logits_loss_and_gradients_equal_transformers(settings, mesh):
+    config = tiny_config(family="t5", hidden_dropout=0.0, attention_dropout=0.0, **settings)
+    network, batch = reference_model(config), host_batch(config, 0)
+    long = {name: torch.tensor(array).long() for name, array in batch.items() if array.dtype == np.int32}
+    mask = torch.tensor(batch["loss_mask"])
+    logits = network(
+        long["encoder_tokens"], attention_mask=long["encoder_mask"], decoder_input_ids=long["decoder_tokens"]
+    ).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), long["labels"].flatten(), reduction="none")
+    loss = (losses * mask.flatten()).sum() / mask.sum()
+    loss.backward()
+
+    program = make_program(config, mesh_of(mesh))
+    weights = as_ours({n: p.detach().numpy() for n, p in network.named_parameters()}, config)
+    places = program.state_sharding.parameters
+    parameters = jax.tree.map(lambda array, place: jax.device_put(jnp.asarray(array), place), weights, places)
+    placed = batch_of(program, 0)
+
+    def our_logits(parameters, batch):
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            return model.logits(model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"]))
+
+    with jax.set_mesh(program.mesh):
+        found_logits = jax.jit(our_logits)(parameters, placed)
+        found_loss, _, gradients = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, placed)
+
+    assert relative(np.asarray(found_logits)[..., : config.model.vocab_size], logits.detach().numpy()) < 1e-4
+    assert abs(float(found_loss) / loss.item() - 1) < 1e-4
+    expected = as_ours({n: p.grad.numpy() for n, p in network.named_parameters()}, config)
+    assert jax.tree.structure(expected) == jax.tree.structure(gradients)
+    flat = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, theirs), ours in zip(flat, jax.tree.leaves(gradients), strict=True):
+        assert relative(ours, theirs) < 1e-4, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (8, 12), (4, 5)])
+def test_kinds_of_distance_are_transformers(is_causal, buckets, distance):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    place = torch.arange(300)
+    theirs = T5Attention._relative_position_bucket(
+        place[None, :] - place[:, None], bidirectional=not is_causal, num_buckets=buckets, max_distance=distance
+    )
+    ours = relative_buckets(300, is_causal=is_causal, num_buckets=buckets, max_distance=distance)
+    np.testing.assert_array_equal(ours, theirs.numpy())
