@@ -44,6 +44,11 @@ class Tensor:
         return tuple(prod(sizes[axis] for axis in group) for group in self.dims)
 
     @property
+    def axes(self) -> set[str]:
+        """The dimensions of the parameter that this tensor is a part of."""
+        return {axis for group in self.dims for axis in group} | ({self.part[0]} if self.part else set())
+
+    @property
     def split(self) -> str | None:
         """The dimension that tensor-parallel ranks share, if any."""
         return next((axis for group in self.dims for axis in group if axis in SPLIT), None)
@@ -99,6 +104,10 @@ class Row:
     untied: tuple[Tensor, ...] = ()
     """Those instead, if there are any, in a model whose output is not tied to the embedding."""
 
+    def fits(self, parameter: Parameter) -> bool:
+        """Whether its tensors have the parameter's dimensions: a gated MLP's has one more, and is another row's."""
+        return all(tensor.axes == set(parameter.axes) for tensor in self.tensors)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -123,7 +132,7 @@ class Table:
         Raises:
           UserError: a parameter of the model has no row: lists all such.
         """
-        rows = {row.ours: row for row in self.rows if row.ours in parameters}
+        rows = {row.ours: row for row in self.rows if row.ours in parameters and row.fits(parameters[row.ours])}
         if OUTPUT in parameters:
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         homeless = [name for name in parameters if name not in rows]
