@@ -133,6 +133,8 @@ def config_of(settings: Mapping[str, Any]) -> Config:
         config = replace(config, head_dim=None)
     if model.num_kv_heads == model.num_heads:
         config = replace(config, num_kv_heads=None)
+    if model.num_decoder_layers == model.num_layers:
+        config = replace(config, num_decoder_layers=None)
     return config
 
 

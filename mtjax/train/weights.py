@@ -158,17 +158,19 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "mlp_size": configs.mlp_size(model),
         "head_dim": configs.head_dim(model),
         "num_kv_heads": configs.num_kv_heads(model),
+        "num_decoder_layers": configs.decoder_layers(model),
         "family": "gpt" if model.family == "llama" else model.family,  # one decoder, with other defaults
     }
     idle = set(FREE)
-    if model.position == "rope":
-        idle |= {"sequence_length"}  # no parameter knows it
-    else:
-        idle |= {name for name in found if name.startswith("rope_")}
+    if model.position != "learned":
+        idle |= {"sequence_length", "decoder_sequence_length"}  # no parameter knows them
+    idle |= {name for name in found if name.startswith(("rope_", "relative_")) and not name.startswith(model.position)}
     if model.rope_scaling == "none":
         idle |= {name for name in found if name.startswith("rope_")} - {"rope_theta", "rope_scaling"}
     if model.family != "bert":
         idle |= {"num_token_types", "sentence_order"}
+    if model.family != "t5":
+        idle |= {"num_decoder_layers", "decoder_sequence_length"}
     return {name: value for name, value in found.items() if name not in idle}
 
 

@@ -228,6 +228,59 @@ def test_logits_are_transformers_own_there_and_back(family, tmp_path):
     assert tokenizer.decode(tokenizer("the cat")["input_ids"]) == "the cat"
 
 
+def t5(*, is_tied: bool = True, **settings: Any) -> Any:
+    sizes = {"vocab_size": 300, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
+    config = transformers.T5Config(**(sizes | settings), decoder_start_token_id=0, tie_word_embeddings=is_tied)
+    if is_tied:
+        return transformers.T5ForConditionalGeneration(config)
+    config.tie_word_embeddings = False  # its constructor says True whatever it is given
+    network = transformers.T5ForConditionalGeneration(config)
+    # Version 1.1 has one input table and another for the output; this class ties all four or none.
+    network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
+    return network
+
+
+TEXT_TO_TEXT = {
+    "t5": t5,
+    "t5 1.1": lambda: t5(is_tied=False, feed_forward_proj="gated-gelu", num_decoder_layers=3, d_kv=12),
+    "t5, other distances": lambda: t5(relative_attention_num_buckets=8, relative_attention_max_distance=12),
+}
+
+
+@pytest.mark.parametrize("family", TEXT_TO_TEXT)
+def test_text_to_text_models_are_transformers_own_there_and_back(family, tmp_path):
+    network = model_of(TEXT_TO_TEXT[family])
+    network.save_pretrained(tmp_path / "hf")
+    options = ["--vocab-multiple", "128"]
+    assert main(["--from", f"hf:{tmp_path / 'hf'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
+    assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
+    back, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    expected = network.state_dict()
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+    random = np.random.default_rng(0)
+    read, written = (random.integers(0, 300, (2, n)).astype(np.int32) for n in (16, 12))
+    mask = np.ones((2, 16), np.int32)
+    mask[1, 11:] = 0
+    arguments = {"attention_mask": torch.tensor(mask), "decoder_input_ids": torch.tensor(written)}
+    with torch.no_grad():
+        logits = network(torch.tensor(read), **arguments).logits.numpy()
+        np.testing.assert_array_equal(back(torch.tensor(read), **arguments).logits.numpy(), logits)
+    program, parameters = program_of(tmp_path / "ours", "1x1")
+
+    def run(parameters: Any, *arrays: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            return model.logits(model(*arrays))
+
+    with jax.set_mesh(program.mesh):
+        placed = (jax.device_put(array, batch_sharding(program.mesh)) for array in (read, written, mask))
+        found = np.asarray(jax.jit(run)(parameters, *placed))[..., :300]
+    assert relative(found, logits) < 1e-5
+
+
 @pytest.mark.parametrize("version", [0.0, 1.0, 2.0, 3.0])
 def test_megatron_s_checkpoints_give_transformers_logits(version, tmp_path):
     """The same GPT as Megatron splits it over 2 x 2 ranks and as transformers computes it."""

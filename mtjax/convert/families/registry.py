@@ -7,9 +7,10 @@ from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.llama import LLAMA
+from mtjax.convert.families.t5 import T5
 from mtjax.errors import UserError, nearest
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, BERT, MEGATRON_BERT)}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, BERT, MEGATRON_BERT, T5)}
 
 
 def family_of_config(config: Json, source: str) -> Family:

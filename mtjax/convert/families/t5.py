@@ -1,0 +1,114 @@
+"""transformers' `t5`: T5 and its version 1.1, whose output is untied and whose GELU is gated."""
+
+from typing import Any
+
+from mtjax.config import Model, decoder_layers, head_dim, mlp_size
+from mtjax.convert.families.family import Family, Field, Json
+from mtjax.convert.families.rows import attention, linear, norm, row, stacked
+from mtjax.convert.table import Row, Table
+
+
+def _half(name: str, mlp: int) -> tuple[Row, ...]:
+    """What encoder and decoder share; the MLP is sublayer number `mlp`."""
+    layers, block = f"{name}.stack.layers", f"{name}.block.{{layer}}.layer"
+    dense = f"{block}.{mlp}.DenseReluDense"
+    bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return (
+        row(f"{name}.relative.table", bias, "buckets heads"),
+        *norm(f"{layers}.attention_norm", f"{block}.0.layer_norm"),
+        *attention(f"{layers}.attention", *(f"{block}.0.SelfAttention.{x}" for x in "qkv")),
+        *linear(f"{layers}.attention.output", f"{block}.0.SelfAttention.o", "heads*head_dim", "embed"),
+        *norm(f"{layers}.mlp_norm", f"{block}.{mlp}.layer_norm"),
+        *linear(f"{layers}.mlp.up", f"{dense}.wi", "embed", "mlp"),
+        *stacked(f"{layers}.mlp.up", "gate", (f"{dense}.wi_0", f"{dense}.wi_1"), "embed", "mlp"),
+        *linear(f"{layers}.mlp.down", f"{dense}.wo", "mlp", "embed"),
+        *norm(f"{name}.final_norm", f"{name}.final_layer_norm"),
+    )
+
+
+def _cross() -> tuple[Row, ...]:
+    layers, block = "decoder.stack.layers", "decoder.block.{layer}.layer.1"
+    query, key, value, output = (f"{block}.EncDecAttention.{x}" for x in "qkvo")
+    return (
+        *norm(f"{layers}.cross_norm", f"{block}.layer_norm"),
+        *linear(f"{layers}.cross.query", query, "embed", "heads*head_dim"),
+        *stacked(f"{layers}.cross.key_value", "kv", (key, value), "embed", "heads*head_dim"),
+        *linear(f"{layers}.cross.output", output, "heads*head_dim", "embed"),
+    )
+
+
+TABLE = Table(
+    format="Hugging Face's t5",
+    rows=(
+        row("embedding", "shared.weight", "vocab embed"),
+        *_half("encoder", 1),
+        *_half("decoder", 2),
+        *_cross(),
+        row("output", "lm_head.weight", "vocab embed"),
+    ),
+    # The first T5s saved one that was never used.
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    copies={name: "shared.weight" for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")}
+    | {"lm_head.weight": "shared.weight"},
+)
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gated-gelu": "geglu",
+    "gated-gelu_new": "geglu",
+    "gated-silu": "swiglu",
+}
+FIELDS = (
+    Field("num_layers", "num_layers", 6),
+    Field("hidden_size", "d_model", 512),
+    Field("num_heads", "num_heads", 8),
+    Field("vocab_size", "vocab_size", 32128),
+    Field("sequence_length", "n_positions", 512),
+    Field("norm_epsilon", "layer_norm_epsilon", 1e-6),
+    Field("hidden_dropout", "dropout_rate", 0.1),
+    Field("relative_buckets", "relative_attention_num_buckets", 32),
+    Field("relative_max_distance", "relative_attention_max_distance", 128),
+)
+
+
+def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    # Before version 5, transformers said "not tied" and meant "not scaled" too; since then it says "not scaled" alone.
+    is_tied = config.get("tie_word_embeddings", True) and config.get("scale_decoder_outputs", True)
+    return {
+        "family": "t5",
+        "num_decoder_layers": config.get("num_decoder_layers"),
+        "head_dim": config.get("d_kv", 64),
+        "mlp_size": config.get("d_ff", 2048),
+        "activation": ACTIVATIONS[config.get("feed_forward_proj", "relu")],
+        "attention_dropout": config.get("dropout_rate", 0.1),
+        "tie_embeddings": is_tied,
+    }
+
+
+def _write(model: Model) -> dict[str, Any]:
+    found = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
+    return {
+        "num_decoder_layers": decoder_layers(model),
+        "d_kv": head_dim(model),
+        "d_ff": mlp_size(model),
+        "feed_forward_proj": found,
+        "tie_word_embeddings": model.tie_embeddings,
+        "scale_decoder_outputs": model.tie_embeddings,
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+T5 = Family(
+    model_type="t5",
+    architecture="T5ForConditionalGeneration",
+    table=TABLE,
+    fields=FIELDS,
+    read=_read,
+    write=_write,
+    only={"feed_forward_proj": tuple(ACTIVATIONS)},
+)
