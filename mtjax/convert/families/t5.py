@@ -48,7 +48,7 @@ TABLE = Table(
     ),
     # The first T5s saved one that was never used.
     ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    copies={name: "shared.weight" for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")}
+    copies=dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight")
     | {"lm_head.weight": "shared.weight"},
 )
 
