@@ -11,7 +11,7 @@ import operator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from mtjax.config import Config, mlp_size, padded_vocab_size
+from mtjax.config import Config, head_dim, mlp_size, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError, nearest
 from mtjax.sharding.axes import DATA, MODEL
 from mtjax.sharding.layouts import Layout, num_microbatches
@@ -89,6 +89,16 @@ class Sizes:
     """Of those, matrices outside the layers, such as embeddings, that ZeRO-3 gathers; 0 otherwise."""
     N: int
     """Of those, biases and norms outside the layers that ZeRO-3 gathers; 0 otherwise."""
+    k: int = 0
+    """Width of all key heads together."""
+    r: int = 0
+    """1 where key and value heads are fewer than the model ways, so that several ranks share one; else 0."""
+    n: int = 2
+    """Vectors of a norm: scale and bias, or a scale alone."""
+    c: int = 1
+    """1 with biases in attention and MLP, else 0."""
+    p: int = 1
+    """1 with learned positions, else 0."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
@@ -106,6 +116,11 @@ class Sizes:
             model=mesh.model,
             full=int(config.training.recompute == "full"),
             smoothing=int(config.optimizer.label_smoothing > 0),
+            k=num_kv_heads(config.model) * head_dim(config.model),
+            r=int(num_kv_heads(config.model) % mesh.model > 0),
+            n=2 if config.model.norm == "layernorm" else 1,
+            c=int(config.model.bias),
+            p=int(config.model.position == "learned"),
             **placed.counts,
         )
 
@@ -152,6 +167,16 @@ TENSOR_LINES = (
     Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "full*l*m", "b*s*h", why="g after attention, again"),
     Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="f before the MLP and before attention"),
     Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
+    Expectation(
+        LAYER_BACKWARD,
+        "all-reduce",
+        MODEL,
+        "r*l*m",
+        "2*k*(h + c)",
+        "float32",
+        pooled=True,
+        why="gradients of key and value heads that several ranks use",
+    ),
 )
 """Over `model`, of the paper's layout: Figure 4."""
 
@@ -168,17 +193,17 @@ SEQUENCE_LINES = (
     Expectation(LAYER_BACKWARD, "all-gather", MODEL, "2*l*m", "b*s*h", why="gradients of what was scattered"),
     Expectation(LAYER_BACKWARD, "reduce-scatter", MODEL, "2*l*m", "b*s*h", why="gradients of what was gathered"),
     Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "m", "b*s*h", why="gradient of what was scattered"),
-    Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "m", "s*h", why="gradient of the positions"),
+    Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "p*m", "s*h", why="gradient of the positions"),
     Expectation(
         LAYER_BACKWARD,
         "all-reduce",
         MODEL,
         "m",
-        "6*l*h + 2*h",
+        "l*(2*(n + c)*h + 2*r*k*(h + c)) + n*h",
         "float32",
         pooled=True,
         hoisted=True,
-        why="gradients of norms and row-parallel biases, of which each rank saw its tokens",
+        why="gradients of norms and row-parallel biases, of which each rank saw its tokens, and of shared heads",
     ),
 )
 """Over `model`, with the residual stream split along the sequence (arXiv 2205.05198, Figure 5)."""

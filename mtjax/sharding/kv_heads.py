@@ -15,7 +15,7 @@ def heads_in_use(parameter: Array) -> Array:
     """Splits a parameter of key and value heads over the ranks that compute with them.
 
     Args:
-      parameter: [..., kv_heads, head_dim] float32, split over the ranks or whole on each.
+      parameter: [..., kv_heads, head_dim], split over the ranks or whole on each.
 
     Returns:
       Itself when it is split; else [..., ranks, head_dim], split, where rank r has head r * kv_heads / ranks.
@@ -31,8 +31,8 @@ def heads_in_use(parameter: Array) -> Array:
     place = spec(*(None,) * (parameter.ndim - 2), "heads", None)
     return jnp.einsum(
         "rg,...gd->...rd",
-        own.astype(parameter.dtype),
-        parameter,
+        own.astype(jnp.float32),
+        parameter.astype(jnp.float32),  # ZeRO-3 may have gathered it in 16 bits
         precision=jax.lax.Precision.HIGHEST,  # exact: one term of each sum is not 0
         out_sharding=place,
     )
