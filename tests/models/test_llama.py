@@ -27,13 +27,13 @@ MIXED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("fields", "mesh"),
-    [(GROUPED, "2x4"), (MIXED, "1x8")],
-    ids=["Llama, 2 key heads on 4 ways", "GPT, 4 key heads on 8 ways"],
+    ("fields", "mesh", "layout"),
+    [(GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}), (MIXED, "1x8", {})],
+    ids=["Llama, 2 key heads on 4 ways, split sequence, ZeRO-3", "GPT, 4 key heads on 8 ways"],
 )
-def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str) -> None:
+def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: dict[str, Any]) -> None:
     expected = run_steps(program_of("1x1", **fields), 4)[1]
-    found = run_steps(program_of(mesh, recompute="full", microbatch_size=2, **fields), 4)[1]
+    found = run_steps(program_of(mesh, recompute="full", microbatch_size=2, **fields, **layout), 4)[1]
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=tolerance)
     assert len({m["loss"] for m in expected}) == 4

@@ -1,0 +1,53 @@
+"""Contracts of Llama and of decoders with shared key and value heads, on compiled programs."""
+
+from typing import Any
+
+import pytest
+
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.targets import find_target
+from mtjax.plan.formulas import Shape, parameters_per_rank
+from tests.inspect.steps import needs_aot, tiny
+from tests.inspect.test_contract import sent
+
+LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176}
+"""2 key and value heads on 4 ways; l = 3, h = 64, k = 32, microbatches of 2 x 64 tokens."""
+BSH = 2 * 64 * 64
+SHARED = 2 * 64 * 32
+"""Elements of a layer's key and value weights."""
+
+
+def of_layers(report: Report) -> dict[str, dict[tuple[str, int, str], int]]:
+    return {phase: sent(report, f"layer {phase}") for phase in ("forward", "recompute", "backward")}
+
+
+@needs_aot
+def test_a_layer_sends_figure_4_and_the_shared_heads_on_h100() -> None:
+    """Query, key and value are one product, gate and up another: one cotangent each."""
+    report = inspect(tiny(**LLAMA), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert of_layers(report) == {
+        "forward": {("all-reduce", BSH, "bf16"): 12},
+        "recompute": {("all-reduce", BSH, "bf16"): 6},
+        "backward": {("all-reduce", BSH, "bf16"): 12, ("all-reduce", SHARED, "f32"): 6},
+    }
+    gradients = sum(e * n for (_, e, _), n in sent(report, "gradients", ("data",)).items())
+    assert gradients - parameters_per_rank(Shape.of(report.config.model), 4) in range(3)
+    assert abs(report.flops.difference) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({**LLAMA, "num_kv_heads": 4, "num_heads": 8}, 0),
+        ({**LLAMA, "sequence_parallel": True, "zero": 3}, SHARED),
+        ({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED),
+    ],
+    ids=["as many as ways", "split sequence, ZeRO-3", "GPT with biases"],
+)
+def test_contracts_hold_on_cpus(settings: dict[str, Any], shared: int) -> None:
+    report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
+    assert report.verdict.violations == ()
+    found = of_layers(report)["backward"]
+    assert sum(n for (_, elements, _), n in found.items() if elements == SHARED) == (4 if shared else 0)
+    assert abs(report.flops.difference) < 0.01
