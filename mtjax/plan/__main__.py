@@ -96,8 +96,6 @@ def _planned(run_config: config.Config, options: Options) -> Plan:
     plan = Plan.of(
         run_config,
         parse_ways(run_config.parallel.mesh),
-        zero=options.zero,
-        sequence_parallel=options.sequence_parallel,
         schedule=options.schedule,
         chunks=options.chunks,
     )
@@ -140,10 +138,10 @@ def _plot(console: Console, path: Path, shape: Shape, plan: Plan, server: Server
 
 
 def _verify(console: Console, run_config: config.Config, plan: Plan, options: Options) -> None:
-    if plan.ways.stage > 1 or plan.zero or plan.sequence_parallel or plan.recompute == "selective":
+    if plan.ways.stage > 1 or plan.recompute == "selective":
         raise UserError(
             f"--verify compiles what `mtjax train` has, and that is not yet all of: {describe(plan)}; "
-            "leave out stages, --zero, --sequence-parallel and --selective"
+            "leave out stages and --selective"
         )
     from mtjax.plan.verify import print_verification  # compiles: the only part that needs jax
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mtjax.errors import UserError
 from mtjax.plan.schedules import Schedule
@@ -24,10 +23,6 @@ class Options:
     """Search the fewest GPUs that read --tokens within this many days."""
     price: float | None = None
     """Price of a GPU for an hour: prints the cost."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage over the data ways: 1 shards the optimizer, 2 also gradients, 3 also parameters (an estimate)."""
-    sequence_parallel: bool = False
-    """Split the residual stream over the model ways along the sequence (an estimate)."""
     selective: bool = False
     """Compute only the attention core again, in place of --recompute (an estimate)."""
     schedule: Schedule = "1f1b"

@@ -123,6 +123,8 @@ class Plan:
             training.global_batch_size,
             micro,
             recompute=training.recompute,
+            sequence_parallel=run.parallel.sequence_parallel,
+            zero=run.parallel.zero,
             flash_attention=model.attention != "xla" and flash_fits,
             dropout=model.hidden_dropout > 0,
             loss_chunk=training.loss_chunk,

@@ -111,8 +111,6 @@ def missing(plan: Plan) -> list[str]:
     """Settings of the plan that no config has yet."""
     wanted = {
         f"{plan.ways.stage} stages": plan.ways.stage > 1,
-        f"ZeRO-{plan.zero}": plan.zero > 0,
-        "sequence parallelism": plan.sequence_parallel,
         "selective recompute": plan.recompute == "selective",
     }
     return [name for name, present in wanted.items() if present]
@@ -128,6 +126,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     """
     words = ["mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.ways), "microbatch_size": plan.microbatch_size}
+    chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel}
     if plan.recompute != "selective":
         chosen["recompute"] = plan.recompute
     asked = config.to_dict(config.replace(run, **chosen))
