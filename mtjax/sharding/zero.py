@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.sharding.axes import DATA, Rules, explicit_axes, spec, varying_like
@@ -78,12 +79,12 @@ class ParameterLayout:
         """Specs with what ZeRO adds."""
         return self._map(lambda names, dim: _with_data(self.layout.rules, names, dim), self.dimensions)
 
-    @property
+    @cached_property
     def stored(self) -> Tree:
         """Specs of parameters between steps."""
         return self.split if self.layout.zero == 3 else self.whole
 
-    @property
+    @cached_property
     def reduced(self) -> Tree:
         """Specs of gradients once they are summed, and of the optimizer's moments."""
         return self.split if self.layout.zero else self.whole
@@ -138,6 +139,36 @@ class ParameterLayout:
 
         return self._map(one, self.dimensions, parameters)
 
+    def store(self, updated: Tree, before: Tree) -> Tree:
+        """Updated parameters where they live between steps: gathered over `data` in stages 1 and 2.
+
+        Those of stacks are gathered layer by layer into the arrays of `before`, so that memory for a layer is all it
+        takes. At once, every gather would need a buffer of its own beside the parameters: its result comes with the
+        split dimension outermost, and is transposed.
+
+        Args:
+          updated: placed as `reduced`.
+          before: the parameters of the step's beginning, placed as `stored`; overwritten.
+        """
+        if self.reduced is self.stored:
+            return updated
+        leaves, tree = jax.tree.flatten(updated)
+        places, old = jax.tree.leaves(self.stored), jax.tree.leaves(before)
+        names, dimensions = jax.tree.leaves(self.axes, is_leaf=is_names), jax.tree.leaves(self.dimensions)
+        stacks: dict[int, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if names[i][0] == LAYERS and dimensions[i] > 0:
+                stacks.setdefault(leaf.shape[0], []).append(i)
+            else:
+                leaves[i] = reshard(leaf, places[i])
+        for length, members in stacks.items():
+            parts = [leaves[i] for i in members]
+            inner = [PartitionSpec(*places[i][1:]) for i in members]
+            gathered = _gather_layers(length, parts, inner, [old[i] for i in members])
+            for i, leaf in zip(members, gathered, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
     def whole_but_layers(self, wrapped: Tree) -> Tree:
         """Wrapped parameters outside the stacks whole; a stack's become so where the model scans over its layers."""
         return self._map(lambda names, leaf: leaf if names[0] == LAYERS else whole(leaf), wrapped)
@@ -157,6 +188,22 @@ class ParameterLayout:
 
     def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
         return jax.tree.map(function, self.axes, *trees, is_leaf=is_names)
+
+
+def _gather_layers(length: int, parts: list[Array], places: list[PartitionSpec], into: list[Array]) -> list[Array]:
+    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered to `places`."""
+
+    def one(number: Array, whole: list[Array]) -> list[Array]:
+        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
+        gathered = [_row_major(reshard(a, place)) for a, place in zip(layer, places, strict=True)]
+        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, gathered, strict=True)]
+
+    return lax.fori_loop(0, length, one, into)
+
+
+def _row_major(x: Array) -> Array:
+    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in."""
+    return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _with_data(rules: Rules, names: tuple[str, ...], dim: int) -> PartitionSpec:

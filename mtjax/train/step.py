@@ -171,7 +171,7 @@ class Program:
                 **parts,
             }
         with jax.named_scope("parameters"):
-            parameters = jax.tree.map(reshard, own, self.placed.stored)
+            parameters = self.placed.store(own, state.parameters)
         return State(state.step + 1, state.random, parameters, optimizer), metrics
 
     def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Array], Tree]:
