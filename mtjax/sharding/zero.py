@@ -161,10 +161,9 @@ class ParameterLayout:
                 stacks.setdefault(leaf.shape[0], []).append(i)
             else:
                 leaves[i] = reshard(leaf, places[i])
-        for length, members in stacks.items():
-            parts = [leaves[i] for i in members]
-            inner = [PartitionSpec(*places[i][1:]) for i in members]
-            gathered = _gather_layers(length, parts, inner, [old[i] for i in members])
+        for members in stacks.values():
+            of = [dimensions[i] for i in members]
+            gathered = _gather_layers([leaves[i] for i in members], of, [old[i] for i in members])
             for i, leaf in zip(members, gathered, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(tree, leaves)
@@ -190,19 +189,35 @@ class ParameterLayout:
         return jax.tree.map(function, self.axes, *trees, is_leaf=is_names)
 
 
-def _gather_layers(length: int, parts: list[Array], places: list[PartitionSpec], into: list[Array]) -> list[Array]:
-    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered to `places`."""
+def _gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) -> list[Array]:
+    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over `data`.
+
+    Args:
+      parts: arrays split over `data` along `dimensions`, which count `layers` in.
+      dimensions: of each array.
+      into: arrays of the same shapes, whole on every data rank.
+    """
+
+    def gather(layer: list[Array]) -> list[Array]:
+        whole = [lax.all_gather(a, DATA, axis=dim - 1, tiled=True) for a, dim in zip(layer, dimensions, strict=True)]
+        return [_row_major(a) for a in whole]
 
     def one(number: Array, whole: list[Array]) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
-        gathered = [_row_major(reshard(a, place)) for a, place in zip(layer, places, strict=True)]
-        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, gathered, strict=True)]
+        mapped = jax.shard_map(gather, in_specs=(inner(parts),), out_specs=inner(into), check_vma=False)
+        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, mapped(layer), strict=True)]
 
-    return lax.fori_loop(0, length, one, into)
+    def inner(stacked: list[Array]) -> list[PartitionSpec]:
+        return [PartitionSpec(*jax.typeof(a).sharding.spec[1:]) for a in stacked]
+
+    return lax.fori_loop(0, parts[0].shape[0], one, into)
 
 
 def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in."""
+    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in.
+
+    Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
+    """
     return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))
 
 
