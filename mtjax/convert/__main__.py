@@ -1,5 +1,6 @@
 """`python -m mtjax.convert`, also `mtjax convert`: weights to and from other formats."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -80,6 +81,7 @@ def run(options: Options) -> None:
     from mtjax.convert.stream import convert, new_folder
 
     (from_kind, source_path), (to_kind, target_path) = place(options.source), place(options.target)
+    check_options(options, from_kind, to_kind)
     start = time.monotonic()
     with new_folder(target_path) as folder:
         source = _open_source(from_kind, source_path, options)
@@ -90,6 +92,26 @@ def run(options: Options) -> None:
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if to_kind == "mtjax":
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def check_options(options: Options, from_kind: str, to_kind: str) -> None:
+    """Checks that every option that was given has something to say about these kinds.
+
+    Raises:
+      UserError: names one that has not.
+    """
+    writes_megatron = {"tensor", "pipeline", "checkpoint_version"}
+    idle = set() if to_kind == "megatron" else writes_megatron
+    idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
+    idle |= {"dtype"} if to_kind == "mtjax" else set()
+    idle |= set() if to_kind == "hf" else {"max_shard_gb"}
+    idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
+    for field in dataclasses.fields(Options):
+        if field.name in idle and getattr(options, field.name) != field.default:
+            name = field.name.replace("_", "-")
+            raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: leave it out")
+    if min(options.tensor, options.pipeline) < 1:
+        raise UserError(f"--tensor {options.tensor} and --pipeline {options.pipeline} must be at least 1")
 
 
 def place(text: str) -> tuple[str, Path]:

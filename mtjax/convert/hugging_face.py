@@ -22,6 +22,16 @@ _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of layer norms in BERT's first checkpoints."""
 
 
+SPECIAL_TOKENS = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+"""BERT's, by transformers' names of what they are for."""
+
+
 class HuggingFaceSource:
     """A folder that `save_pretrained` wrote, or that was downloaded."""
 
@@ -41,7 +51,7 @@ class HuggingFaceSource:
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
-        fresh = sorted({name.partition(".")[0] for name in self._weights.fresh})
+        fresh = self._weights.fresh_modules
         notes = (f"not in {folder}, and so begun afresh: {', '.join(fresh)}",) if fresh else ()
         self.origin = Origin(config, tensors.dtype, folder, raw, notes)
 
@@ -134,7 +144,7 @@ class HuggingFaceSink:
         config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if "tokenizer.json" in names and "tokenizer_config.json" not in names:
-            text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
+            text = json.dumps(tokenizer_config(self._folder), indent=2)
             (self._folder / "tokenizer_config.json").write_text(text + "\n")
 
 
@@ -155,3 +165,11 @@ def special_ids(folder: Path) -> dict[str, Any]:
     """What config.json says of a tokenizer of our own."""
     end = open_tokenizer(str(folder / "tokenizer.json")).eod
     return {"bos_token_id": end, "eos_token_id": end}
+
+
+def tokenizer_config(folder: Path) -> dict[str, str]:
+    """The tokenizer_config.json of a tokenizer of our own: which tokens are special."""
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    found = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
+    end = tokenizer.token(tokenizer.eod)
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | (found or {"bos_token": end, "eos_token": end})

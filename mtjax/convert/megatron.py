@@ -72,7 +72,7 @@ class MegatronSource:
         return self._weights.slices(parameter)
 
     def _notes(self, files: MegatronCheckpoint, config: Config, rows: int) -> tuple[str, ...]:
-        fresh = sorted(self._weights.fresh)
+        fresh = self._weights.fresh_modules
         notes = [f"checkpoint_version {files.version:g}, {files.ranks} tensor-parallel ranks, {files.dtype}"]
         notes += [f"not in {files.folder}, and so begun afresh: {', '.join(fresh)}"] if fresh else []
         if config.model.vocab_size == rows:

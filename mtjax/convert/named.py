@@ -44,6 +44,12 @@ class NamedWeights:
         self.fresh = check_complete(selection, expected, shards.shapes, source)
         self._check_copies()
 
+    @property
+    def fresh_modules(self) -> list[str]:
+        """Our modules that the source lacks."""
+        modules = self.selection.table.optional
+        return [m for m in modules if any(name.startswith(f"{m}.") for name in self.fresh)]
+
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """One layer's slice after the other, in the source's type; what the source lacks is drawn."""
         for layer in parameter.layers:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -149,6 +150,36 @@ def test_places_that_are_none(hf, ours, tmp_path, capsys):
         assert run(*places) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_options_that_would_do_nothing_are_refused(hf, ours, tmp_path, capsys):
+    target = tmp_path / "a"
+    wrong = [
+        ((f"hf:{hf}", f"mtjax:{target}", "--dtype", "float16"), "--dtype has no effect from hf to mtjax"),
+        ((f"hf:{hf}", f"mtjax:{target}", "--tensor", "2"), "--tensor has no effect"),
+        ((f"hf:{hf}", f"mtjax:{target}", "--vocab-size", "300"), "--vocab-size has no effect"),
+        ((f"mtjax:{ours}", f"hf:{target}", "--vocab-multiple", "128"), "--vocab-multiple has no effect"),
+        ((f"mtjax:{ours}", f"megatron:{target}", "--tensor", "0"), "must be at least 1"),
+    ]
+    for words, said in wrong:
+        assert run(*words) == 2
+        assert said in capsys.readouterr().err
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "extra", "kind"), [("safetensors", "convert", "hf"), ("torch", "megatron", "megatron")]
+)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    ours, tmp_path, capsys, monkeypatch, library, extra, kind
+):
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "mp_rank_00").mkdir()
+    (tmp_path / "mp_rank_00/model_optim_rng.pt").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert run(f"{kind}:{tmp_path}", f"mtjax:{tmp_path / 'a'}") == 2
+    assert f"{library}: pip install 'mtjax[{extra}]'" in capsys.readouterr().err
 
 
 def test_damage_is_noticed(hf, ours, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A run starts from converted weights or another run's: their very bits, on any mesh, and nothing else of theirs."""
 
+import json
 import shutil
 
 import jax
@@ -12,7 +13,14 @@ from mtjax.errors import UserError
 from mtjax.train.checkpoint import Checkpoints, fingerprint_of_part, fingerprints
 from mtjax.train.loop import restore_or_initialize, train
 from mtjax.train.weights import check_same_weights, find_weights, restore_weights
-from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
+from tests.convert.hf_folders import (
+    GPT2_CONFIG,
+    gpt2_shapes,
+    random_tensors,
+    small_tokenizer,
+    tensors_in,
+    write_folder,
+)
 from tests.tiny import program_of, run_steps
 
 SAME = {
@@ -152,3 +160,13 @@ def test_a_run_is_exported(a_run, tmp_path):
     for i in range(2):
         expected = parameters["stack"]["layers"]["attention"]["qkv"]["weight"][i].reshape(32, 96)
         np.testing.assert_array_equal(found[f"transformer.h.{i}.attn.c_attn.weight"], expected)
+
+
+def test_an_exported_run_says_which_tokens_are_special(a_run, tmp_path):
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    folder = shutil.copytree(a_run[0], tmp_path / "run")
+    small_tokenizer().save(str(folder / "tokenizer.json"))  # as the trainer leaves it: no tokenizer_config.json
+    assert main(["--from", f"mtjax:{folder}", "--to", f"hf:{tmp_path / 'hf'}"]) == 0
+    said = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    assert said["eos_token"] == "<|endoftext|>"
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
