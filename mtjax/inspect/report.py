@@ -17,7 +17,8 @@ from mtjax.inspect.products import count_flops
 from mtjax.inspect.targets import Target
 from mtjax.plan.formulas import Shape, compiled_flops_per_token, flops_per_step
 from mtjax.plan.hardware import Server
-from mtjax.sharding.contract import PHASES, Contract, Sizes, contract_of, due
+from mtjax.sharding.contract import PHASES, Contract, Sizes, due
+from mtjax.sharding.family_contracts import contract_of_run
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
     start = time.perf_counter()
     server = time_on or step.target.server
     sizes = Sizes.of(step.config, step.mesh, step.program.placed)
-    contract = contract or contract_of(step.program.layout)
+    contract = contract or contract_of_run(step.config, step.program.layout)
     dues = due(contract, sizes, step.config.training.compute_dtype)
     found = find_collectives(step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server)
     verdict = check(found, dues, landmarks(step, sizes), is_gpu=step.target.is_gpu)

@@ -11,7 +11,15 @@ import operator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from mtjax.config import Config, head_dim, mlp_size, num_kv_heads, padded_vocab_size
+from mtjax.config import (
+    Config,
+    decoder_layers,
+    decoder_length,
+    head_dim,
+    mlp_size,
+    num_kv_heads,
+    padded_vocab_size,
+)
 from mtjax.errors import UserError, nearest
 from mtjax.sharding.axes import DATA, MODEL
 from mtjax.sharding.layouts import Layout, num_microbatches
@@ -99,6 +107,10 @@ class Sizes:
     """1 with biases in attention and MLP, else 0."""
     p: int = 1
     """1 with learned positions, else 0."""
+    d: int = 0
+    """Tokens that an encoder-decoder's decoder writes."""
+    L: int = 0
+    """Its layers."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
@@ -122,6 +134,8 @@ class Sizes:
             c=int(config.model.bias),
             p=int(config.model.position == "learned"),
             **placed.counts,
+            d=decoder_length(config.model),
+            L=decoder_layers(config.model),
         )
 
 

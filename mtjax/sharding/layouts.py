@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from mtjax.config import Config, mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
+from mtjax.config import Config, decoder_length, mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.sharding.axes import DATA, MODEL, Rules
 from mtjax.sharding.mesh import MeshShape
@@ -58,6 +58,8 @@ def check_divisible(config: Config, mesh: MeshShape) -> None:
     model, layout = config.model, layout_of(config, mesh)
     sizes = {"heads": ("num_heads", model.num_heads), "mlp": ("mlp_size", mlp_size(model))}
     sizes["act_seq"] = ("sequence_length", model.sequence_length)
+    if model.family == "t5" and model.sequence_length % mesh.ways(layout.rules.act_seq) == 0:
+        sizes["act_seq"] = ("decoder_sequence_length", decoder_length(model))
     if model.vocab_size is not None:  # else the tokenizer will say
         sizes["vocab"] = ("the padded vocabulary", padded_vocab_size(model))
     for axis, (name, size) in sizes.items():

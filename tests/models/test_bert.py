@@ -64,6 +64,18 @@ def test_the_loss_is_the_sum_of_two_means():
     assert float(metrics["tokens"]) == np.asarray(batch["padding_mask"]).sum()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [{"zero": 1}, {"zero": 2, "microbatch_size": 2}, {"zero": 3, "sequence_parallel": True, "recompute": "full"}],
+    ids=str,
+)
+def test_split_sequences_and_zero_change_nothing(layout):
+    found, expected = (run_steps(bert(mesh, **more), 3)[1] for mesh, more in (("2x4", layout), ("1x1", {})))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5, err_msg=name)
+
+
 def hidden_of(program, parameters, batch):
     def run(parameters, batch):
         with use_rules(program.layout.rules):

@@ -34,6 +34,18 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
         assert np.abs(np.asarray(here) - np.asarray(there)).mean() < 1e-5
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [{"zero": 1}, {"zero": 2, "microbatch_size": 2}, {"zero": 3, "sequence_parallel": True, "recompute": "full"}],
+    ids=str,
+)
+def test_split_sequences_and_zero_change_nothing(layout):
+    found, expected = (run_steps(t5(mesh, **RELATIVE, **more), 3)[1] for mesh, more in (("2x4", layout), ("1x1", {})))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5, err_msg=name)
+
+
 def hidden_of(program, parameters, batch):
     def run(parameters, batch):
         with use_rules(program.layout.rules):

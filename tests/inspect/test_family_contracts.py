@@ -1,0 +1,57 @@
+"""The contracts of BERT and T5 on compiled programs, in elements."""
+
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from tests.inspect.steps import tiny
+from tests.inspect.test_contract import sent
+
+T5 = {"family": "t5", "decoder_sequence_length": 32, "num_decoder_layers": 2}
+POST = {"family": "bert", "norm_placement": "post"}
+
+
+def report_of(**fields):
+    return inspect(tiny(**fields), find_target("cpu"))
+
+
+def test_a_post_ln_layer_computes_both_of_its_sums_again():
+    pre, post = report_of(family="bert"), report_of(**POST)
+    array = ("all-reduce", 2 * 64 * 64, "f32")
+    assert pre.verdict.violations == post.verdict.violations == ()
+    assert sent(pre, "layer recompute") == {array: 3 * 2}
+    assert sent(post, "layer recompute") == {array: 2 * 3 * 2}
+    assert sent(post, "layer forward") == sent(post, "layer backward") == {array: 2 * 3 * 2}
+
+
+def test_a_t5_decoder_layer_has_three_sublayers():
+    """An encoder of 3 layers and 64 tokens, a decoder of 2 layers and 32 tokens; 2 microbatches of 2."""
+    report = report_of(**T5)
+    assert report.verdict.violations == ()
+    read, written = ("all-reduce", 2 * 64 * 64, "f32"), ("all-reduce", 2 * 32 * 64, "f32")
+    assert sent(report, "layer forward") == {read: 2 * 3 * 2, written: 3 * 2 * 2}
+    assert sent(report, "layer recompute") == {read: 3 * 2, written: 2 * 2 * 2}
+    assert sent(report, "layer backward") == {read: 2 * 3 * 2 + 2 * 2, written: 3 * 2 * 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"family": "bert", "sequence_parallel": True},
+        {"family": "bert", "sequence_parallel": True, "zero": 1},
+        POST | {"sequence_parallel": True},
+        POST | {"zero": 1, "recompute": "none"},
+        T5 | {"zero": 1},
+        T5 | {"recompute": "none", "microbatch_size": 4},
+    ],
+    ids=str,
+)
+def test_other_layouts_keep_theirs(fields):
+    assert report_of(**fields).verdict.violations == ()
+
+
+def test_a_layout_without_a_contract_says_so():
+    with pytest.raises(UserError, match="no communication contract is declared for a T5 whose sequences"):
+        report_of(**T5, sequence_parallel=True)
