@@ -5,6 +5,9 @@ import pytest
 from mtjax.errors import UserError
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
+from mtjax.sharding.family_contracts import contract_of_run
+from mtjax.sharding.layouts import layout_of
+from mtjax.sharding.mesh import MeshShape
 from tests.inspect.steps import tiny
 from tests.inspect.test_contract import sent
 
@@ -53,5 +56,6 @@ def test_other_layouts_keep_theirs(fields):
 
 
 def test_a_layout_without_a_contract_says_so():
+    run = tiny(**T5, sequence_parallel=True)
     with pytest.raises(UserError, match="no communication contract is declared for a T5 whose sequences"):
-        report_of(**T5, sequence_parallel=True)
+        contract_of_run(run, layout_of(run, MeshShape(2, 4)))
