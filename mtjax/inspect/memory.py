@@ -25,7 +25,7 @@ class MemoryReport:
     other_arguments: int
     """Batch, step counter, random key."""
     gradients: int
-    """Part of the temporaries: one float32 copy of the local parameters, counted, not read from the compiler."""
+    """Part of the temporaries: one float32 copy of what this device sums, counted, not read from the compiler."""
     activations: int
     """The rest of the temporaries: activations and workspaces."""
     capacity: int | None
@@ -50,8 +50,10 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
     arguments = argument_arrays(step.module)
     parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
-    elements = sum(a.elements for name, a in arguments if name.startswith("state.parameters"))
-    gradients = min(4 * elements, stats.temporaries)
+    plan = plan_of(step)
+    moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
+    whole = plan.zero == 0 or not plan.reduces_at_once
+    gradients = min(parameters if whole else int(optimizer / moments), stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,
         outputs=stats.outputs,
@@ -64,7 +66,7 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
         gradients=gradients,
         activations=stats.temporaries - gradients,
         capacity=capacity,
-        formula=stage_memory(Shape.of(step.config.model), plan_of(step)),
+        formula=stage_memory(Shape.of(step.config.model), plan),
     )
 
 

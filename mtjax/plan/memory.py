@@ -148,7 +148,10 @@ def stage_memory(shape: Shape, plan: Plan, stage: int = 0) -> Memory:
     copies = in_flight(plan.schedule, ways.stage, plan.microbatches, stage, plan.chunks)
     return Memory(
         weights=w * parameters,
-        gradients=g * parameters * _gradient_copies(plan),
+        gradients=g
+        * parameters
+        * _gradient_copies(plan)
+        / (ways.data if plan.zero == 1 and plan.reduces_at_once else 1),
         optimizer=k * parameters,
         activations={name: copies * layers * size for name, size in kept.items()},
         working=_working(shape, plan, kinds, kept),

@@ -112,6 +112,11 @@ class Plan:
         """Microbatches that a data rank accumulates in a step."""
         return self.global_batch_size // (self.ways.data * self.microbatch_size)
 
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
+        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1)
+
     @classmethod
     def of(cls, run: config.Config, ways: Ways, **settings: object) -> "Plan":
         """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
