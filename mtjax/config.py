@@ -26,6 +26,11 @@ from mtjax.model_config import mlp_size as mlp_size
 from mtjax.model_config import nearest_divisors as nearest_divisors
 from mtjax.model_config import num_kv_heads as num_kv_heads
 from mtjax.model_config import padded_vocab_size as padded_vocab_size
+from mtjax.training_config import Training as Training
+from mtjax.training_config import check_recompute
+from mtjax.training_config import describe_recompute as describe_recompute
+from mtjax.training_config import layers_again as layers_again
+from mtjax.training_config import layers_nested as layers_nested
 
 
 @dataclass(frozen=True)
@@ -106,33 +111,6 @@ class Optimizer:
     """Share of the target spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps logits from drifting."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """The run."""
-
-    steps: int = 300_000
-    """Optimizer steps."""
-    global_batch_size: int = 512
-    """Samples in a step, over all devices."""
-    train_samples: int | None = None
-    """Samples of the run, instead of steps; whole batches of them are used."""
-    rampup_batch_size: tuple[int, int, int] | None = None
-    """START INCREMENT SAMPLES: begin with a batch of START, and grow it by INCREMENT up to global_batch_size within
-    SAMPLES samples."""
-    microbatch_size: int | None = None
-    """Samples a data rank takes at a time, accumulating gradients over the rest; all at once when not given."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of activations and products; parameters, gradients, reductions and the loss are float32."""
-    recompute: Literal["none", "full"] = "none"
-    """full keeps only each layer's input and computes the layer again in the backward pass."""
-    loss_chunk: int = 1024
-    """Tokens whose logits are alive at a time."""
-    seed: int = 1234
-    """Seed of initialisation, dropout and sample order."""
-    init_from: Path | None = None
-    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +324,7 @@ def validate(config: Config) -> None:
     if not flat["loader_timeout"] > 0:
         raise UserError(f"loader_timeout is {flat['loader_timeout']}, and must be above 0")
     check_model(model)
+    check_recompute(model, config.training)
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"min_learning_rate {optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}"

@@ -12,9 +12,10 @@ PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-BASE = {"config", "model_config", "errors"}
+BASE = {"config", "model_config", "training_config", "errors"}
 ARROWS: dict[str, set[str]] = {
-    "config": {"errors", "model_config"},
+    "config": {"errors", "model_config", "training_config"},
+    "training_config": {"errors", "model_config"},
     "model_config": {"errors"},
     "errors": set(),
     "cli": BASE,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from mtjax.config import describe_recompute
 from mtjax.inspect.chart import Bar, Part, bars, timeline
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
@@ -57,11 +58,11 @@ def page(report: Report, others: Sequence[Report] = ()) -> str:
 
 def _subtitle(report: Report) -> str:
     sizes, step = report.sizes, report.step
-    recompute = "full recompute" if sizes.full else "no recompute"
     pieces = "microbatches" if sizes.m > 1 else "microbatch"
     text = (
         f"{step.config.model.num_heads} heads, sequence {sizes.s}, vocabulary {sizes.V:,}, "
-        f"{step.config.training.compute_dtype}, {recompute}; {sizes.m} {pieces} of {sizes.b} samples on each of "
+        f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}; "
+        f"{sizes.m} {pieces} of {sizes.b} samples on each of "
         f"{sizes.data} data ranks, {sizes.model} model ways. Compiled in {step.compile_seconds:.1f} s."
     )
     return f"<p>{escape(text)}</p>"

@@ -136,8 +136,12 @@ def formula_flops(step: CompiledStep, sizes: Sizes) -> float:
     """
     shape, training = Shape.of(step.config.model).computed_over(step.mesh.model), step.config.training
     again = sizes.b * sizes.s > training.loss_chunk
-    token = compiled_flops_per_token(shape, training.recompute, recompute_logits=again)
-    flash = 6 * sizes.s * shape.query_size * sizes.l if "__cudnn$fmha" in step.text else 0
+    is_flash = "__cudnn$fmha" in step.text
+    recompute = "none" if is_flash and training.recompute == "selective" else training.recompute
+    token = compiled_flops_per_token(
+        shape, recompute, recompute_logits=again, layers_again=sizes.again, layers_nested=sizes.nested
+    )
+    flash = 6 * sizes.s * shape.query_size * sizes.l if is_flash else 0
     return flops_per_step(token + flash, training.global_batch_size, sizes.s)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.config import describe_recompute
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, Row
@@ -24,10 +25,10 @@ def show(report: Report, console: Console) -> None:
 def heading(report: Report) -> str:
     """What was compiled, for what, and how long that took."""
     step, sizes = report.step, report.sizes
-    recompute = "full recompute" if sizes.full else "no recompute"
     return (
         f"{step.config.model.num_layers} layers x {sizes.h}, {step.config.model.num_heads} heads, "
-        f"sequence {sizes.s}, vocabulary {sizes.V:,}; {step.config.training.compute_dtype}, {recompute}\n"
+        f"sequence {sizes.s}, vocabulary {sizes.V:,}; {step.config.training.compute_dtype}, "
+        f"{describe_recompute(step.config.training)}\n"
         f"mesh {step.mesh} (data x model), {sizes.m} microbatch{'es' if sizes.m > 1 else ''} of {sizes.b} "
         f"samples on each data rank; target {step.target.name}\n"
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Config, Model, head_dim, num_kv_heads
 from mtjax.models.layers import Linear, constant, dropout, normal, project
+from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.rotary import Rotation, rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.flash import flash_attention
@@ -122,7 +124,7 @@ class SelfAttention(nnx.Module):
         else:
             mask = attention_mask(x.shape[1], context)
             mixed = core_attention(query, key, value, mask, self.rate, keys, bias=context.bias, scale=context.scale)
-        return self.output(mixed)
+        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT))
 
 
 def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"], str | None]:
@@ -174,10 +176,8 @@ def core_attention(
     )
     scores = jnp.einsum("bqgnd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
-    probabilities = jax.nn.softmax(jnp.where(mask, scores if bias is None else scores + bias, -1e30), axis=-1).astype(
-        query.dtype
-    )
-    probabilities = dropout(probabilities, rate, keys, site, SCORES)
+    probabilities = _softmax(jnp.where(mask, scores if bias is None else scores + bias, -1e30))
+    probabilities = dropout(probabilities.astype(query.dtype), rate, keys, site, SCORES, kept_as=ATTENTION_CORE)
     grouped = spec("batch", "heads", None, "seq", "seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
     mixed = jnp.einsum("bgnqk,bkgd->bqgnd", probabilities, value)
@@ -191,6 +191,26 @@ def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq s
     if context.segment_ids is None:
         return jnp.ones((1, 1, length, length), bool)
     return _same_segment(context.segment_ids)
+
+
+@jax.custom_jvp
+def _softmax(scores: Float[Array, "batch heads seq seq"]) -> Float[Array, "batch heads seq seq"]:
+    """Softmax over keys whose result, unrounded, is what the backward pass is given.
+
+    jax's own has a derivative that asks for the result before it has a name, and so computes the scores again.
+    """
+    return _named_softmax(scores)
+
+
+def _named_softmax(scores: Array) -> Array:
+    return checkpoint_name(jax.nn.softmax(scores, axis=-1), ATTENTION_CORE)
+
+
+@_softmax.defjvp
+def _softmax_derivative(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    probabilities = _named_softmax(*primals)  # not `_softmax`: names inside a custom_jvp are not seen
+    slope = probabilities * tangents[0]
+    return probabilities, slope - probabilities * slope.sum(-1, keepdims=True)
 
 
 def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq seq"]:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Key
 from mtjax.config import GATED, Config, Model, padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import Linear, constant, dropout, make_norm, normal
+from mtjax.models.recompute import Recompute
 from mtjax.models.transformer import ACTIVATIONS, EMBEDDING_SITE, RESIDUAL, Stack
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -83,7 +84,7 @@ class BERT(nnx.Module):
         self.embedding = normal(table_key, {**rows, **embed}, std)
         self.positions = normal(position_key, {"seq": model.sequence_length, **embed}, std)
         self.token_types = normal(type_key, {**types, **embed}, std) if model.num_token_types else None
-        self.stack = Stack(model, dtype, recompute=config.training.recompute == "full", key=stack_key)
+        self.stack = Stack(model, dtype, recompute=Recompute.of(config.training), key=stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.head = MaskedLMHead(model, dtype, key=head_key)

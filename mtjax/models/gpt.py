@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Key
 from mtjax.config import Config, Model, padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import dropout, make_norm, normal
+from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
 from mtjax.models.transformer import EMBEDDING_SITE, RESIDUAL, Stack
 from mtjax.sharding.axes import spec
@@ -34,7 +35,7 @@ class GPT(nnx.Module):
         self.embedding = normal(table_key, {"vocab": rows, "embed": model.hidden_size}, model.init_std)
         self.positions = _position_table(model, position_key)
         self.rotary = Rotary(model) if model.position == "rope" else None
-        self.stack = Stack(model, dtype, recompute=config.training.recompute == "full", key=stack_key)
+        self.stack = Stack(model, dtype, recompute=Recompute.of(config.training), key=stack_key)
         self.final_norm = make_norm(model, dtype)
         output = {"vocab": rows, "embed": model.hidden_size}
         self.output = None if model.tie_embeddings else normal(jax.random.fold_in(key, 1), output, model.init_std)

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Key
 
 from mtjax.config import Model
+from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.models.threefry import random_bits
 from mtjax.sharding.axes import spec
 
@@ -117,7 +119,14 @@ def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
     return NORMS[model.norm](model.hidden_size, model.norm_epsilon, dtype)
 
 
-def dropout(x: Array, rate: float, keys: Key[Array, " batch"] | None, site: int, names: tuple[str, ...]) -> Array:
+def dropout(
+    x: Array,
+    rate: float,
+    keys: Key[Array, " batch"] | None,
+    site: int,
+    names: tuple[str, ...],
+    kept_as: str = DROPOUT_MASK,
+) -> Array:
     """Zeroes a share `rate` of `x` and scales up the rest; nothing when `keys` is None or `rate` 0.
 
     Args:
@@ -127,6 +136,7 @@ def dropout(x: Array, rate: float, keys: Key[Array, " batch"] | None, site: int,
         or the number of processes.
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
+      kept_as: name of the mask in `mtjax.models.recompute`.
     """
     if keys is None or rate == 0:
         return x
@@ -136,5 +146,5 @@ def dropout(x: Array, rate: float, keys: Key[Array, " batch"] | None, site: int,
         bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place)
         return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
-    keep = jax.vmap(keep_sample)(keys)
+    keep = checkpoint_name(jax.vmap(keep_sample)(keys), kept_as)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

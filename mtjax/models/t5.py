@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float, Int, Key
 
 from mtjax.config import Config, Model, decoder_layers, decoder_length, head_dim, padded_vocab_size
 from mtjax.models.attention import Context, FusedQKV, core_attention
 from mtjax.models.layers import Linear, dropout, make_norm, normal
+from mtjax.models.recompute import ATTENTION_OUTPUT, Recompute
 from mtjax.models.transformer import EMBEDDING_SITE, RESIDUAL, Layer, Stack
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -49,7 +51,8 @@ class CrossAttention(nnx.Module):
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)
         if context.encoded_mask is not None:
             mask = context.encoded_mask[:, None, None, :] > 0
-        return self.output(core_attention(query, key, value, mask, self.rate, keys, scale=context.scale, site=3))
+        mixed = core_attention(query, key, value, mask, self.rate, keys, scale=context.scale, site=3)
+        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT))
 
 
 class EncoderLayer(Layer):
@@ -126,7 +129,7 @@ class Half(nnx.Module):
     """The encoder or the decoder: layers, their relative positions if any, a norm and dropout at both ends."""
 
     def __init__(
-        self, model: Model, dtype: jnp.dtype, kind: type[Layer], *, recompute: bool, is_causal: bool, key: Array
+        self, model: Model, dtype: jnp.dtype, kind: type[Layer], *, recompute: Recompute, is_causal: bool, key: Array
     ) -> None:
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
@@ -156,7 +159,7 @@ class T5(nnx.Module):
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
         rows, embed = {"vocab": padded_vocab_size(model)}, {"embed": model.hidden_size}
         length = {"seq": max(model.sequence_length, decoder_length(model))}
-        is_learned, recompute = model.position == "learned", config.training.recompute == "full"
+        is_learned, recompute = model.position == "learned", Recompute.of(config.training)
         writer = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and not is_learned
         # A scaled output reads a table of unit variance (T5's own), or it starts, and stays for long, with tiny logits.

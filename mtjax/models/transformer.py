@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Key
 
 from mtjax.config import GATED, Model, mlp_size
 from mtjax.models.attention import Context, SelfAttention
 from mtjax.models.layers import Linear, dropout, make_norm
+from mtjax.models.recompute import Recompute, scan_layers
 from mtjax.sharding.axes import spec
 from mtjax.sharding.zero import whole
 
@@ -107,7 +106,7 @@ class Stack(nnx.Module):
     """`num_layers` layers whose parameters are stacked along `layers`: one program for all of them."""
 
     def __init__(
-        self, model: Model, dtype: jax.typing.DTypeLike, *, recompute: bool, key: Array, kind: type[Layer] = Layer
+        self, model: Model, dtype: jax.typing.DTypeLike, *, recompute: Recompute, key: Array, kind: type[Layer] = Layer
     ) -> None:
         keys = jax.random.split(key, model.num_layers)
         self.layers = jax.vmap(lambda key: kind(model, dtype, key=key))(keys)
@@ -122,14 +121,10 @@ class Stack(nnx.Module):
     ) -> Float[Array, "batch act_seq embed"]:
         """Runs all layers; `keys` are per sample and become each layer's own by its number."""
 
-        def run(x: Array, numbered: tuple[Layer, Array]) -> tuple[Array, None]:
-            layer, number = numbered
+        def run(x: Array, layer: Layer, number: Array) -> Array:
             layer = whole(layer)
             own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            return layer(x, context, own), None
+            return layer(x, context, own)
 
-        body: Callable[..., Any] = run
-        if self.recompute:
-            body = jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)
         with jax.named_scope("layers"):
-            return lax.scan(body, x, (self.layers, jnp.arange(self.num_layers)))[0]
+            return scan_layers(run, x, self.layers, self.num_layers, self.recompute)

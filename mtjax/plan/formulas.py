@@ -226,18 +226,33 @@ def hardware_flops_per_token(shape: Shape, recompute: Recompute = "full", *, cau
 
 
 def compiled_flops_per_token(
-    shape: Shape, recompute: Recompute = "full", *, causal: bool = False, recompute_logits: bool = True
+    shape: Shape,
+    recompute: Recompute = "full",
+    *,
+    causal: bool = False,
+    recompute_logits: bool = True,
+    layers_again: int | None = None,
+    layers_nested: int = 0,
 ) -> float:
     """FLOPs per trained token that XLA keeps in a pre-LN decoder's program.
 
     Like `hardware_flops_per_token`, but with full recompute the MLP's down-projection is not computed again, for nobody
     needs its result: `88lh^2 + 16slh + 8hV` with f = 4h; `6hV` when logits are kept instead of computed again. In a
     post-LN layer the norm after it does need it.
+
+    `layers_again` layers are computed again with full recompute, all of them when None; where several share a group,
+    `layers_nested` in all, the down-projection is computed again too.
     """
-    is_dropped = recompute == "full" and not shape.post_norm
-    dropped = 2 * shape.hidden_size * shape.mlp_size * shape.num_layers if is_dropped else 0
     logits = logit_flops_per_token(shape) if recompute_logits else 0
-    return hardware_flops_per_token(shape, recompute, causal=causal) - dropped + logits
+    if recompute != "full":
+        # Selective: the scores alone; attention's output is kept.
+        core = attention_core_flops_per_token(shape, causal=causal) if recompute == "selective" else 0
+        return model_flops_per_token(shape, causal=causal) + shape.num_layers * core / 2 + logits
+    again = shape.num_layers if layers_again is None else layers_again
+    needed = again if shape.post_norm else layers_nested
+    dropped = 2 * shape.hidden_size * shape.mlp_size * (again - needed)
+    layers = again * layer_flops_per_token(shape, causal=causal) + shape.beside.layer_flops_per_token - dropped
+    return model_flops_per_token(shape, causal=causal) + layers + logits
 
 
 def flops_per_step(flops_per_token: float, global_batch_size: int, sequence_length: int) -> float:

@@ -51,9 +51,8 @@ def layer_activations(
 
     Gated MLPs keep one array more; key and value heads fewer than the ways are counted as if split.
 
-    JAX: norms keep three float32 arrays each, GELU's derivative six arrays where Megatron's kernels keep two (SwiGLU's
-    about six too, GEGLU's two more), softmax its float32 exponentials beside the probabilities:
-    `sbh (28 + 2 (1 + 8/t) + ...)`; read off compiled programs.
+    JAX: products, masks, attention's output and float32 probabilities, and the rest is computed again
+    (`mtjax.models.recompute`): `sbh (6 + 16/t + 5as/(ht))` bytes; the stacks of the compiled scan.
     """
     s, b, h, t, c = shape.sequence_length, microbatch, shape.hidden_size, model_ways, element_bytes
     outside = s * b * h / (t if sequence_parallel else 1)
@@ -61,16 +60,16 @@ def layer_activations(
     masks = 1 if dropout else 0
     is_jax = residuals == "jax"
     kinds = {
-        "norm inputs": 2 * (12 if is_jax else c) * outside,
-        "inputs of column-parallel products": 2 * c * outside,
+        "norm inputs": 2 * c * outside,
+        "inputs of column-parallel products": 0 if is_jax else 2 * c * outside,
         "dropout masks": 2 * masks * outside,
         "query, key, value": c * inside * (shape.query_size + 2 * shape.kv_size) / h,
         "attention output": c * inside * shape.query_size / h,
         "attention probabilities": 0.0,
-        "MLP": (6 if is_jax else 1 + shape.mlp_inputs) * c * inside * shape.mlp_size / h,
+        "MLP": (shape.mlp_inputs + (0 if is_jax else 1)) * c * inside * shape.mlp_size / h,
     }
     if not flash_attention:
-        per_score = (4 + c + masks) if is_jax else (2 * c + masks if dropout else c)
+        per_score = (4 + masks) if is_jax else (2 * c + masks if dropout else c)
         kinds["attention probabilities"] = per_score * shape.num_heads * s * s * b / t
     return kinds
 
@@ -170,26 +169,22 @@ def _working(shape: Shape, plan: Plan, kinds: Mapping[str, float], kept: Mapping
     gathered = 2 * c * layer if plan.zero == 3 else 0
     if plan.residuals == "megatron":
         return gathered + sum(kinds.values()) - sum(v for name, v in kept.items() if name in kinds)
-    return gathered + _jax_working(shape, plan, kinds, layer)
+    return gathered + _jax_working(shape, plan, kinds)
 
 
-def _jax_working(shape: Shape, plan: Plan, kinds: Mapping[str, float], layer: float) -> float:
+def _jax_working(shape: Shape, plan: Plan, kinds: Mapping[str, float]) -> float:
     """The fuller of two moments of a layer's backward pass: in attention, and in the MLP before it."""
     c, t, rows = plan.element_bytes, plan.ways.model, plan.microbatch_size * shape.sequence_length
     pairs = 0 if plan.flash_attention else rows * shape.sequence_length * shape.num_heads / t
     # Scores read or computed again, then their float32 gradients; float32 programs hoist two constants of that shape.
     attention = kinds["attention probabilities"] + 4 * pairs
     hoisted = 8 * pairs if c == 4 else 0
-    if plan.recompute == "none":
-        # The scan keeps its weights as cast.
-        cast = c * layer * (shape.num_layers // plan.ways.stage) if c < plan.precision.weights else 0
-        return hoisted + attention + cast
-    if plan.recompute == "selective":
-        return hoisted + attention
-    # One norm's three arrays, the residual stream's float32 gradient, two arrays in the compute type, two masks.
+    # Norms and activations are computed again whatever is kept. One norm's three arrays, the residual stream's float32
+    # gradient, two arrays in the compute type, two masks.
     split = t if plan.sequence_parallel else 1
     near = (3 * 4 + 4 + 2 * c + (2 if plan.dropout else 0)) * rows * shape.hidden_size / split
-    return hoisted + near + max(attention, kinds["attention probabilities"] + kinds["MLP"])
+    # GELU's derivative has six arrays where one is kept.
+    return hoisted + near + max(attention, kinds["attention probabilities"] + 6 * kinds["MLP"] / shape.mlp_inputs)
 
 
 def _logits(shape: Shape, plan: Plan) -> float:

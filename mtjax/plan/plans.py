@@ -121,6 +121,11 @@ class Plan:
     def of(cls, run: config.Config, ways: Ways, **settings: object) -> "Plan":
         """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
         training, model = run.training, run.model
+        if config.describe_recompute(training) not in ("no recompute", "selective recompute", "full recompute"):
+            raise UserError(
+                "the planner's formulas know none, selective, and full of every layer on its own, and the config "
+                f"asks for {config.describe_recompute(training)}; mtjax inspect compiles it"
+            )
         micro = training.microbatch_size or max(training.global_batch_size // ways.data, 1)
         flash_fits = model.attention_dropout == 0 and training.compute_dtype != "float32"
         plan = cls(

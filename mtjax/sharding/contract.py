@@ -16,6 +16,8 @@ from mtjax.config import (
     decoder_layers,
     decoder_length,
     head_dim,
+    layers_again,
+    layers_nested,
     mlp_size,
     num_kv_heads,
     padded_vocab_size,
@@ -81,8 +83,10 @@ class Sizes:
     """Data-parallel ways."""
     model: int
     """Model-parallel ways."""
-    full: int
-    """1 when whole layers are computed again in the backward pass, else 0."""
+    again: int
+    """Layers that the backward pass computes again as a whole."""
+    nested: int
+    """Those of them that share a group: one kept input for several layers, whose last product is computed again too."""
     smoothing: int
     """1 with label smoothing, else 0."""
     P: int
@@ -126,7 +130,8 @@ class Sizes:
             m=count,
             data=mesh.data,
             model=mesh.model,
-            full=int(config.training.recompute == "full"),
+            again=layers_again(config.model, config.training),
+            nested=layers_nested(config.model, config.training),
             smoothing=int(config.optimizer.label_smoothing > 0),
             k=num_kv_heads(config.model) * head_dim(config.model),
             r=int(num_kv_heads(config.model) % mesh.model > 0),
@@ -178,7 +183,7 @@ class Contract:
 TENSOR_LINES = (
     Expectation(EMBEDDING_FORWARD, "all-reduce", MODEL, "m", "b*s*h", why="rows that other ranks own"),
     Expectation(LAYER_FORWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="g after attention and after the MLP"),
-    Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "full*l*m", "b*s*h", why="g after attention, again"),
+    Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "(again+nested)*m", "b*s*h", why="g after attention, again"),
     Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "2*l*m", "b*s*h", why="f before the MLP and before attention"),
     Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
     Expectation(
@@ -202,8 +207,8 @@ SEQUENCE_LINES = (
         LOSS_FORWARD, "all-gather", MODEL, "m", "b*s*h", also=LOSS_BACKWARD, why="hidden states of whole sequences"
     ),
     Expectation(LOSS_BACKWARD, "reduce-scatter", MODEL, "m", "b*s*h", why="gradient of the hidden states"),
-    Expectation(LAYER_RECOMPUTE, "all-gather", MODEL, "2*l*m", "b*s*h", why="again: the split ones are kept"),
-    Expectation(LAYER_RECOMPUTE, "reduce-scatter", MODEL, "full*l*m", "b*s*h", why="after attention, again"),
+    Expectation(LAYER_RECOMPUTE, "all-gather", MODEL, "2*(l+nested)*m", "b*s*h", why="again: the split ones are kept"),
+    Expectation(LAYER_RECOMPUTE, "reduce-scatter", MODEL, "(again+nested)*m", "b*s*h", why="after attention, again"),
     Expectation(LAYER_BACKWARD, "all-gather", MODEL, "2*l*m", "b*s*h", why="gradients of what was scattered"),
     Expectation(LAYER_BACKWARD, "reduce-scatter", MODEL, "2*l*m", "b*s*h", why="gradients of what was gathered"),
     Expectation(EMBEDDING_BACKWARD, "all-gather", MODEL, "m", "b*s*h", why="gradient of what was scattered"),

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config, replace
 from mtjax.models.attention import choose_kernel
+from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
@@ -57,6 +58,7 @@ class Program:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
+        check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         self.config = replace(config, attention=kernel)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         check_divisible(config, self.shape)

@@ -10,7 +10,24 @@ from mtjax.inspect.targets import PLUGIN
 from mtjax.sharding.contract import Sizes
 
 SIZES = Sizes(
-    b=2, s=64, h=64, f=256, l=3, V=256, m=2, data=2, model=4, full=1, smoothing=0, P=46672, U=0, W=0, S=0, E=0, N=0
+    b=2,
+    s=64,
+    h=64,
+    f=256,
+    l=3,
+    V=256,
+    m=2,
+    data=2,
+    model=4,
+    again=3,
+    nested=0,
+    smoothing=0,
+    P=46672,
+    U=0,
+    W=0,
+    S=0,
+    E=0,
+    N=0,
 )
 """The symbols of the formulas for `tiny()`."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from mtjax.config import padded_vocab_size
 from mtjax.models.layers import dropout
+from mtjax.models.recompute import Recompute
 from mtjax.models.transformer import Layer, Stack
 from mtjax.plan.formulas import Shape, parameters
 from mtjax.sharding.axes import MODEL, use_rules
@@ -163,7 +164,7 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        stack = Stack(model, jnp.float32, recompute=False, key=jax.random.key(0))
+        stack = Stack(model, jnp.float32, recompute=Recompute(), key=jax.random.key(0))
         found = stack(jnp.zeros((1, 1, 1)), None, key[None])
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(found[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

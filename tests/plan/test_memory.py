@@ -69,9 +69,9 @@ def test_what_jax_keeps_of_a_layer():
     s, h, a, b, t = 1024, 768, 12, 8, 1
     shape = Shape.gpt(12, h, a, s, 51_200)
     kinds = memory.layer_activations(shape, b, t, residuals="jax")
-    # Six float32 and two bfloat16 arrays and two masks of [b,s,h]; four of [b,s,h] and six of [b,s,4h] in bfloat16;
-    # float32 exponentials, bfloat16 probabilities and a mask of [b,a,s,s]: the stacks of the compiled scan.
-    assert sum(kinds.values()) == b * s * h * (6 * 4 + 2 * 2 + 2 + 4 * 2 + 6 * 4 * 2) + b * a * s * s * (4 + 2 + 1)
+    # Three bfloat16 arrays and two masks of [b,s,h], three more for query, key and value; one of [b,s,4h]; float32
+    # probabilities and a mask of [b,a,s,s]: the stacks of the compiled scan.
+    assert sum(kinds.values()) == b * s * h * (3 * 2 + 2 + 3 * 2 + 4 * 2) + b * a * s * s * (4 + 1)
     flash = memory.layer_activations(shape, b, t, residuals="jax", flash_attention=True)
     assert flash["attention probabilities"] == 0
 

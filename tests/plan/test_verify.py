@@ -63,6 +63,7 @@ PAIRS = [
     ("1x1", {"global_batch_size": 8, "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     ("2x4", {}),
     ("2x4", {"recompute": "none"}),
+    ("2x4", {"recompute": "selective"}),
     ("2x4", {"microbatch_size": 4}),
     ("4x2", {"compute_dtype": "float32"}),
     ("8x1", {}),

@@ -1,0 +1,91 @@
+"""The run's own settings - steps, batches, precision, recompute - with what follows from them and what can't be.
+
+Part of `mtjax.config`, which is where others import it from.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mtjax.errors import UserError
+from mtjax.model_config import Model, nearest_divisors
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run."""
+
+    steps: int = 300_000
+    """Optimizer steps."""
+    global_batch_size: int = 512
+    """Samples in a step, over all devices."""
+    train_samples: int | None = None
+    """Samples of the run, instead of steps; whole batches of them are used."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: begin with a batch of START, and grow it by INCREMENT up to global_batch_size within
+    SAMPLES samples."""
+    microbatch_size: int | None = None
+    """Samples a data rank takes at a time, accumulating gradients over the rest; all at once when not given."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and products; parameters, gradients, reductions and the loss are float32."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again: selective only attention's scores, softmax and dropout, full whole layers
+    from their inputs."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Of full recompute: uniform keeps the input of every group of recompute_num_layers layers; block computes the
+    first recompute_num_layers layers again and the others not."""
+    recompute_num_layers: int = 1
+    """Layers of a group (uniform), or layers that are computed again (block)."""
+    recompute_offload: bool = False
+    """Of full recompute: the inputs wait for the backward pass in the host's memory; GPUs only."""
+    loss_chunk: int = 1024
+    """Tokens whose logits are alive at a time."""
+    seed: int = 1234
+    """Seed of initialisation, dropout and sample order."""
+    init_from: Path | None = None
+    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones."""
+
+
+def check_recompute(model: Model, training: Training) -> None:
+    """Checks that groups of layers come out even and that there are as many layers as are to be computed again.
+
+    Raises:
+      UserError: they don't, or what is offloaded is not there.
+    """
+    number, layers = training.recompute_num_layers, model.num_layers
+    if number < 1:
+        raise UserError(f"recompute_num_layers is {number}, and must be at least 1")
+    if training.recompute_offload and training.recompute != "full":
+        raise UserError(f"recompute_offload keeps layer inputs, and recompute is {training.recompute}: take full")
+    if training.recompute != "full":
+        return
+    if training.recompute_method == "block" and number > layers:
+        raise UserError(f"recompute_num_layers {number} is above num_layers {layers}, with recompute_method block")
+    if training.recompute_method == "uniform" and layers % number:
+        raise UserError(
+            f"num_layers {layers} is no multiple of recompute_num_layers {number}, the size of uniform groups; "
+            f"the nearest that divide it are {nearest_divisors(layers, number)}"
+        )
+
+
+def layers_again(model: Model, training: Training) -> int:
+    """Layers that the backward pass computes again from their input."""
+    if training.recompute != "full":
+        return 0
+    return training.recompute_num_layers if training.recompute_method == "block" else model.num_layers
+
+
+def layers_nested(model: Model, training: Training) -> int:
+    """Those of them that are computed again in groups of several."""
+    grouped = training.recompute_method == "uniform" and training.recompute_num_layers > 1
+    return layers_again(model, training) if grouped else 0
+
+
+def describe_recompute(training: Training) -> str:
+    """What the backward pass computes again, in words."""
+    if training.recompute != "full":
+        return f"{'no' if training.recompute == 'none' else 'selective'} recompute"
+    number, offload = training.recompute_num_layers, ", inputs in host memory" if training.recompute_offload else ""
+    if training.recompute_method == "block":
+        return f"full recompute of the first {number} layers{offload}"
+    return "full recompute" + (f" in groups of {number} layers" if number > 1 else "") + offload
