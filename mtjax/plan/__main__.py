@@ -92,7 +92,17 @@ def _report(console: Console, shape: Shape, run_config: config.Config, server: S
 
 
 def _planned(run_config: config.Config, options: Options) -> Plan:
-    """The config's plan with the planner's own settings over it."""
+    """The config's plan with the planner's own settings over it.
+
+    Raises:
+      UserError: the config asks for a recompute that times and traffic have no formula for.
+    """
+    asked = config.describe_recompute(run_config.training)
+    if asked not in ("no recompute", "selective recompute", "full recompute"):
+        raise UserError(
+            "the planner's formulas know none, selective, and full of every layer on its own, and the config "
+            f"asks for {asked}; mtjax inspect compiles it"
+        )
     plan = Plan.of(
         run_config,
         parse_ways(run_config.parallel.mesh),

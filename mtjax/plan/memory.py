@@ -152,10 +152,26 @@ def stage_memory(shape: Shape, plan: Plan, stage: int = 0) -> Memory:
         * _gradient_copies(plan)
         / (ways.data if plan.zero == 1 and plan.reduces_at_once else 1),
         optimizer=k * parameters,
-        activations={name: copies * layers * size for name, size in kept.items()},
-        working=_working(shape, plan, kinds, kept),
+        activations={name: copies * size for name, size in _kept_by_layers(plan, kinds, residual, layers).items()},
+        working=_working(shape, plan, kinds, kept) + _group_at_work(plan, kinds),
         logits=_logits(shape, plan) if stage == ways.stage - 1 else 0,
     )
+
+
+def _kept_by_layers(plan: Plan, kinds: Mapping[str, float], layer_input: float, layers: int) -> dict[str, float]:
+    """What stays of a stage's layers between their passes."""
+    if plan.recompute != "full":
+        return {name: layers * size for name, size in kept_by(kinds, plan.recompute, layer_input).items()}
+    again = layers if plan.recompute_first is None else min(plan.recompute_first, layers)
+    inputs = 0 if plan.recompute_offload else layer_input * again / plan.recompute_group
+    rest = kinds if again < layers else {}
+    return {"layer inputs": inputs} | {name: (layers - again) * size for name, size in rest.items()}
+
+
+def _group_at_work(plan: Plan, kinds: Mapping[str, float]) -> float:
+    """What the layers of a group keep for each other while their backward pass is at work."""
+    is_grouped = plan.recompute == "full" and plan.recompute_group > 1
+    return plan.recompute_group * sum(kinds.values()) if is_grouped else 0
 
 
 def _gradient_copies(plan: Plan) -> int:

@@ -104,6 +104,12 @@ class Plan:
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
+    recompute_group: int = 1
+    """Layers of full recompute that share one kept input; memory alone knows this field and the next two."""
+    recompute_first: int | None = None
+    """Full recompute of so many layers and none of the others; of all when None."""
+    recompute_offload: bool = False
+    """Layer inputs wait in the host's memory."""
     residuals: Residuals = "jax"
     """What waits for the backward pass: what JAX's autodiff keeps of mtjax's model, or what Megatron's kernels keep."""
 
@@ -121,11 +127,6 @@ class Plan:
     def of(cls, run: config.Config, ways: Ways, **settings: object) -> "Plan":
         """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
         training, model = run.training, run.model
-        if config.describe_recompute(training) not in ("no recompute", "selective recompute", "full recompute"):
-            raise UserError(
-                "the planner's formulas know none, selective, and full of every layer on its own, and the config "
-                f"asks for {config.describe_recompute(training)}; mtjax inspect compiles it"
-            )
         micro = training.microbatch_size or max(training.global_batch_size // ways.data, 1)
         flash_fits = model.attention_dropout == 0 and training.compute_dtype != "float32"
         plan = cls(
@@ -135,6 +136,9 @@ class Plan:
             recompute=training.recompute,
             sequence_parallel=run.parallel.sequence_parallel,
             zero=run.parallel.zero,
+            recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
+            recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
+            recompute_offload=training.recompute_offload,
             flash_attention=model.attention != "xla" and flash_fits,
             dropout=model.hidden_dropout > 0,
             loss_chunk=training.loss_chunk,
