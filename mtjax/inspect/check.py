@@ -15,13 +15,14 @@ from mtjax.sharding.contract import (
     LAYER_PHASES,
     LOSS_BACKWARD,
     LOSS_FORWARD,
+    OTHER,
     SMALL_BYTES,
     Due,
     Expectation,
 )
 
 Status = Literal["holds", "missing", "differs"]
-_AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS)
+_AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, OTHER)
 
 
 @dataclass

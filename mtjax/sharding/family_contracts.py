@@ -3,15 +3,16 @@
 import dataclasses
 
 from mtjax.config import Config
-from mtjax.errors import UserError
 from mtjax.sharding.axes import MODEL
 from mtjax.sharding.contract import (
+    EMBEDDING_BACKWARD,
     EMBEDDING_FORWARD,
     LAYER_BACKWARD,
     LAYER_FORWARD,
     LAYER_RECOMPUTE,
     LOSS_BACKWARD,
     LOSS_FORWARD,
+    OTHER,
     Contract,
     Expectation,
     contract_of,
@@ -20,11 +21,7 @@ from mtjax.sharding.layouts import Layout
 
 
 def contract_of_run(config: Config, layout: Layout) -> Contract:
-    """The contract of a config's family in a layout.
-
-    Raises:
-      UserError: none is declared.
-    """
+    """The contract of a config's family in a layout."""
     kinds = {"bert": _bert, "t5": _t5}
     contract = contract_of(layout)
     family = config.model.family
@@ -52,21 +49,61 @@ def _bert(contract: Contract, config: Config, layout: Layout) -> Contract:
 
 def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
     """The encoder's lines, and a decoder's of L layers, d tokens and three sublayers each."""
+    full = config.training.recompute == "full"
+    decoder = _split_decoder(full) if layout.sequence else _decoder(full)
+    loss = Expectation(
+        LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*d", "float32", why="max, sum, target logit"
+    )
+    encoder = [line for line in contract.lines if line.phase not in (LOSS_FORWARD, LOSS_BACKWARD)]
     if layout.sequence:
-        raise UserError("no communication contract is declared for a T5 whose sequences are split")
+        encoder = [
+            dataclasses.replace(
+                line, elements=f"{line.elements} + 3*L*(n + c)*h + n*h", why=f"{line.why}, in both stacks"
+            )
+            if line.hoisted and line.axis == MODEL
+            else line
+            for line in encoder
+        ]
     # The decoder's come first: where both have arrays of one size, theirs are the smaller counts.
+    return dataclasses.replace(contract, name=f"t5, {contract.name}", lines=(*decoder, loss, *encoder))
+
+
+def _decoder(full: bool) -> list[Expectation]:
     lines = [
         Expectation(EMBEDDING_FORWARD, "all-reduce", MODEL, "m", "b*d*h", why="the decoder's rows"),
         Expectation(LAYER_FORWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="g after each of three sublayers"),
         Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="f before each of three sublayers"),
         Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "L*m", "b*s*h", why="f of what cross-attention reads"),
         Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*d*h", why="gradient of the hidden states"),
-        Expectation(
-            LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*d", "float32", why="max, sum, target logit"
-        ),
     ]
-    if config.training.recompute == "full":
+    if full:
         why = "g after attention and cross-attention, again"
         lines.append(Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "2*L*m", "b*d*h", why=why))
-    encoder = (line for line in contract.lines if line.phase not in (LOSS_FORWARD, LOSS_BACKWARD))
-    return dataclasses.replace(contract, name=f"t5, {contract.name}", lines=(*lines, *encoder))
+    return lines
+
+
+def _split_decoder(full: bool) -> list[Expectation]:
+    """With both sequences split: what cross-attention reads is gathered, and its gradient scattered, layer by layer."""
+
+    def line(phase: str, kind: str, count: str, elements: str, why: str, also: str = "") -> Expectation:
+        return Expectation(phase, kind, MODEL, count, elements, also=also, why=why)
+
+    lines = [
+        line(EMBEDDING_FORWARD, "reduce-scatter", "m", "b*d*h", "the decoder's rows"),
+        line(LAYER_FORWARD, "all-gather", "3*L*m", "b*d*h", "before each of three sublayers"),
+        line(LAYER_FORWARD, "reduce-scatter", "3*L*m", "b*d*h", "after each of three sublayers"),
+        line(LOSS_FORWARD, "all-gather", "m", "b*d*h", "hidden states of whole sequences", LOSS_BACKWARD),
+        line(LOSS_BACKWARD, "reduce-scatter", "m", "b*d*h", "gradient of the hidden states"),
+        line(LAYER_RECOMPUTE, "all-gather", "3*L*m", "b*d*h", "again: the split ones are kept"),
+        line(LAYER_RECOMPUTE, "all-gather", "L*m", "b*s*h", "what cross-attention reads, again"),
+        line(LAYER_BACKWARD, "all-gather", "3*L*m", "b*d*h", "gradients of what was scattered"),
+        line(LAYER_BACKWARD, "reduce-scatter", "3*L*m", "b*d*h", "gradients of what was gathered"),
+        line(LAYER_BACKWARD, "reduce-scatter", "L*m", "b*s*h", "gradient of what cross-attention reads"),
+        line(EMBEDDING_BACKWARD, "all-gather", "m", "b*d*h", "gradient of what was scattered"),
+        line(EMBEDDING_BACKWARD, "all-gather", "p*m", "d*h", "gradient of the positions"),
+    ]
+    if full:
+        why = "after attention and cross-attention, again"
+        lines.append(line(LAYER_RECOMPUTE, "reduce-scatter", "2*L*m", "b*d*h", why))
+    read = line(LAYER_FORWARD, "all-gather", "L", "m*b*s*h", "what cross-attention reads, in each layer or once", OTHER)
+    return [*lines, dataclasses.replace(read, pooled=True, hoisted=True)]
