@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec, reshard
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 LAYERS = "layers"
 UNSPLIT = -1
 """Of a parameter that no dimension of is split over `data`."""
-GATHERED = "gathered"
-"""Name, for checkpoint policies, of what is gathered again rather than kept for the backward pass."""
 
 
 def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
@@ -275,7 +272,7 @@ def _resolve(leaf: Any) -> Any:
         case Gathered(part, names, _, sent, dtype) if DATA in explicit_axes():
             return reshard(part.astype(sent), spec(*names)).astype(dtype)
         case Gathered(part, names, dim, sent, dtype):
-            return checkpoint_name(_gather(spec(*names), dim, sent, dtype, part), GATHERED)
+            return _gather(spec(*names), dim, sent, dtype, part)
     return leaf
 
 
