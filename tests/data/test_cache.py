@@ -44,7 +44,7 @@ def _slow(root, queue):
 
 
 def test_many_processes_build_once(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a test before may have started JAX, whose threads a fork loses
     queue = context.Queue()
     processes = [context.Process(target=_slow, args=(tmp_path, queue)) for _ in range(6)]
     for process in processes:

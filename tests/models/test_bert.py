@@ -38,7 +38,7 @@ def test_parameters_count_what_megatron_counts(placement):
     assert parameters_of(**small | {"tie_embeddings": True}) == 6702 - 1200
 
 
-@pytest.mark.parametrize("settings", [{}, POST], ids=["pre-LN", "post-LN"])
+@pytest.mark.parametrize("settings", [{}, pytest.param(POST, marks=pytest.mark.long)], ids=["pre-LN", "post-LN"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
     state, found = run_steps(bert(mesh, recompute="full", microbatch_size=1, **settings), 3)

@@ -28,7 +28,7 @@ MIXED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("fields", "mesh", "layout"),
-    [(GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}), (MIXED, "1x8", {})],
+    [(GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}), pytest.param(MIXED, "1x8", {}, marks=pytest.mark.long)],
     ids=["Llama, 2 key heads on 4 ways, split sequence, ZeRO-3", "GPT, 4 key heads on 8 ways"],
 )
 def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: dict[str, Any]) -> None:

@@ -121,7 +121,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("fields", KINDS, ids=lambda f: "-".join(map(str, f.values())))
+@pytest.mark.parametrize(
+    "fields",
+    [KINDS[1], *(pytest.param(kind, marks=pytest.mark.long) for kind in (KINDS[0], KINDS[2]))],
+    ids=lambda f: "-".join(map(str, f.values())),
+)
 def test_every_kind_trains_as_one_device_does(fields):
     expected_state, expected = run_steps(program_of("1x1", num_layers=LAYERS), 3)
     state, losses = run_steps(program_of("2x4", num_layers=LAYERS, **fields), 3)
