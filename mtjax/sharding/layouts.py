@@ -1,6 +1,7 @@
 """Layouts: which mesh axis splits which logical axis, and which sizes that divides."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtjax.config import Config, decoder_length, mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
@@ -94,6 +95,29 @@ def check_batch(config: Config, mesh: MeshShape) -> None:
         raise UserError(
             f"global_batch_size {batch} is no multiple of microbatch_size {micro} x {ways} data ways = {micro * ways}; "
             f"the nearest that are: {_nearest_multiples(batch, micro * ways)}"
+        )
+
+
+def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
+    """Checks that every global batch of a ramp is a whole number of microbatches on every data rank.
+
+    Args:
+      config: its own `global_batch_size` is checked by `check_batch`.
+      sizes: global batches that the run goes through.
+      mesh: data ways.
+
+    Raises:
+      UserError: names the ramp, the first batch that does not fit, and what START and INCREMENT must be multiples of.
+    """
+    micro, ways = config.training.microbatch_size, mesh.data
+    unit = (micro or 1) * ways
+    wrong = next((size for size in sizes if size % unit), None)
+    if wrong is not None:
+        ramp = " ".join(map(str, config.training.rampup_batch_size or ()))
+        needs = f"microbatch_size {micro} x {ways} data ways = {unit}" if micro else f"the {ways} data ways of the mesh"
+        raise UserError(
+            f"rampup_batch_size {ramp} passes through a global batch of {wrong}, which is no multiple of {needs}; "
+            f"take multiples of {unit} for START and INCREMENT"
         )
 
 

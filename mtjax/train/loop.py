@@ -16,7 +16,7 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Loader, Tokenizer
 from mtjax.errors import UserError
 from mtjax.plan.formulas import Shape, parameters
-from mtjax.sharding.layouts import check_divisible
+from mtjax.sharding.layouts import check_divisible, check_ramp
 from mtjax.sharding.mesh import MeshShape, attach_devices, parse_mesh
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.sharding.processes import start_processes
@@ -57,9 +57,9 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
     # --- Processes and devices
     num_processes = start_processes(config.parallel)
     shape = parse_mesh(config.parallel.mesh)
+    check_divisible(config, shape)
     schedule = data.batch_schedule(config.training)
-    for size in schedule.batch_sizes():
-        check_divisible(configs.replace(config, global_batch_size=size), shape)
+    check_ramp(config, schedule.batch_sizes(), shape)
     mesh = attach_devices(shape, num_processes)
     first_process = jax.process_index() == 0
     folder = choose_folder(config.output, name)

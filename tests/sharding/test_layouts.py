@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.sharding.layouts import check_divisible, layout_of, num_microbatches
+from mtjax.sharding.layouts import check_batch, check_divisible, check_ramp, layout_of, num_microbatches
 from mtjax.sharding.mesh import MeshShape
 from tests.tiny import tiny_config
 
@@ -53,3 +53,30 @@ def test_key_and_value_heads_are_whole_where_there_are_fewer_than_ways(heads, wa
     config, mesh = tiny_config(num_kv_heads=heads), MeshShape(1, ways)
     check_divisible(config, mesh)
     assert layout_of(config, mesh).rules.kv_heads == axis
+
+
+@given(batch=st.integers(1, 64), micro=st.one_of(st.none(), st.integers(1, 8)), ways=st.integers(1, 8))
+def test_exactly_the_consistent_triples_are_accepted(batch, micro, ways):
+    config, mesh = tiny_config(global_batch_size=batch, microbatch_size=micro), MeshShape(ways, 1)
+    if batch % ((micro or 1) * ways):
+        with pytest.raises(UserError) as refused:
+            check_batch(config, mesh)
+        text = str(refused.value)
+        assert f"global_batch_size {batch}" in text and f"{ways} data ways" in text
+        nearest = [int(n) for n in re.findall(r"\d+", text.partition("nearest that")[2])]
+        assert nearest and all(n % ((micro or 1) * ways) == 0 for n in nearest)
+    else:
+        check_batch(config, mesh)
+        assert num_microbatches(config, mesh) * (micro or batch // ways) * ways == batch
+
+
+@given(start=st.integers(1, 8), increment=st.integers(1, 8), micro=st.integers(1, 3), ways=st.integers(1, 4))
+def test_every_batch_of_a_ramp_is_whole_microbatches(start, increment, micro, ways):
+    sizes = tuple(start + k * increment for k in range(4))
+    ramp = {"rampup_batch_size": (start, increment, 100), "global_batch_size": sizes[-1], "microbatch_size": micro}
+    fits = all(size % (micro * ways) == 0 for size in sizes)
+    if fits:
+        check_ramp(tiny_config(**ramp), sizes, MeshShape(ways, 1))
+        return
+    with pytest.raises(UserError, match=f"rampup_batch_size {start} {increment} 100 passes .* = {micro * ways}; take"):
+        check_ramp(tiny_config(**ramp), sizes, MeshShape(ways, 1))
