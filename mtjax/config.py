@@ -27,7 +27,7 @@ from mtjax.model_config import nearest_divisors as nearest_divisors
 from mtjax.model_config import num_kv_heads as num_kv_heads
 from mtjax.model_config import padded_vocab_size as padded_vocab_size
 from mtjax.training_config import Training as Training
-from mtjax.training_config import check_recompute
+from mtjax.training_config import check_loss_scale, check_recompute
 from mtjax.training_config import describe_recompute as describe_recompute
 from mtjax.training_config import layers_again as layers_again
 from mtjax.training_config import layers_nested as layers_nested
@@ -325,6 +325,7 @@ def validate(config: Config) -> None:
         raise UserError(f"loader_timeout is {flat['loader_timeout']}, and must be above 0")
     check_model(model)
     check_recompute(model, config.training)
+    check_loss_scale(config.training)
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"min_learning_rate {optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}"

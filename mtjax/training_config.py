@@ -3,6 +3,7 @@
 Part of `mtjax.config`, which is where others import it from.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,8 +27,18 @@ class Training:
     SAMPLES samples."""
     microbatch_size: int | None = None
     """Samples a data rank takes at a time, accumulating gradients over the rest; all at once when not given."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of activations and products; parameters, gradients, reductions and the loss are float32."""
+    loss_scale: float | None = None
+    """Of float16: a fixed scale of the loss; dynamic when not given."""
+    initial_loss_scale: float = 2.0**32
+    """Of float16: the dynamic scale of the first step."""
+    min_loss_scale: float = 1.0
+    """Of float16: the dynamic scale does not shrink below it."""
+    loss_scale_window: int = 1000
+    """Of float16: steps without overflow after which the dynamic scale doubles."""
+    hysteresis: int = 2
+    """Of float16: overflows after which the dynamic scale begins to halve."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again: selective only attention's scores, softmax and dropout, full whole layers
     from their inputs."""
@@ -66,6 +77,24 @@ def check_recompute(model: Model, training: Training) -> None:
             f"num_layers {layers} is no multiple of recompute_num_layers {number}, the size of uniform groups; "
             f"the nearest that divide it are {nearest_divisors(layers, number)}"
         )
+
+
+def check_loss_scale(training: Training) -> None:
+    """Checks that the settings of float16's loss scale are possible.
+
+    Raises:
+      UserError: the first that is not, or a fixed scale of a type that has none.
+    """
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        value = getattr(training, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name} is {value}, and must be a finite number above 0")
+    if training.initial_loss_scale < training.min_loss_scale:
+        raise UserError(
+            f"initial_loss_scale {training.initial_loss_scale:g} is below min_loss_scale {training.min_loss_scale:g}"
+        )
+    if training.loss_scale is not None and training.compute_dtype != "float16":
+        raise UserError(f"loss_scale is for compute_dtype float16, and this is {training.compute_dtype}: leave it out")
 
 
 def layers_again(model: Model, training: Training) -> int:

@@ -62,7 +62,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
     config = step.config
     model_flops = model_flops_per_token(Shape.of(config.model)) * config.model.sequence_length
     model_flops *= config.training.global_batch_size / step.mesh.size
-    peak = roofline.machines[2 if config.training.compute_dtype == "bfloat16" else 4].peak
+    peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(
         server=server,
         seconds=walked.seconds,

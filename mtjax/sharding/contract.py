@@ -290,7 +290,7 @@ def due(contract: Contract, sizes: Sizes, compute_dtype: str) -> list[Due]:
     Raises:
       UserError: a formula can't be worked out, or comes out negative or broken.
     """
-    types = {"compute": {"bfloat16": "bf16", "float32": "f32"}[compute_dtype], "float32": "f32"}
+    types = {"compute": {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[compute_dtype], "float32": "f32"}
     found = []
     for line in contract.lines:
         if line.axis not in AXES:

@@ -73,7 +73,7 @@ class Checkpoints:
             "fingerprints": fingerprints(state),
         }
         page["checksum"] = page_checksum(page)
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(vars(state)), page=ocp.args.JsonSave(page))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=ocp.args.JsonSave(page))
         self._manager.save(step, args=arguments, force=True)
 
     def restore(self, abstract: State, config: Config) -> Restored | None:
@@ -109,7 +109,7 @@ class Checkpoints:
         check_same_model(page["config"], config, f"checkpoint {self.folder / str(step)}")
 
         def read() -> State:
-            tree = vars(abstract)
+            tree = present(abstract)
             placed = ocp.checkpoint_utils.construct_restore_args(tree)
             arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
             return State(**self._items(step, arguments)["state"])
@@ -208,9 +208,14 @@ _SHAPING = (
 )
 
 
+def present(state: State) -> dict[str, Any]:
+    """The parts that a state has: only float16 has a loss scale."""
+    return {name: part for name, part in vars(state).items() if part is not None}
+
+
 def fingerprints(state: State) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    return fingerprints_of(vars(state), state.step.sharding.mesh)
+    return fingerprints_of(present(state), state.step.sharding.mesh)
 
 
 def fingerprints_of(tree: Any, mesh: Mesh) -> dict[str, int]:

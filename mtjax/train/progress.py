@@ -60,6 +60,8 @@ def _losses(entry: dict[str, Any]) -> str:
     parts = [f"loss {entry['loss']:.4f}"]
     if "valid_loss" in entry:
         parts.append(f"valid {entry['valid_loss']:.4f}")
+    if "loss_scale" in entry:
+        parts.append(f"scale {entry['loss_scale']:g}{' (skipped)' if entry['skipped'] else ''}")
     return "  ".join([*parts, f"grad {entry['grad_norm']:.3f}", f"lr {entry['learning_rate']:.2e}"])
 
 

@@ -27,7 +27,9 @@ from mtjax.sharding.layouts import Layout, check_divisible, layout_of, num_micro
 from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.train import precision
 from mtjax.train.optimizer import make_optimizer, make_schedule
+from mtjax.train.precision import LossScale
 
 Tree = Any
 Batch = dict[str, Any]
@@ -35,7 +37,11 @@ Batch = dict[str, Any]
 run, which its dropout derives from."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "random", "parameters", "optimizer"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "random", "parameters", "optimizer", "loss_scale"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class State:
     """All that a step changes, and all that a checkpoint must hold of the model."""
@@ -48,6 +54,8 @@ class State:
     """Nested dicts of float32 arrays."""
     optimizer: Tree
     """optax state."""
+    loss_scale: LossScale | None = None
+    """Of float16 only."""
 
 
 class Program:
@@ -83,7 +91,9 @@ class Program:
         moments = placement.shardings(self.placed.reduced, self.mesh)
         everywhere = placement.replicated(self.mesh)
         optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, moments, self.mesh)
-        return State(everywhere, everywhere, parameters, optimizer)
+        scaled = self.config.training.compute_dtype == "float16"
+        loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
+        return State(everywhere, everywhere, parameters, optimizer, loss_scale)
 
     @cached_property
     def abstract_state(self) -> State:
@@ -157,29 +167,41 @@ class Program:
         if parameters is None:
             parameters = nnx.to_pure_dict(nnx.state(self._build(model_key)))
         random = jax.random.key_data(dropout_key)
-        return State(jnp.zeros((), jnp.int32), random, parameters, self.optimizer.init(parameters))
+        optimizer, loss_scale = self.optimizer.init(parameters), precision.initial(self.config.training)
+        return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        loss, parts, gradients = self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random))
+        key, loss_scale = jax.random.wrap_key_data(state.random), state.loss_scale
+        scale = None if loss_scale is None else loss_scale.scale
+        loss, parts, gradients = self.gradients(state.parameters, batch, key, scale)
         with jax.named_scope("optimizer"):
             own = jax.tree.map(reshard, state.parameters, self.placed.reduced)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
-            own = optax.apply_updates(own, updates)
+            updated = optax.apply_updates(own, updates)
             metrics = {
                 "loss": loss,
                 "grad_norm": optax.tree.norm(gradients),
-                "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
+                "learning_rate": jnp.asarray(self.schedule(applied_steps(state.optimizer)), jnp.float32),
                 "tokens": self.family.num_tokens(batch),
                 **parts,
             }
+            if loss_scale is not None:
+                finite = precision.all_finite(gradients)
+                metrics["grad_norm"] = jnp.where(finite, metrics["grad_norm"], 0.0)
+                updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
+                metrics |= {"loss_scale": loss_scale.scale, "skipped": 1.0 - finite.astype(jnp.float32)}
+                loss_scale = precision.update(loss_scale, finite, self.config.training)
         with jax.named_scope("parameters"):
-            parameters = self.placed.store(own, state.parameters)
-        return State(state.step + 1, state.random, parameters, optimizer), metrics
+            parameters = self.placed.store(updated, state.parameters)
+        return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
-    def gradients(self, parameters: Tree, batch: Batch, key: Array | None) -> tuple[Array, dict[str, Array], Tree]:
+    def gradients(
+        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+    ) -> tuple[Array, dict[str, Array], Tree]:
         """The step's differentiated part, to be traced.
 
-        `key` is what dropout derives from; None turns it off.
+        `key` is what dropout derives from; None turns it off. `scale` keeps float16 cotangents in range;
+        what is returned is free of it.
 
         Returns:
           The loss, the sum of the family's losses, each a mean over the global batch; each of them by name, where there
@@ -191,10 +213,14 @@ class Program:
 
         def loss_sum(parameters: Tree, part: tuple[Batch, Batch]) -> tuple[Array, dict[str, Array]]:
             sums = self._loss_sums(parameters, part, key=key, options=self._loss_options)
-            return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
+            total = sum(sums.values(), start=jnp.zeros(()))
+            return total if scale is None else total * scale, sums if len(sums) > 1 else {}
 
         with use_rules(self.layout.rules):
-            return data_parallel_gradients(loss_sum, parameters, (batch, weights), self.placed, count)
+            loss, parts, gradients = data_parallel_gradients(loss_sum, parameters, (batch, weights), self.placed, count)
+        if scale is not None:
+            loss, gradients = jax.tree.map(lambda value: value / scale, (loss, gradients))
+        return loss, parts, gradients
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
@@ -223,6 +249,11 @@ class Program:
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
             return self.family(self.config, key=key)
+
+
+def applied_steps(optimizer: Tree) -> Array:
+    """Steps that the optimizer has taken, which is what its schedule counts: a skipped one is not among them."""
+    return optax.tree.get_all_with_path(optimizer, "count")[0][1]
 
 
 def make_program(config: Config, mesh: Mesh) -> Program:

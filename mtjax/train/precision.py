@@ -1,0 +1,68 @@
+"""Loss scaling for float16, whose smallest gradients would be zero and whose largest infinite.
+
+The loss is multiplied by a scale before it is differentiated, and gradients are divided by it afterwards, in float32.
+The scale is counted as Megatron-LM's DynamicGradScaler counts it (megatron/core/optimizer/grad_scaler.py).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtjax.training_config import Training
+
+GROWTH = 2.0
+BACKOFF = 0.5
+
+Tree = Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["scale", "growth", "hysteresis"], meta_fields=[])
+@dataclass(frozen=True)
+class LossScale:
+    """What the next step multiplies its loss by, and what that is derived from."""
+
+    scale: Any
+    """float32 scalar."""
+    growth: Any
+    """Good steps since the last overflow or growth, int32."""
+    hysteresis: Any
+    """Overflows until the scale shrinks, int32; at 0 and below every one of them shrinks it."""
+
+
+def initial(options: Training) -> LossScale | None:
+    """The scale of the first step; None for types that need none."""
+    if options.compute_dtype != "float16":
+        return None
+    scale = options.initial_loss_scale if options.loss_scale is None else options.loss_scale
+    return LossScale(jnp.float32(scale), jnp.int32(0), jnp.int32(options.hysteresis))
+
+
+def update(state: LossScale, finite: Array, options: Training) -> LossScale:
+    """The scale after a step whose gradients were all `finite`, a bool scalar, or were not; a static one stays."""
+    if options.loss_scale is not None:
+        return state
+    left = state.hysteresis - 1
+    smaller = jnp.maximum(state.scale * BACKOFF, options.min_loss_scale)
+    overflowed = LossScale(jnp.where(left <= 0, smaller, state.scale), jnp.zeros_like(state.growth), left)
+    growth = state.growth + 1
+    grows = growth == options.loss_scale_window
+    good = LossScale(
+        jnp.where(grows, state.scale * GROWTH, state.scale),
+        jnp.where(grows, 0, growth),
+        jnp.where(grows, options.hysteresis, state.hysteresis),
+    )
+    return choose(finite, good, overflowed)
+
+
+def all_finite(tree: Tree) -> Array:
+    """Whether every number of a tree is finite: a bool scalar, the same on every device."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def choose(condition: Array, yes: Tree, no: Tree) -> Tree:
+    """One of two trees of the same shapes, elementwise."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

@@ -1,0 +1,98 @@
+"""float16: how the loss scale is counted, and what an overflow leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtjax.config import validate
+from mtjax.errors import UserError
+from mtjax.train.checkpoint import Checkpoints
+from mtjax.train.precision import LossScale, update
+from mtjax.training_config import Training
+from tests.tiny import batch_of, program_of, run_steps, tiny_config
+
+# finite, then scale, growth and hysteresis after it; window 3, hysteresis 2, minimum 2, from scale 16.
+TRACE = [
+    (True, 16, 1, 2),
+    (False, 16, 0, 1),
+    (True, 16, 1, 1),
+    (False, 8, 0, 0),
+    (False, 4, 0, -1),
+    (True, 4, 1, -1),
+    (True, 4, 2, -1),
+    (True, 8, 0, 2),
+    (False, 8, 0, 1),
+    (False, 4, 0, 0),
+    (False, 2, 0, -1),
+    (False, 2, 0, -2),
+]
+
+
+def test_the_scale_follows_a_trace_counted_by_hand():
+    options = Training(compute_dtype="float16", loss_scale_window=3, min_loss_scale=2)
+    state = LossScale(jnp.float32(16), jnp.int32(0), jnp.int32(2))
+    for finite, *expected in TRACE:
+        state = update(state, jnp.asarray(finite), options)
+        assert [float(state.scale), int(state.growth), int(state.hysteresis)] == expected
+
+
+def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_path):
+    program = program_of("2x4", compute_dtype="float16", initial_loss_scale=2.0**40, hysteresis=1)
+    before = program.initialize(0)
+    kept = jax.device_get((before.parameters, before.optimizer))
+    state, metrics = program.step(before, batch_of(program, 0))
+    assert float(metrics["skipped"]) == 1 and float(metrics["grad_norm"]) == 0
+    assert float(state.loss_scale.scale) == 2.0**39
+    assert int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.parameters, state.optimizer)), kept)
+    for leaf in jax.tree.leaves(state.parameters):
+        by_place = {}
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(by_place.setdefault(str(shard.index), shard.data), shard.data)
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=None)
+    checkpoints.save(state, program.config, 8)
+    restored = checkpoints.restore(program.abstract_state, program.config)
+    checkpoints.close()
+    assert restored is not None
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.state), jax.device_get(state))
+    ended, later = run_steps(program, 35, restored.state)
+    assert later[-1]["skipped"] == 0
+    good = sum(1 - int(m["skipped"]) for m in later)
+    assert 0 < good < 35
+    leaves = jax.tree_util.tree_leaves_with_path(ended.optimizer)
+    counts = {int(leaf) for path, leaf in leaves if "count" in jax.tree_util.keystr(path)}
+    assert counts == {good}
+    assert later[-1]["learning_rate"] == float(program.schedule(good - 1))
+
+
+def test_losses_are_near_those_of_float32():
+    fields = {"initial_loss_scale": 2.0**10}
+    found = run_steps(program_of("1x1", compute_dtype="float16", **fields), 5)[1]
+    expected = run_steps(program_of("1x1"), 5)[1]
+    assert not any(m["skipped"] for m in found)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=2e-3)
+
+
+@pytest.mark.parametrize("layout", [{"zero": 3, "sequence_parallel": True, "microbatch_size": 1}])
+def test_split_or_not_the_same_steps_are_skipped(layout):
+    fields = {"compute_dtype": "float16", "initial_loss_scale": 2.0**28, "hysteresis": 1}
+    found = run_steps(program_of("2x4", **fields, **layout), 12)[1]
+    expected = run_steps(program_of("2x4", **fields), 12)[1]
+    assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]
+    assert found[0]["skipped"] == 1 and found[-1]["skipped"] == 0
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compute_dtype": "float16", "loss_scale": 0.0}, "loss_scale is 0.0, and must be a finite number above 0"),
+        ({"compute_dtype": "float16", "loss_scale_window": 0}, "loss_scale_window is 0, and must be"),
+        ({"compute_dtype": "float16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "1 is below min_loss_scale 2"),
+        ({"compute_dtype": "bfloat16", "loss_scale": 8.0}, "loss_scale is for compute_dtype float16, and this is bf"),
+    ],
+)
+def test_settings_that_scale_nothing_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        validate(tiny_config(**fields))
