@@ -65,7 +65,7 @@ def test_values_have_their_types() -> None:
     [
         (["--hiden-size", "64"], "--hidden-size"),
         (["--hidden-size", "many"], "hidden-size"),
-        (["--compute-dtype", "float16"], "bfloat16"),
+        (["--compute-dtype", "float8"], "bfloat16"),
         (["--model.hidden-size", "64"], "--hidden-size"),
     ],
 )
