@@ -23,7 +23,7 @@ def flash_attention(
     """Causal softmax attention that never writes the probabilities out.
 
     Args:
-      query: [batch, seq, heads, head_dim], bfloat16 for cuDNN.
+      query: [batch, seq, heads, head_dim], 16 bits for cuDNN.
       key: like query.
       value: like query.
       implementation: "xla" takes the same road on any device.
