@@ -1,0 +1,138 @@
+"""What a run needs before its first step: devices, a folder, text, and the state that it begins with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from mtjax import config as configs
+from mtjax import data
+from mtjax.config import Config
+from mtjax.data import BatchSchedule, Dataset, Tokenizer
+from mtjax.errors import UserError
+from mtjax.plan.formulas import Shape, parameters
+from mtjax.sharding.layouts import check_divisible, check_ramp
+from mtjax.sharding.mesh import MeshShape, attach_devices, parse_mesh
+from mtjax.sharding.processes import start_processes
+from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.metrics import CONVENTION
+from mtjax.train.progress import ProgressLine
+from mtjax.train.run_folder import choose_folder
+from mtjax.train.step import Program
+from mtjax.train.weights import Weights, find_weights, restore_weights
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens."""
+
+    shape: MeshShape
+    mesh: Mesh
+    schedule: BatchSchedule
+    folder: Path
+    weights: Weights | None
+    """What the run starts from, where it is given."""
+    is_first_process: bool
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads."""
+
+    tokenizer: Tokenizer
+    train: Dataset
+    held_out: Dataset | None
+    """What validation reads; None when there is none."""
+
+
+def find_place(config: Config, name: str) -> Place:
+    """Joins the other processes, takes the devices and chooses the folder of a run called `name`.
+
+    Raises:
+      UserError: batch and mesh don't fit, the devices or the weights are not there, or the folder can't be used.
+    """
+    num_processes = start_processes(config.parallel)
+    shape = parse_mesh(config.parallel.mesh)
+    check_divisible(config, shape)
+    schedule = data.batch_schedule(config.training)
+    check_ramp(config, schedule.batch_sizes(), shape)
+    mesh = attach_devices(shape, num_processes)
+    folder = choose_folder(config.output, name)
+    weights = find_weights(config.training.init_from) if config.training.init_from else None
+    return Place(shape, mesh, schedule, folder, weights, jax.process_index() == 0)
+
+
+def open_text(config: Config, folder: Path) -> tuple[Config, Text]:
+    """The text that a config names, and the config with everything filled in that the text decides.
+
+    Raises:
+      UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
+    """
+    tokenizer = data.load_tokenizer(config)
+    config = resolve(config, tokenizer, folder)
+    train = data.open_dataset(config, "train", data.train_samples(config.training))
+    held_out_samples = config.output.valid_batches * config.training.global_batch_size
+    held_out = data.open_dataset(config, "valid", held_out_samples) if config.output.valid_every else None
+    return config, Text(tokenizer, train, held_out)
+
+
+def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
+    """The config with everything filled in that the text and the machine decide.
+
+    Raises:
+      UserError: the vocabulary is smaller than the tokenizer's.
+    """
+    needed = data.vocabulary_size(config, tokenizer)
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
+    return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)
+
+
+def shareable(config: Config) -> Config:
+    """The config without what belongs to this process or this start of the run."""
+    return configs.replace(config, resume=False, coordinator=None, num_processes=None, process_id=None)
+
+
+def introduce(config: Config, place: Place, program: Program, progress: ProgressLine) -> None:
+    """Prints the resolved config, short, and what the program does otherwise than it says."""
+    model, training, shape = config.model, config.training, place.shape
+    device = jax.devices()[0]
+    kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    count = parameters(Shape.of(model))
+    progress.say(
+        f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
+        f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
+        f"vocabulary {model.vocab_size}\n"
+        f"mesh    {shape} (data x model): {kind}{processes}\n"
+        f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
+        f"{training.compute_dtype}, recompute {training.recompute}\n"
+        f"data    {config.data.data or config.data.train_data or 'text that comes with Python'}\n"
+        f"out     {place.folder} (TFLOP/s and MFU are of {CONVENTION})"
+    )
+    if program.attention_fallback:
+        progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
+    if program.placed.unsplit:
+        names = ", ".join(program.placed.unsplit)
+        progress.say(f"note    whole on every data rank, for no dimension divides {shape.data} ways: {names}")
+
+
+def restore_or_initialize(
+    program: Program, checkpoints: Checkpoints, weights: Weights | None, config: Config, progress: ProgressLine
+) -> Restored:
+    """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
+    if config.output.resume:
+        restored = checkpoints.restore(program.abstract_state, config)
+        if restored is not None:
+            progress.say(f"resumed from step {restored.step} in {checkpoints.folder}")
+            if restored.step >= config.training.steps:
+                progress.say(f"all {config.training.steps} steps are done already; --steps asks for more")
+            return restored
+        progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
+    parameters = None
+    if weights is not None:
+        parameters = restore_weights(weights, program.abstract_state.parameters)
+        progress.say(f"weights from {weights.folder}")
+    return Restored(0, program.initialize(config.training.seed, parameters), 0)
