@@ -15,6 +15,7 @@ from mtjax.sharding.contract import (
     LAYER_PHASES,
     LOSS_BACKWARD,
     LOSS_FORWARD,
+    OPTIMIZER,
     OTHER,
     SMALL_BYTES,
     Due,
@@ -22,7 +23,7 @@ from mtjax.sharding.contract import (
 )
 
 Status = Literal["holds", "missing", "differs"]
-_AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, OTHER)
+_AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, OPTIMIZER, OTHER)
 
 
 @dataclass

@@ -323,7 +323,8 @@ def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
 
     def local(g: Array) -> Array:
         if dim == UNSPLIT:
-            return lax.psum(g, DATA)
+            # With split sequences a norm's was summed over `model` before: XLA would make both one sum over the mesh.
+            return lax.psum(lax.optimization_barrier(g), DATA)
         return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
 
     with jax.named_scope("gradients"):

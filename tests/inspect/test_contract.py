@@ -134,6 +134,8 @@ def test_formulas_that_are_none(formula, message):
         evaluate(formula, SIZES)
 
 
+ONE_MICROBATCH = {"sequence_parallel": True, "microbatch_size": None, "hidden_size": 1024}
+"""Each layer's gradients are summed over `data` right after those of its norms are summed over `model`."""
 SPLIT = [
     {"sequence_parallel": True},
     {"sequence_parallel": True, "zero": 1},
@@ -151,7 +153,22 @@ def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
 
 @needs_aot
 @pytest.mark.parametrize(
-    "settings", [SPLIT[3], *(pytest.param(s, marks=pytest.mark.long) for s in (*SPLIT[:3], {"zero": 1}, {"zero": 3}))]
+    "settings",
+    [
+        SPLIT[3],
+        *(
+            pytest.param(settings, marks=pytest.mark.long)
+            for settings in (
+                *SPLIT[:3],
+                {"zero": 1},
+                {"zero": 3},
+                ONE_MICROBATCH,
+                {**ONE_MICROBATCH, "family": "llama", "mlp_size": 704},
+                {**ONE_MICROBATCH, "family": "t5", "decoder_sequence_length": 32},
+            )
+        ),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     """Operations, elements and types; nothing else crosses `data` or `model`."""
