@@ -1,7 +1,10 @@
 """The command line: `mtjax COMMAND`, the options that every command shares, and how errors end."""
 
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -79,8 +82,8 @@ def parse(
       default: the shipped config that stands when `--config` is not given.
 
     Raises:
-      UserError: the config file is wrong, or values don't fit each other.
-      SystemExit: an option is wrong (2), or help was asked for (0); said by tyro.
+      UserError: the config file or an option is wrong, or values don't fit each other.
+      SystemExit: help was asked for (0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     name = _argument(argv, "--config") or default
@@ -93,10 +96,68 @@ def parse(
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
-    parsed: Any = tyro.cli(tyro.conf.OmitArgPrefixes[arguments], prog=prog, description=description, args=argv)
+    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], argv, prog, description)
     chosen = config.Config(**{group: getattr(parsed, group) for group in groups})
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
+
+
+def read(options: Any, argv: Sequence[str] | None, prog: str, description: str | None = None) -> Any:
+    """The options of a command line, as the dataclass `options`.
+
+    Raises:
+      UserError: one is wrong or missing.
+      SystemExit: help was asked for (0).
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(options, prog=prog, description=description, args=argv)
+    except SystemExit as e:
+        if not e.code:
+            raise
+    raise UserError(f"{_one_sentence(said.getvalue())} ({prog} --help lists the options)")
+
+
+_VALUES = {"int()": "a whole number", "INT": "a whole number", "to float": "a number", "FLOAT": "a number"}
+_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\) ?\.")
+_NUMBER = re.compile(
+    r"Error parsing (\S+): (?:invalid literal for|could not convert string) (int\(\)|to float).*?'(.*)'"
+)
+_SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be instantiated from \[(.*?)\]")
+
+
+def _one_sentence(box: str) -> str:
+    """What tyro says in a box of several lines: what was wrong, the value, and what would be right.
+
+    Words that are not among those known here stay as they are, on one line.
+    """
+    rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
+    rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
+    lines = [row.strip(" │") for row in rows]
+    rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
+    said, below = " ".join(" ".join(lines[:rule]).split()), lines[rule:]
+    if found := _CHOICE.fullmatch(said):
+        choices = [choice for choice in re.findall(r"'([^']*)'", found[3]) if choice != "None"]
+        return f"{found[2]} {found[1]} is none of {', '.join(choices)}{nearest(found[1], choices)}"
+    if said.startswith("Unrecognized options: "):
+        words = said.partition(": ")[2].split(", ")
+        unknown = next((word for word in words if word.startswith("--")), None)
+        known = [name for line in below if line.startswith("--") for name in re.findall(r"--[\w-]+", line)]
+        if unknown is None:
+            return f"{words[0]!r} belongs to no option"
+        return f"no option is called {unknown}{nearest(unknown, known)}"
+    if found := _NUMBER.match(said):
+        return f"{found[1]} is {found[3]!r}, and must be {_VALUES[found[2]]}"
+    if found := _SEVERAL.match(said):
+        kinds = [kind.strip("{}") for kind in found[2].split("|") if kind != "{None}"]
+        return f"{found[1]} is {found[3]}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
+    if found := re.match(r"Missing value for argument '(.*?)'", said):
+        return f"{found[1]} needs a value"
+    if said.startswith("Missing from"):
+        names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    return said.rstrip(". ")
 
 
 _CONFIG_HELP = "A TOML file, or the name of a config that ships with mtjax (see configs/)."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = tyro.cli(Options, prog="mtjax convert", description=DESCRIPTION, args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax convert", DESCRIPTION)))
 
 
 def run(options: Options) -> None:

@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.clean_document import CleanOptions
 from mtjax.data.clean_passes import CleanJob, clean
 from mtjax.data.reader import expand
@@ -66,8 +66,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data clean", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data clean")))
 
 
 def run(options: Options) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.describe import counts_table, excerpt, histogram, tokenizer_of
 from mtjax.data.indexed import IndexedDataset
 
@@ -17,7 +17,7 @@ from mtjax.data.indexed import IndexedDataset
 class Options:
     """Says what an indexed dataset holds. A damaged one is named with its fault, and the exit code is 2."""
 
-    prefix: Annotated[str, tyro.conf.Positional]
+    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """Path without .bin and .idx."""
     tokenizer: str | None = None
     """What to decode with; the one the dataset was made with when not given, if it is known."""
@@ -25,8 +25,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data info", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data info")))
 
 
 def run(options: Options) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.indexed import CODES, IndexedDataset, bin_path
 from mtjax.data.progress import ProgressLine
 from mtjax.data.record import Record, refuse_existing
@@ -37,8 +36,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data merge", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data merge")))
 
 
 def run(options: Options) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.encode import EncodeOptions
 from mtjax.data.indexed import IndexedDataset, bin_path
 from mtjax.data.pipeline import Job, prefixes, preprocess
@@ -59,8 +59,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data preprocess", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data preprocess")))
 
 
 def run(options: Options) -> None:

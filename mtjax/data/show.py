@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.bert import IGNORED, BertDataset, BertOptions
 from mtjax.data.describe import histogram, tokenizer_of
 from mtjax.data.gpt import GPTDataset, GPTOptions, Sample
@@ -31,7 +31,7 @@ LEGEND = {
 class Options:
     """Prints decoded samples of an indexed dataset and a histogram of its lengths."""
 
-    prefix: Annotated[str, tyro.conf.Positional]
+    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """Path without .bin and .idx."""
     tokenizer: str | None = None
     """What to decode with; the one the dataset was made with when not given, if it is known."""
@@ -51,8 +51,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data show", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data show")))
 
 
 def run(options: Options) -> None:

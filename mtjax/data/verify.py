@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from mtjax.cli import run_main
+from mtjax.cli import read, run_main
 from mtjax.data.gpt import check_ids
 from mtjax.data.indexed import IndexedDataset, bin_path
 from mtjax.data.meta import meta_path
@@ -31,8 +31,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    options = tyro.cli(Options, prog="mtjax data verify", args=argv)
-    return run_main(lambda: run(options))
+    return run_main(lambda: run(read(Options, argv, "mtjax data verify")))
 
 
 def run(options: Options) -> None:
