@@ -6,14 +6,20 @@ Post-LN is their BertForPreTraining, pre-LN their MegatronBertForPreTraining.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.sharding.axes import use_rules
-from mtjax.train.step import make_program
-from tests.parity.test_gpt2 import relative
-from tests.tiny import batch_of, host_batch, mesh_of, tiny_config
+from tests.parity.compare import (
+    Named,
+    assert_same_gradients,
+    computed,
+    gradients_of,
+    padded,
+    relative,
+    shaken,
+    weights_of,
+)
+from tests.tiny import host_batch, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
@@ -24,7 +30,7 @@ CASES = {"post-LN": POST, "post-LN, odd sizes, untied": POST | ODD, "pre-LN": {}
 
 
 def reference_model(config) -> Any:
-    """transformers' model of a config, with weights large enough for every part to matter, and no dropout."""
+    """transformers' model of a config, without dropout."""
     model = config.model
     kinds = {
         "post": (transformers.BertConfig, transformers.BertForPreTraining),
@@ -46,19 +52,13 @@ def reference_model(config) -> Any:
         tie_word_embeddings=model.tie_embeddings,
         attn_implementation="eager",
     )
-    torch.manual_seed(0)
-    network = network(theirs)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return network
+    return shaken(lambda: network(theirs))
 
 
-def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
+def as_ours(named: Named, config) -> dict[str, Any]:
     """transformers' tensors (weights, or their gradients) under our names and in our shapes."""
     model = config.model
     split, hidden = (model.num_heads, model.hidden_size // model.num_heads), (model.hidden_size,)
-    padding = 256 - model.vocab_size
     post = model.norm_placement == "post"
 
     def linear(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -89,7 +89,7 @@ def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
 
     layers = [layer(f"bert.encoder.layer.{i}") for i in range(model.num_layers)]
     found = {
-        "embedding": np.pad(named["bert.embeddings.word_embeddings.weight"], [(0, padding), (0, 0)]),
+        "embedding": padded(config, named["bert.embeddings.word_embeddings.weight"]),
         "positions": named["bert.embeddings.position_embeddings.weight"],
         "token_types": named["bert.embeddings.token_type_embeddings.weight"],
         "stack": {"layers": jax.tree.map(lambda *each: np.stack(each), *layers)},
@@ -97,9 +97,7 @@ def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
             "dense": linear("cls.predictions.transform.dense", hidden, hidden),
             "norm": norm("cls.predictions.transform.LayerNorm"),
             # Untied, their output layer has a bias of its own, and the head's is not used.
-            "bias": np.pad(
-                named[f"cls.predictions.{'bias' if model.tie_embeddings else 'decoder.bias'}"], (0, padding)
-            ),
+            "bias": padded(config, named[f"cls.predictions.{'bias' if model.tie_embeddings else 'decoder.bias'}"]),
         },
         "order": {
             "pooler": linear("bert.pooler.dense", hidden, hidden),
@@ -108,7 +106,7 @@ def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
     }
     found |= {"embedding_norm": norm("bert.embeddings.LayerNorm")} if post else {"final_norm": norm("bert.encoder.ln")}
     if not model.tie_embeddings:
-        found["output"] = np.pad(named["cls.predictions.decoder.weight"], [(0, padding), (0, 0)])
+        found["output"] = padded(config, named["cls.predictions.decoder.weight"])
     return found
 
 
@@ -133,30 +131,17 @@ def test_logits_losses_and_gradients_equal_transformers(settings, mesh):
     logits, order_logits, masked, order = their_losses(network, batch)
     (masked + order).backward()
 
-    program = make_program(config, mesh_of(mesh))
-    weights = as_ours({n: p.detach().numpy() for n, p in network.named_parameters()}, config)
-    places = program.state_sharding.parameters
-    parameters = jax.tree.map(lambda array, place: jax.device_put(jnp.asarray(array), place), weights, places)
-    placed = batch_of(program, 0)
+    def forward(model: Any, batch: Any) -> Any:
+        hidden = model(batch["tokens"], batch["token_types"], batch["padding_mask"])
+        return model.logits(hidden), model.order(hidden)
 
-    def our_logits(parameters, batch):
-        with use_rules(program.layout.rules):
-            model: Any = program.model(parameters)
-            hidden = model(batch["tokens"], batch["token_types"], batch["padding_mask"])
-            return model.logits(hidden), model.order(hidden)
-
-    with jax.set_mesh(program.mesh):
-        found_logits, found_order = jax.jit(our_logits)(parameters, placed)
-        loss, parts, gradients = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, placed)
-
+    found = computed(config, mesh, as_ours(weights_of(network), config), forward)
+    found_logits, found_order = found.outputs
     real = batch["padding_mask"].astype(bool)
-    found_logits = np.asarray(found_logits)[..., : config.model.vocab_size]
+    found_logits = found_logits[..., : config.model.vocab_size]
     assert relative(found_logits[real], logits.detach().numpy()[real]) < 1e-4
     assert relative(found_order, order_logits.detach().numpy()) < 1e-4
-    for found, expected in ((loss, masked + order), (parts["masked_lm"], masked), (parts["sentence_order"], order)):
-        assert abs(float(found) / expected.item() - 1) < 1e-4
-    expected = as_ours({n: p.grad.numpy() for n, p in network.named_parameters() if p.grad is not None}, config)
-    assert jax.tree.structure(expected) == jax.tree.structure(gradients)
-    flat = jax.tree_util.tree_leaves_with_path(expected)
-    for (path, theirs), ours in zip(flat, jax.tree.leaves(gradients), strict=True):
-        assert relative(ours, theirs) < 1e-4, jax.tree_util.keystr(path)
+    losses = {"masked_lm": masked, "sentence_order": order}
+    for ours, theirs in ((found.loss, masked + order), *((found.parts[name], losses[name]) for name in losses)):
+        assert abs(float(ours) / theirs.item() - 1) < 1e-4
+    assert_same_gradients(found.gradients, as_ours(gradients_of(network), config), 1e-4)

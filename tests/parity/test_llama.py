@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.config import Config, head_dim, mlp_size, num_kv_heads, padded_vocab_size
+from mtjax.config import Config, head_dim, mlp_size, num_kv_heads
 from mtjax.models.rotary import frequencies
-from tests.parity.compare import Named, assert_next_token_parity, relative, shaken
+from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
@@ -81,11 +81,7 @@ def llama_of(config: Config) -> Any:
         mlp_bias=model.bias,
         attn_implementation="eager",
     )
-    return shaken(transformers.LlamaForCausalLM(theirs))
-
-
-def padded(config: Config, table: np.ndarray) -> np.ndarray:
-    return np.pad(table, [(0, padded_vocab_size(config.model) - len(table)), (0, 0)])
+    return shaken(lambda: transformers.LlamaForCausalLM(theirs))
 
 
 def as_llama(named: Named, config: Config) -> dict[str, Any]:
@@ -196,7 +192,7 @@ def test_gpt_with_rotary_positions_and_an_untied_output_is_neox() -> None:
         tie_word_embeddings=False,
         attn_implementation="eager",
     )
-    network = shaken(transformers.GPTNeoXForCausalLM(theirs))
+    network = shaken(lambda: transformers.GPTNeoXForCausalLM(theirs))
     assert_next_token_parity(network, config, "2x4", lambda named: as_neox(named, config), TOLERANCE)
 
 

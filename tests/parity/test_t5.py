@@ -3,16 +3,23 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtjax.config import decoder_layers, head_dim
 from mtjax.models.t5 import relative_buckets
-from mtjax.sharding.axes import use_rules
-from mtjax.train.step import make_program
-from tests.parity.test_gpt2 import relative
-from tests.tiny import batch_of, host_batch, mesh_of, tiny_config
+from tests.parity.compare import (
+    Named,
+    assert_same_gradients,
+    computed,
+    gradients_of,
+    next_token_loss,
+    padded,
+    relative,
+    shaken,
+    weights_of,
+)
+from tests.tiny import host_batch, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
@@ -23,7 +30,7 @@ V1_1 |= {"num_layers": 1, "head_dim": 6, "mlp_size": 80, "vocab_size": 256, "rel
 
 
 def reference_model(config) -> Any:
-    """transformers' model of a config, with weights large enough for every part to matter, and no dropout."""
+    """transformers' model of a config, without dropout."""
     model = config.model
     theirs = transformers.T5Config(
         vocab_size=model.vocab_size,
@@ -43,17 +50,17 @@ def reference_model(config) -> Any:
         attn_implementation="eager",
     )
     theirs.tie_word_embeddings = model.tie_embeddings  # its constructor says True whatever it is given
-    torch.manual_seed(0)
-    network = transformers.T5ForConditionalGeneration(theirs)
-    # Version 1.1 has one input table and another for the output; this class ties all four or none.
-    network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.mul_(0.3).add_(0.1 * torch.randn_like(parameter))
-    return network
+
+    def make() -> Any:
+        network = transformers.T5ForConditionalGeneration(theirs)
+        # Version 1.1 has one input table and another for the output; this class ties all four or none.
+        network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
+        return network
+
+    return shaken(make, scale=0.3)
 
 
-def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
+def as_ours(named: Named, config) -> dict[str, Any]:
     """transformers' tensors (weights, or their gradients) under our names and in our shapes."""
     model = config.model
     split, hidden = (model.num_heads, head_dim(model)), (model.hidden_size,)
@@ -98,10 +105,9 @@ def as_ours(named: dict[str, np.ndarray], config) -> dict[str, Any]:
             "final_norm": {"scale": named[f"{name}.final_layer_norm.weight"]},
         }
 
-    padding = [(0, 256 - model.vocab_size), (0, 0)]
-    output = {} if model.tie_embeddings else {"output": np.pad(named["lm_head.weight"], padding)}
+    output = {} if model.tie_embeddings else {"output": padded(config, named["lm_head.weight"])}
     return output | {
-        "embedding": np.pad(named["shared.weight"], padding),
+        "embedding": padded(config, named["shared.weight"]),
         "encoder": half("encoder", model.num_layers),
         "decoder": half("decoder", decoder_layers(model)),
     }
@@ -113,36 +119,19 @@ def test_logits_loss_and_gradients_equal_transformers(settings, mesh):
     config = tiny_config(family="t5", hidden_dropout=0.0, attention_dropout=0.0, **settings)
     network, batch = reference_model(config), host_batch(config, 0)
     long = {name: torch.tensor(array).long() for name, array in batch.items() if array.dtype == np.int32}
-    mask = torch.tensor(batch["loss_mask"])
     logits = network(
         long["encoder_tokens"], attention_mask=long["encoder_mask"], decoder_input_ids=long["decoder_tokens"]
     ).logits
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), long["labels"].flatten(), reduction="none")
-    loss = (losses * mask.flatten()).sum() / mask.sum()
+    loss = next_token_loss(logits, batch)
     loss.backward()
 
-    program = make_program(config, mesh_of(mesh))
-    weights = as_ours({n: p.detach().numpy() for n, p in network.named_parameters()}, config)
-    places = program.state_sharding.parameters
-    parameters = jax.tree.map(lambda array, place: jax.device_put(jnp.asarray(array), place), weights, places)
-    placed = batch_of(program, 0)
+    def forward(model: Any, batch: Any) -> Any:
+        return model.logits(model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"]))
 
-    def our_logits(parameters, batch):
-        with use_rules(program.layout.rules):
-            model: Any = program.model(parameters)
-            return model.logits(model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"]))
-
-    with jax.set_mesh(program.mesh):
-        found_logits = jax.jit(our_logits)(parameters, placed)
-        found_loss, _, gradients = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, placed)
-
-    assert relative(np.asarray(found_logits)[..., : config.model.vocab_size], logits.detach().numpy()) < 1e-4
-    assert abs(float(found_loss) / loss.item() - 1) < 1e-4
-    expected = as_ours({n: p.grad.numpy() for n, p in network.named_parameters()}, config)
-    assert jax.tree.structure(expected) == jax.tree.structure(gradients)
-    flat = jax.tree_util.tree_leaves_with_path(expected)
-    for (path, theirs), ours in zip(flat, jax.tree.leaves(gradients), strict=True):
-        assert relative(ours, theirs) < 1e-4, jax.tree_util.keystr(path)
+    found = computed(config, mesh, as_ours(weights_of(network), config), forward)
+    assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < 1e-4
+    assert abs(found.loss / loss.item() - 1) < 1e-4
+    assert_same_gradients(found.gradients, as_ours(gradients_of(network), config), 1e-4)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
