@@ -140,7 +140,8 @@ class HuggingFaceSink:
         ours = self._family.config_json(self._origin.config.model)
         theirs = self._origin.hugging_face
         if theirs.get("model_type") != self._family.model_type:
-            theirs = special_ids(self._folder) if "tokenizer.json" in names else {}
+            own = "tokenizer.json" in names
+            theirs = self._family.ids(open_tokenizer(str(self._folder / "tokenizer.json")) if own else None)
         config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if "tokenizer.json" in names and "tokenizer_config.json" not in names:
@@ -159,12 +160,6 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     if dtype == "float16" and np.isinf(found).any() and not np.isinf(array).any():
         raise UserError(f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: take bfloat16")
     return found
-
-
-def special_ids(folder: Path) -> dict[str, Any]:
-    """What config.json says of a tokenizer of our own."""
-    end = open_tokenizer(str(folder / "tokenizer.json")).eod
-    return {"bos_token_id": end, "eos_token_id": end}
 
 
 def tokenizer_config(folder: Path) -> dict[str, str]:

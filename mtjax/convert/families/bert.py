@@ -6,6 +6,7 @@ from mtjax.config import Model, mlp_size
 from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
 from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
+from mtjax.data.tokenizer import Tokenizer
 
 LAYERS, BLOCK = "stack.layers", "bert.encoder.layer.{layer}"
 
@@ -83,6 +84,12 @@ ONLY = {
 }
 
 
+def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What fills up; nothing begins or ends a text, in transformers' own config either."""
+    pad = tokenizer.special("[PAD]") if tokenizer else None
+    return {} if pad is None else {"pad_token_id": pad}
+
+
 def _family(model_type: str, model_class: str, placement: str, table: Table) -> Family:
     def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
         return {
@@ -102,7 +109,7 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
             "is_decoder": False,
         }
 
-    return Family(model_type, model_class, table, FIELDS, read, write, ONLY)
+    return Family(model_type, model_class, table, FIELDS, read, write, ONLY, _ids)
 
 
 BERT = _family("bert", "Bert", "post", POST_LN)

@@ -6,6 +6,7 @@ from typing import Any
 
 from mtjax.config import Config, Model, replace
 from mtjax.convert.table import Table
+from mtjax.data.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.train.weights import effective_settings
 
@@ -31,6 +32,11 @@ class Field:
     """What transformers takes when config.json does not say."""
 
 
+def end_of_text(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Of models that read on: one token stands between documents."""
+    return {} if tokenizer is None else {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+
+
 @dataclass(frozen=True)
 class Family:
     """One of transformers' model types."""
@@ -47,6 +53,8 @@ class Family:
     """Their other keys from our settings."""
     only: Mapping[str, tuple[Any, ...]]
     """Keys that may have these values alone."""
+    ids: Callable[[Tokenizer | None], dict[str, Any]] = end_of_text
+    """What config.json says of a tokenizer of our own, or without one, where no config.json came with the weights."""
 
     def model_settings(self, config: Json, names: frozenset[str], source: str) -> dict[str, Any]:
         """Our settings of a model, from its config.json and the names of its tensors.

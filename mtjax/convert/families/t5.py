@@ -6,6 +6,8 @@ from mtjax.config import Model, decoder_layers, head_dim, mlp_size
 from mtjax.convert.families.family import Family, Field, Json
 from mtjax.convert.families.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table
+from mtjax.data.t5 import t5_ids
+from mtjax.data.tokenizer import Tokenizer
 
 
 def _half(name: str, mlp: int) -> tuple[Row, ...]:
@@ -97,10 +99,15 @@ def _write(model: Model) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "scale_decoder_outputs": model.tie_embeddings,
         "is_encoder_decoder": True,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
     }
+
+
+def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Of the first vocabulary; of our own, those that the samples have (`mtjax.data.t5`)."""
+    if tokenizer is None:
+        return {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    ids = t5_ids(tokenizer)
+    return {"decoder_start_token_id": ids.bos, "pad_token_id": ids.pad, "eos_token_id": ids.eos}
 
 
 T5 = Family(
@@ -111,4 +118,5 @@ T5 = Family(
     read=_read,
     write=_write,
     only={"feed_forward_proj": tuple(ACTIVATIONS)},
+    ids=_ids,
 )
