@@ -40,7 +40,7 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/extras
 	$(BIN)/python -m pytest -m long $(ARGS)
-	$(BIN)/python -m pytest tests/parity tests/inspect tests/plan $(ARGS)
+	$(BIN)/python -m pytest tests/convert tests/parity tests/inspect tests/plan $(ARGS)
 
 test-layouts: $(VENV)/dev
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)

@@ -21,7 +21,7 @@ DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Meg
 A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
-  megatron  GPT and BERT: a folder with latest_checkpointed_iteration.txt, or with mp_rank_XX[_YYY]/model_optim_rng.pt
+  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt or mp_rank_XX[_YYY]/model_optim_rng.pt
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
@@ -29,6 +29,7 @@ Examples:
   mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
   mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
+  mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl transformer_engine
 
 What was converted can be converted back: every bit returns. Nothing is loaded as a whole: memory holds a few times the
 largest tensor, however large the model. DIR after --to must be new; it appears only when all of it is written.
@@ -59,6 +60,9 @@ class Options:
     """Pipeline stages of a megatron folder that is written."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Of a megatron folder that is written: 0 to 2 are what older versions of Megatron-LM read."""
+    transformer_impl: Literal["legacy", "local", "transformer_engine"] = "legacy"
+    """Of a megatron folder that is written: legacy is read with Megatron's --use-legacy-models, the others by
+    Megatron-Core with the same --transformer-impl."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 
@@ -99,7 +103,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     Raises:
       UserError: names one that has not.
     """
-    writes_megatron = {"tensor", "pipeline", "checkpoint_version"}
+    writes_megatron = {"tensor", "pipeline", "checkpoint_version", "transformer_impl"}
     idle = set() if to_kind == "megatron" else writes_megatron
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
     idle |= {"dtype"} if to_kind == "mtjax" else set()
@@ -146,7 +150,7 @@ def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: 
     from mtjax.convert.mtjax_folder import MtjaxSink
 
     largest = int(options.max_shard_gb * 1e9)
-    split = Split(options.tensor, options.pipeline, float(options.checkpoint_version))
+    split = Split(options.tensor, options.pipeline, float(options.checkpoint_version), options.transformer_impl)
     openers: dict[str, Callable[[], Sink]] = {
         "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of GPT and BERT, as a source and as a sink."""
+"""Megatron-LM's checkpoints of GPT, Llama and BERT, as a source and as a sink."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from mtjax import config as configs
-from mtjax.config import Config
+from mtjax.config import Config, Model, num_kv_heads
 from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
+from mtjax.convert.megatron_arguments import arguments_of, model_settings
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
-from mtjax.convert.megatron_tables import EMBEDDING, HEAD_COPY, arguments_of, model_settings, table
+from mtjax.convert.megatron_tables import LEGACY, LEGACY_RMS, WRITTEN, Names, names_in, table
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
@@ -51,7 +52,8 @@ class MegatronSource:
           UserError: it is no such checkpoint, its model none of ours, or tensors don't fit: lists all of them.
         """
         files = MegatronCheckpoint(folder)
-        rows = files.ranks * files.shapes.get(EMBEDDING, (0,))[0]
+        names = names_in(files.shapes, str(files.folder))
+        rows = files.ranks * files.shapes.get(names.words, (0,))[0]
         if model_config is None:
             settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
         else:
@@ -63,7 +65,7 @@ class MegatronSource:
             raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
         config = config_of(settings)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        selection = table(files.version).select(self.parameters)
+        selection = table(files.version, names, queries_per_group(config.model)).select(self.parameters)
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         self.origin = Origin(config, files.dtype, folder, notes=self._notes(files, config, rows))
 
@@ -87,6 +89,7 @@ class Split:
     tensor: int = 1
     pipeline: int = 1
     version: float = 3.0
+    transformer_impl: str = LEGACY.transformer_impl
 
 
 class MegatronSink:
@@ -109,10 +112,12 @@ class MegatronSink:
         self._dtype = dtype or origin.dtype
         multiple = VOCAB_MULTIPLE * split.tensor
         self._rows = -(-rows_of(model) // multiple) * multiple
-        self._arguments = arguments_of(model, split.tensor, split.pipeline, self._dtype, self._rows)
+        self._names = written_names(model, split)
+        self._arguments = arguments_of(model, self._names, split.tensor, split.pipeline, self._dtype, self._rows)
         if model.num_layers % split.pipeline:
             raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
-        self._selection = table(split.version).select(parameters)
+        self._selection = table(split.version, self._names, queries_per_group(model)).select(parameters)
+        self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
         self._stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
         self._collected = [
             [self._collect(rank, stage) for stage in range(split.pipeline)] for rank in range(split.tensor)
@@ -132,9 +137,10 @@ class MegatronSink:
             for rank in range(ranks):
                 part = narrowed(tensor.extract(array, parameter, (rank, ranks)), self._dtype, name)
                 for stage, shapes in enumerate(self._stages):
-                    for local in (name, *([HEAD_COPY] if name == EMBEDDING else [])):
+                    for local in (name, *self._copies.get(name, ())):
                         if local in shapes:
-                            self._collected[rank][stage][local][...] = part
+                            place = tensor.view(self._collected[rank][stage][local], parameter)
+                            place[...] = part.reshape(place.shape)
 
     def close(self) -> None:
         """Writes the checkpoint, its tracker file and the tokenizer."""
@@ -148,7 +154,7 @@ class MegatronSink:
                     "args": argparse.Namespace(**self._arguments),
                     "checkpoint_version": self._split.version,
                     "iteration": 0,
-                    "model": nested({self._local(name): _as_torch(a) for name, a in tensors.items()}),
+                    "model": self._as_saved(tensors),
                 }
                 torch.save(content, path)
         self._collected.clear()
@@ -157,6 +163,11 @@ class MegatronSink:
         (self._folder / TRACKER).write_text(RELEASE)
         carry_files(self._origin.files, self._folder)
 
+    def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """A stage's model: nested, or with whole names in Megatron-Core."""
+        found = {self._local(name): _as_torch(array) for name, array in tensors.items()}
+        return nested(found) if self._names.transformer_impl == LEGACY.transformer_impl else found
+
     def _staged(self, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
         """The tensors of each pipeline stage: the embeddings in the first, the heads in the last."""
         last = self._split.pipeline - 1
@@ -164,14 +175,14 @@ class MegatronSink:
         for name, shape in shapes.items():
             stages[self._stage(name)][name] = shape
         if last and self._origin.config.model.tie_embeddings:
-            stages[last][HEAD_COPY] = shapes[EMBEDDING]
+            stages[last][self._names.head_copy] = shapes[self._names.words]
         return stages
 
     def _stage(self, name: str) -> int:
         layer = _layer(name)
         if layer is not None:
             return layer // (self._origin.config.model.num_layers // self._split.pipeline)
-        return 0 if ".embedding." in name else self._split.pipeline - 1
+        return 0 if name.startswith(f"{self._names.embedding}.") else self._split.pipeline - 1
 
     def _local(self, name: str) -> str:
         """The name with layers counted from the stage's first."""
@@ -188,6 +199,17 @@ class MegatronSink:
             parts[name] = whole[start : start + prod(shape)].reshape(shape)
             start += prod(shape)
         return parts
+
+
+def queries_per_group(model: Model) -> int:
+    """Query heads that share a key and a value head."""
+    return model.num_heads // num_kv_heads(model)
+
+
+def written_names(model: Model, split: Split) -> Names:
+    """What the tensors of a model are called by the implementation that it is written for."""
+    names = WRITTEN[split.transformer_impl]
+    return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 
 
 def _layer(name: str) -> int | None:

@@ -21,6 +21,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 """The second is that of runs with a distributed optimizer in some versions."""
 
+EXTRA_STATE = "_extra_state"
+"""What Transformer Engine keeps beside weights: scales of 8-bit numbers. It is no weight."""
+
 RENAMED = (
     (r"^language_model\.transformer\.", "language_model.encoder."),
     (r"(\.layers\.\d+)\.attention\.", r"\1.self_attention."),
@@ -93,14 +96,23 @@ def checkpoint_folder(folder: Path) -> Path:
     """
     if any(folder.glob("mp_rank_*")):
         return folder
+    _refuse_other_format(folder)
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise UserError(f"{folder} is no checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}")
     word = tracker.read_text().strip()
     found = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
+    _refuse_other_format(found)
     if not any(found.glob("mp_rank_*")):
         raise UserError(f"{tracker} says {word!r}, and {found} holds no mp_rank_*")
     return found
+
+
+def _refuse_other_format(folder: Path) -> None:
+    if any(folder.glob("*.distcp")):
+        raise UserError(
+            f"{folder} is in Megatron's format torch_dist, which mtjax does not read: save it with --ckpt-format torch"
+        )
 
 
 def _grid(folder: Path) -> list[list[Path]]:
@@ -194,7 +206,7 @@ def flattened(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from flattened(value, f"{name}.")
-        elif hasattr(value, "shape"):
+        elif hasattr(value, "shape") and not name.endswith(EXTRA_STATE):
             for pattern, new in RENAMED:
                 name = re.sub(pattern, new, name)
             yield name, value

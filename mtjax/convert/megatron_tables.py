@@ -1,18 +1,110 @@
-"""Megatron-LM's names of tensors, and the arguments that say what model they are."""
+"""Megatron-LM's names of tensors, in its own format and in Megatron-Core's, and the order of what stands in them."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
 from mtjax.convert.families.rows import linear, norm, row
-from mtjax.convert.table import Row, Table
+from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
 
-LANGUAGE, LAYERS = "language_model", "stack.layers"
-BLOCK = f"{LANGUAGE}.encoder.layers.{{layer}}"
-EMBEDDING = f"{LANGUAGE}.embedding.word_embeddings.weight"
-HEAD_COPY = "word_embeddings_for_head.weight"
-"""The last pipeline stage's copy of the embedding, for the output."""
+LAYERS = "stack.layers"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one of Megatron's implementations calls the modules of a GPT."""
+
+    transformer_impl: str
+    """Its `--transformer-impl`; "legacy" with `--use-legacy-models`."""
+    embedding: str
+    stack: str
+    """Of the layers."""
+    output: str
+    head_copy: str
+    """The last pipeline stage's copy of the embedding, for the output."""
+    attention_norm: str
+    """Of a layer, like all below; "weight" or "bias" follows."""
+    mlp_norm: str
+    query_key_value: str
+    projection: str
+    up: str
+    down: str
+    final_norm: str = "final_layernorm."
+
+    @property
+    def words(self) -> str:
+        """The embedding table."""
+        return f"{self.embedding}.word_embeddings.weight"
+
+    @property
+    def layer(self) -> str:
+        """The beginning of what a layer's tensors are called."""
+        return f"{self.stack}.layers.{{layer}}"
+
+
+_MODULES = {
+    "query_key_value": "self_attention.query_key_value",
+    "projection": "self_attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+_CORE_MODULES = {
+    "query_key_value": "self_attention.linear_qkv",
+    "projection": "self_attention.linear_proj",
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+}
+_PLACES = {
+    "embedding": "language_model.embedding",
+    "stack": "language_model.encoder",
+    "output": "language_model.output_layer.weight",
+    "head_copy": "word_embeddings_for_head.weight",
+}
+_CORE_PLACES = {
+    "embedding": "embedding",
+    "stack": "decoder",
+    "output": "output_layer.weight",
+    "head_copy": "output_layer.weight",
+}
+LEGACY = Names("legacy", **_PLACES, **_MODULES, attention_norm="input_layernorm.", mlp_norm="post_attention_layernorm.")
+"""To these, names of all versions of that code are brought when they are read."""
+LEGACY_RMS = Names(
+    "legacy",
+    **_PLACES,
+    **_MODULES,
+    attention_norm="input_norm.",
+    mlp_norm="post_attention_norm.",
+    final_norm="final_norm.",
+)
+"""Those since there is RMS norm."""
+LOCAL = Names(
+    "local", **_CORE_PLACES, **_CORE_MODULES, attention_norm="input_layernorm.", mlp_norm="pre_mlp_layernorm."
+)
+TRANSFORMER_ENGINE = Names(
+    "transformer_engine",
+    **_CORE_PLACES,
+    **_CORE_MODULES,
+    attention_norm="self_attention.linear_qkv.layer_norm_",
+    mlp_norm="mlp.linear_fc1.layer_norm_",
+)
+"""Whose norms are part of the linear layers behind them."""
+WRITTEN: Mapping[str, Names] = {names.transformer_impl: names for names in (LEGACY, LOCAL, TRANSFORMER_ENGINE)}
+
+
+def names_in(tensors: Iterable[str], source: str) -> Names:
+    """The names in use in a checkpoint.
+
+    Raises:
+      UserError: its layers are an encoder of Megatron-Core's.
+    """
+    tensors = tuple(tensors)
+    if any(name.startswith("encoder.layers.") for name in tensors):
+        raise UserError(f"{source} is a BERT or T5 of Megatron-Core, of which mtjax reads GPTs")
+    if not any(name.startswith("decoder.layers.") for name in tensors):
+        return LEGACY
+    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in tensors)
+    return TRANSFORMER_ENGINE if fused else LOCAL
+
 
 QKV_ORDERS: Mapping[float, str] = {
     0.0: "qkv*heads*head_dim",
@@ -21,164 +113,79 @@ QKV_ORDERS: Mapping[float, str] = {
     3.0: "heads*qkv*head_dim",
 }
 """checkpoint_version -> the order of the rows of query_key_value (`fix_query_key_value_ordering` in Megatron)."""
+GROUPED_SINCE = 2.0
+"""The first version that orders rows by heads, as those that know grouped queries do."""
 
 
-def table(version: float) -> Table:
-    """The tensors of GPT and BERT in a version of the format.
+def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> Table:
+    """The tensors of GPT, Llama and BERT in a version of the format.
+
+    Args:
+      version: `checkpoint_version`.
+      names: what the implementation calls them.
+      queries_per_group: query heads that share a key and a value head.
 
     Raises:
-      UserError: there is no such version.
+      UserError: there is no such version, or it has no grouped queries.
     """
     if version not in QKV_ORDERS:
         raise UserError(f"checkpoint_version is {version:g}, and the known ones are 0, 1, 2 and 3")
+    if queries_per_group > 1 and version < GROUPED_SINCE:
+        raise UserError(f"checkpoint_version {version:g} has no grouped queries, which need version 2 or 3")
     rows: tuple[Row, ...] = (
-        row("embedding", EMBEDDING, "vocab embed"),
-        row("positions", f"{LANGUAGE}.embedding.position_embeddings.weight", "seq embed"),
-        row("token_types", f"{LANGUAGE}.embedding.tokentype_embeddings.weight", "token_types embed"),
-        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.input_layernorm"),
-        *linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.self_attention.query_key_value", "embed", QKV_ORDERS[version]),
-        *linear(f"{LAYERS}.attention.output", f"{BLOCK}.self_attention.dense", "heads*head_dim", "embed"),
-        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.post_attention_layernorm"),
-        *linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.dense_h_to_4h", "embed", "mlp"),
-        *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.dense_4h_to_h", "mlp", "embed"),
-        *norm("final_norm", f"{LANGUAGE}.encoder.final_layernorm"),
-        row("output", f"{LANGUAGE}.output_layer.weight", "vocab embed"),
-        *linear("head.dense", "lm_head.dense", "features", "embed"),
-        *norm("head.norm", "lm_head.layernorm"),
-        row("head.bias", "lm_head.bias", "vocab"),
-        *linear("order.pooler", f"{LANGUAGE}.pooler.dense", "embed", "features"),
-        *linear("order.classifier", "binary_head", "embed", "classes"),
+        row("embedding", names.words, "vocab embed"),
+        row("positions", f"{names.embedding}.position_embeddings.weight", "seq embed"),
+        *_layer(names, QKV_ORDERS[version], queries_per_group),
+        *_norm("final_norm", f"{names.stack}.{names.final_norm}"),
+        row("output", names.output, "vocab embed"),
+        *(_bert() if names.transformer_impl == "legacy" else ()),
     )
+    models = "a GPT or BERT of Megatron-LM" if names.transformer_impl == "legacy" else "a GPT of Megatron-Core"
     return Table(
-        f"a GPT or BERT of Megatron-LM (checkpoint_version {version:g})",
+        f"{models} (checkpoint_version {version:g})",
         rows,
-        ignored=(r".*_extra_state",),
-        copies={HEAD_COPY: EMBEDDING},
+        copies={names.head_copy: names.words},
         optional=("head", "order.pooler", "order.classifier"),
     )
 
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (False, None),
-    "num_experts": (None, 1),
-    "group_query_attention": (False, None),
-    "multi_latent_attention": (False, None),
-    "normalization": ("LayerNorm", None),
-    "apply_layernorm_1p": (False, None),
-    "swiglu": (False, None),
-    "squared_relu": (False, None),
-    "add_bias_linear": (True, None),
-    "add_position_embedding": (True, None),
-    "use_rotary_position_embeddings": (False, None),
-    "position_embedding_type": ("learned_absolute", None),
-}
-"""Arguments, and the values with which a model is one of the tables above."""
+def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+    attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
+    return (
+        *_norm(f"{LAYERS}.attention_norm", f"{names.layer}.{names.attention_norm}"),
+        *linear(f"{attention}.qkv", qkv, "embed", qkv_order),
+        *_grouped(f"{attention}.qkv", f"{qkv}.weight", "weight", " embed", queries_per_group),
+        *_grouped(f"{attention}.qkv", f"{qkv}.bias", "bias", "", queries_per_group),
+        *linear(f"{attention}.output", f"{names.layer}.{names.projection}", "heads*head_dim", "embed"),
+        *_norm(f"{LAYERS}.mlp_norm", f"{names.layer}.{names.mlp_norm}"),
+        *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "mlp"),
+        # Of a rank, first all rows of its gate, then all of its other projection.
+        *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "gate*mlp"),
+        *linear(f"{LAYERS}.mlp.down", f"{names.layer}.{names.down}", "mlp", "embed"),
+    )
 
 
-def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: str) -> dict[str, Any]:
-    """Our settings of a model from Megatron's arguments and the names of its tensors.
-
-    Raises:
-      UserError: the arguments are not there, or describe a model that is not supported: lists all of it.
-    """
-    wrong = [
-        f"{key} is {arguments[key]!r}"
-        for key, values in UNSUPPORTED.items()
-        if key in arguments and _plain(arguments[key]) and arguments[key] not in values
-    ]
-    if wrong:
-        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    missing = [name for name in needed if arguments.get(name) is None]
-    if missing:
-        raise UserError(f"{source} does not say its {', '.join(missing)}: describe the model with --config FILE")
-    is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
-    tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu", False)
-    found = {
-        "family": "bert" if is_bert else "gpt",
-        "num_layers": arguments["num_layers"],
-        "hidden_size": arguments["hidden_size"],
-        "num_heads": arguments["num_attention_heads"],
-        "head_dim": arguments.get("kv_channels"),
-        "mlp_size": arguments.get("ffn_hidden_size"),
-        "sequence_length": arguments["max_position_embeddings"],
-        "norm_epsilon": float(arguments.get("layernorm_epsilon", arguments.get("norm_epsilon", 1e-5))),
-        "activation": "gelu" if tanh else "gelu_exact",
-        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
-        "hidden_dropout": float(arguments.get("hidden_dropout", 0.1)),
-        "attention_dropout": float(arguments.get("attention_dropout", 0.1)),
-        "init_std": float(arguments.get("init_method_std", 0.02)),
-    }
-    return found | ({**_bert_settings(names)} if is_bert else {})
+def _grouped(ours: str, theirs: str, kind: str, inputs: str, queries: int) -> tuple[Row, Row]:
+    """Of a rank, group by group: the rows of the group's query heads, of its key head and of its value head."""
+    query = Tensor(theirs, dims(f"heads*head_dim{inputs}"), slots=Slots(0, queries, queries + 2))
+    key_value = tuple(
+        Tensor(theirs, dims(f"kv_heads*head_dim{inputs}"), ("kv", i), Slots(queries + i, 1, queries + 2))
+        for i in range(2)
+    )
+    return Row(f"{ours}.query.{kind}", (query,)), Row(f"{ours}.key_value.{kind}", key_value)
 
 
-def _bert_settings(names: frozenset[str]) -> dict[str, Any]:
-    return {
-        "norm_placement": "pre",
-        "num_token_types": 2 if any("tokentype_embeddings" in name for name in names) else 0,
-        "sentence_order": any(name.startswith("binary_head.") or ".pooler." in name for name in names),
-    }
+def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
+    return row(f"{ours}.scale", f"{theirs}weight", "embed"), row(f"{ours}.bias", f"{theirs}bias", "embed")
 
 
-def _plain(value: Any) -> bool:
-    """Whether a value is what it was: objects of Megatron's own classes are not loaded."""
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def arguments_of(model: Model, tensor: int, pipeline: int, dtype: str, vocab_rows: int) -> dict[str, Any]:
-    """Megatron's arguments for a model of ours.
-
-    Raises:
-      UserError: Megatron's GPT and BERT can't be that model: lists why.
-    """
-    wrong = {
-        f"norm {model.norm}": model.norm != "layernorm",
-        f"position {model.position}": model.position != "learned",
-        f"activation {model.activation}": model.activation not in ("gelu", "gelu_exact"),
-        f"{num_kv_heads(model)} key and value heads for {model.num_heads} queries": (
-            num_kv_heads(model) != model.num_heads
-        ),
-        "no biases": not model.bias,
-        f"norm_placement {getattr(model, 'norm_placement', 'pre')}": getattr(model, "norm_placement", "pre") != "pre",
-        f"family {model.family}": model.family not in ("gpt", "bert"),
-    }
-    if any(wrong.values()):
-        listed = ", ".join(what for what, holds in wrong.items() if holds)
-        raise UserError(f"Megatron-LM's checkpoints of GPT and BERT have no place for {listed}")
-    tanh = model.activation == "gelu"
-    return {
-        "num_layers": model.num_layers,
-        "encoder_num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": mlp_size(model),
-        "num_attention_heads": model.num_heads,
-        "kv_channels": head_dim(model),
-        "seq_length": model.sequence_length,
-        "encoder_seq_length": model.sequence_length,
-        "max_position_embeddings": model.sequence_length,
-        "add_position_embedding": True,
-        "position_embedding_type": "learned_absolute",
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": vocab_rows,
-        "make_vocab_size_divisible_by": 128,
-        "layernorm_epsilon": model.norm_epsilon,
-        "norm_epsilon": model.norm_epsilon,
-        "normalization": "LayerNorm",
-        "bias_gelu_fusion": tanh,
-        "openai_gelu": False,
-        "swiglu": False,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": not model.tie_embeddings,
-        "bert_binary_head": model.family == "bert" and model.sentence_order,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_std,
-        "model_parallel_size": tensor,  # as versions before 3 call it
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline,
-        "fp16": dtype == "float16",
-        "bf16": dtype == "bfloat16",
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "data_parallel_random_init": False,
-    }
+def _bert() -> tuple[Row, ...]:
+    """What a BERT has beside its layers."""
+    return (
+        row("token_types", "language_model.embedding.tokentype_embeddings.weight", "token_types embed"),
+        *linear("head.dense", "lm_head.dense", "features", "embed"),
+        *norm("head.norm", "lm_head.layernorm"),
+        row("head.bias", "lm_head.bias", "vocab"),
+        *linear("order.pooler", "language_model.pooler.dense", "embed", "features"),
+        *linear("order.classifier", "binary_head", "embed", "classes"),
+    )

@@ -76,7 +76,8 @@ class NamedWeights:
                     raise UserError(f"{self.source}: {name} is not split, and differs between ranks 0 and {rank}")
             return
         for rank in range(self.shards.ranks):
-            tensor.insert(self.shards.shard(name, rank), into, parameter, (rank, self.shards.ranks))
+            part = tensor.view(self.shards.shard(name, rank), parameter)
+            tensor.insert(part, into, parameter, (rank, self.shards.ranks))
 
     def _check_copies(self) -> None:
         """A tensor that repeats another must be equal to it: else the two are not tied."""

@@ -2,7 +2,8 @@
 
 A row says of a parameter of ours which tensors hold it elsewhere. A tensor is a part of the parameter - all of it, or
 one index of a dimension, like the query in a stacked query, key and value - with its dimensions in another order, some
-of them flattened into one. Nothing else happens to a number, which is why every conversion can be undone.
+of them flattened into one; and it may be a part itself of a tensor that several parameters share. Nothing else happens
+to a number, which is why every conversion can be undone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,18 @@ def dims(text: str) -> Dims:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """A place in a tensor that holds several kinds of heads, group by group: Megatron's queries, key and value."""
+
+    first: int
+    """Of a group's heads."""
+    count: int
+    """Heads in every group."""
+    of: int
+    """All heads of a group."""
+
+
+@dataclass(frozen=True)
 class Tensor:
     """Where a part of a parameter stands in another format."""
 
@@ -38,9 +51,23 @@ class Tensor:
     """Its dimensions; each is one or more of the parameter's, flattened."""
     part: tuple[str, int] | None = None
     """A dimension of the parameter and the index that this tensor holds; all of the parameter when None."""
+    slots: Slots | None = None
+    """Where it stands among the heads that the first dimension begins with; alone in its tensor when None."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Its shape, from the sizes of the parameter's dimensions."""
+        """Shape of the tensor that it is or is a part of, from the sizes of the parameter's dimensions."""
+        own = self._own_shape(sizes)
+        return own if self.slots is None else (own[0] // self.slots.count * self.slots.of, *own[1:])
+
+    def view(self, whole: np.ndarray, parameter: Parameter) -> np.ndarray:
+        """What is this tensor's of the one with its name; a view of it if that is contiguous."""
+        if self.slots is None:
+            return whole
+        width = prod(parameter.sizes[axis] for axis in self.dims[0][1:])
+        groups = whole.reshape(-1, self.slots.of, width, *whole.shape[1:])
+        return groups[:, self.slots.first : self.slots.first + self.slots.count]
+
+    def _own_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(prod(sizes[axis] for axis in group) for group in self.dims)
 
     @property
@@ -72,12 +99,12 @@ class Tensor:
         view = view[_share(view.shape, axes, self.split, share)]
         sizes = dict(zip(axes, view.shape, strict=True))
         order = [axes.index(axis) for group in self.dims for axis in group]
-        return view.transpose(order).reshape(self.shape(sizes))
+        return view.transpose(order).reshape(self._own_shape(sizes))
 
     def insert(
         self, tensor: np.ndarray, into: np.ndarray, parameter: Parameter, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Undoes `extract`: writes the tensor to its place in one layer's slice of the parameter."""
+        """Undoes `extract`: writes the tensor, or its `view` of one, to its place in one layer's slice."""
         view, axes = self._part_of(into, parameter.axes)
         view = view[_share(view.shape, axes, self.split, share)]
         sizes = dict(zip(axes, view.shape, strict=True))

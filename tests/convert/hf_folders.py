@@ -51,6 +51,47 @@ def gpt2_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+
+
+def llama_shapes(config: dict = LLAMA_CONFIG) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config[f"num_{x}_heads"] * config["head_dim"] for x in ("attention", "key_value"))
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    outside = {"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}
+    outside |= {} if config["tie_word_embeddings"] else {"lm_head": (config["vocab_size"], hidden)}
+    layers = {
+        f"model.layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()
+    }
+    return {f"{name}.weight": shape for name, shape in (outside | layers).items()}
+
+
 def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, np.ndarray]:
     import ml_dtypes
 

@@ -1,0 +1,243 @@
+"""Megatron-LM's arguments, saved in its checkpoints, and our settings: which model it is, there and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
+from mtjax.convert.megatron_tables import Names
+from mtjax.errors import UserError
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (False, None),
+    "num_experts": (None, 0, 1),
+    "multi_latent_attention": (False, None),
+    "normalization": ("LayerNorm", "RMSNorm", None),
+    "apply_layernorm_1p": (False, None),
+    "qk_layernorm": (False, None),
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "position_embedding_type": ("learned_absolute", "rope", None),
+    "rotary_percent": (1.0, None),
+    "rotary_interleaved": (False, None),
+    "no_rope_freq": (None,),
+    "window_size": (None,),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_layers_config_path": (None,),
+}
+"""Arguments, and the values with which mtjax has the model."""
+LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
+"""What Megatron's scaled RoPE has no arguments for."""
+LEGACY_ROPE_BASE = 10_000.0
+"""The legacy models' only one: they don't read `--rotary-base`, nor `--use-rope-scaling`."""
+
+
+def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: str) -> dict[str, Any]:
+    """Our settings of a model from Megatron's arguments and the names of its tensors.
+
+    Raises:
+      UserError: the arguments are not there, or describe a model that is not supported: lists all of it.
+    """
+    wrong = [
+        f"{key} is {arguments[key]!r}"
+        for key, values in UNSUPPORTED.items()
+        if key in arguments and _plain(arguments[key]) and arguments[key] not in values
+    ]
+    if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
+        wrong.append("add_qkv_bias is True without add_bias_linear")
+    position = _position(arguments)
+    if position is None:
+        wrong.append("it has no positions")
+    if wrong:
+        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UserError(f"{source} does not say its {', '.join(missing)}: describe the model with --config FILE")
+    is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
+    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    found = {
+        "family": "bert" if is_bert else "llama" if _is_llama(arguments) else "gpt",
+        "num_layers": arguments["num_layers"],
+        "hidden_size": arguments["hidden_size"],
+        "num_heads": arguments["num_attention_heads"],
+        "num_kv_heads": groups,
+        "head_dim": arguments.get("kv_channels"),
+        "mlp_size": arguments.get("ffn_hidden_size"),
+        "sequence_length": arguments["max_position_embeddings"],
+        "norm": "rmsnorm" if arguments.get("normalization") == "RMSNorm" else "layernorm",
+        "norm_epsilon": float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5),
+        "activation": _activation(arguments),
+        "bias": bool(arguments.get("add_bias_linear", True)),
+        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
+        "hidden_dropout": float(arguments.get("hidden_dropout", 0.1)),
+        "attention_dropout": float(arguments.get("attention_dropout", 0.1)),
+        "init_std": float(arguments.get("init_method_std", 0.02)),
+        "position": position,
+    }
+    found |= _rope(arguments) if position == "rope" else {}
+    return found | ({**_bert_settings(names)} if is_bert else {})
+
+
+def _position(arguments: Mapping[str, Any]) -> str | None:
+    """Ours; the first versions with RoPE say so by an argument of its own."""
+    if arguments.get("position_embedding_type") == "rope" or arguments.get("use_rotary_position_embeddings"):
+        return "rope"
+    return "learned" if arguments.get("add_position_embedding", True) in (True, None) else None
+
+
+def _is_llama(arguments: Mapping[str, Any]) -> bool:
+    is_gated, is_rms = arguments.get("swiglu"), arguments.get("normalization") == "RMSNorm"
+    return bool(is_gated and is_rms and _position(arguments) == "rope")
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    if arguments.get("swiglu"):
+        return "swiglu"
+    # The fused GELU adds a bias too: a model without biases does not use it.
+    fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
+    return "gelu" if fused or arguments.get("openai_gelu", False) else "gelu_exact"
+
+
+def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    if arguments.get("use_rope_scaling"):
+        scaled = float(arguments.get("rope_scaling_factor") or 8.0)
+        return found | {"rope_scaling": "llama3", "rope_factor": scaled, **LLAMA3}
+    if factor not in (None, 1):
+        return found | {"rope_scaling": "linear", "rope_factor": float(factor)}
+    return found | {"rope_scaling": "none"}
+
+
+def _bert_settings(names: frozenset[str]) -> dict[str, Any]:
+    return {
+        "norm_placement": "pre",
+        "num_token_types": 2 if any("tokentype_embeddings" in name for name in names) else 0,
+        "sentence_order": any(name.startswith("binary_head.") or ".pooler." in name for name in names),
+    }
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is what it was: objects of Megatron's own classes are not loaded."""
+    return value is None or isinstance(value, bool | int | float | str | tuple | list)
+
+
+def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: str, vocab_rows: int) -> dict[str, Any]:
+    """Megatron's arguments for a model of ours.
+
+    Raises:
+      UserError: Megatron's models can't be that one: lists why.
+    """
+    wrong = misfits(model, names)
+    if wrong:
+        kind = "Megatron-LM's checkpoints of GPT and BERT have" if _is_legacy(names) else "Megatron-Core's GPT has"
+        raise UserError(f"{kind} no place for {', '.join(wrong)}")
+    return {
+        **_sizes(model, vocab_rows),
+        **_kinds(model, names),
+        **_positions(model),
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_std,
+        "model_parallel_size": tensor,  # as versions before 3 call it
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "fp16": dtype == "float16",
+        "bf16": dtype == "bfloat16",
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "data_parallel_random_init": False,
+    }
+
+
+def misfits(model: Model, names: Names) -> list[str]:
+    """What an implementation of Megatron's does not have of a model of ours."""
+    is_bert = model.family == "bert"
+    tanh_without_bias = model.activation == "gelu" and not model.bias
+    wrong = {
+        f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
+        "BERT, which --transformer-impl legacy writes": is_bert and not _is_legacy(names),
+        f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
+        f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
+        f"activation {model.activation}": model.activation
+        not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
+        "activation gelu, the approximation, without biases": tanh_without_bias and not _is_legacy(names),
+        f"{num_kv_heads(model)} key and value heads for {model.num_heads} queries in a BERT": (
+            is_bert and num_kv_heads(model) != model.num_heads
+        ),
+        "no biases in a BERT": is_bert and not model.bias,
+        f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
+        **(_rope_misfits(model, names) if model.position == "rope" else {}),
+    }
+    return [what for what, holds in wrong.items() if holds]
+
+
+def _rope_misfits(model: Model, names: Names) -> dict[str, bool]:
+    scaled = model.rope_scaling == "llama3"
+    other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
+    advice = "; take --transformer-impl transformer_engine"
+    return {
+        f"rope_theta {model.rope_theta:g}, only {LEGACY_ROPE_BASE:g}{advice}": (
+            _is_legacy(names) and model.rope_theta != LEGACY_ROPE_BASE
+        ),
+        f"rope_scaling llama3{advice}": _is_legacy(names) and scaled,
+        f"llama3's {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled and bool(other),
+    }
+
+
+def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
+    is_grouped = num_kv_heads(model) != model.num_heads
+    return {
+        "num_layers": model.num_layers,
+        "encoder_num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": mlp_size(model),
+        "num_attention_heads": model.num_heads,
+        "group_query_attention": is_grouped,
+        "num_query_groups": num_kv_heads(model) if is_grouped else 1,
+        "kv_channels": head_dim(model),
+        "seq_length": model.sequence_length,
+        "encoder_seq_length": model.sequence_length,
+        "max_position_embeddings": model.sequence_length,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": vocab_rows,
+        "make_vocab_size_divisible_by": 128,
+    }
+
+
+def _kinds(model: Model, names: Names) -> dict[str, Any]:
+    tanh = model.activation == "gelu"
+    return {
+        "use_legacy_models": _is_legacy(names),
+        "transformer_impl": "local" if _is_legacy(names) else names.transformer_impl,
+        "layernorm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm_epsilon,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "bias_gelu_fusion": tanh and model.bias,
+        "openai_gelu": tanh and not model.bias,
+        "swiglu": model.activation == "swiglu",
+        "add_bias_linear": model.bias,
+        "add_qkv_bias": False,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
+        "bert_binary_head": model.family == "bert" and model.sentence_order,
+    }
+
+
+def _positions(model: Model) -> dict[str, Any]:
+    if model.position == "learned":
+        return {"add_position_embedding": True, "position_embedding_type": "learned_absolute"}
+    return {
+        "add_position_embedding": False,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(model.rope_theta) if float(model.rope_theta).is_integer() else model.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": model.rope_factor if model.rope_scaling == "linear" else None,
+        "use_rope_scaling": model.rope_scaling == "llama3",
+        "rope_scaling_factor": model.rope_factor if model.rope_scaling == "llama3" else 8.0,
+    }
+
+
+def _is_legacy(names: Names) -> bool:
+    return names.transformer_impl == "legacy"

@@ -1,0 +1,247 @@
+"""A Llama in Megatron-LM's checkpoints, old names and Megatron-Core's: the order of rows, any split, there and back."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mtjax.convert.__main__ import main
+from mtjax.train.weights import find_weights
+from tests.convert.hf_folders import (
+    GPT2_CONFIG,
+    LLAMA_CONFIG,
+    gpt2_shapes,
+    llama_shapes,
+    random_tensors,
+    tensors_in,
+    write_folder,
+)
+from tests.convert.megatron_llama import NAMES, write_llama
+
+torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install 'mtjax[megatron]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+
+PADDED = ("--vocab-size", "300", "--vocab-multiple", "256")
+QKV = {f"parameters.stack.layers.attention.qkv.{part}.weight" for part in ("query", "key_value")}
+
+
+def run(source, target, *options: str) -> int:
+    return main(["--from", str(source), "--to", str(target), *options])
+
+
+def prints(folder):
+    return find_weights(folder).page["fingerprints"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Random weights in 16 bits, and the same converted from Hugging Face's layout."""
+    folder = tmp_path_factory.mktemp("llama")
+    tensors = random_tensors(llama_shapes(), "float16")
+    write_folder(folder / "hf", tensors, LLAMA_CONFIG)
+    assert run(f"hf:{folder / 'hf'}", f"mtjax:{folder / 'ours'}", "--vocab-multiple", "256") == 0
+    return folder, tensors
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("split", [(1, 1), (2, 2), (4, 1)], ids=str)
+def test_every_implementation_and_split_gives_the_same_weights(reference, tmp_path, impl, split):
+    folder, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, impl, split)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'ours'}", *PADDED) == 0
+    assert prints(tmp_path / "ours") == prints(folder / "ours")
+    found, expected = (find_weights(place).config.model for place in (tmp_path / "ours", folder / "ours"))
+    trained = ("hidden_dropout", "attention_dropout")
+    assert {n: v for n, v in vars(found).items() if n not in trained} == {
+        n: v for n, v in vars(expected).items() if n not in trained
+    }
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)
+def test_what_is_written_is_what_megatron_would_have_written(reference, tmp_path, impl, split):
+    """Tensor by tensor, under the same names, against the files written by hand."""
+    folder, tensors = reference
+    rows = 128 * split[0] * -(-300 // (128 * split[0]))
+    write_llama(tmp_path / "theirs", tensors, LLAMA_CONFIG, impl, split, rows=rows, extra_state=False)
+    numbers = ["--tensor", str(split[0]), "--pipeline", str(split[1]), "--transformer-impl", impl]
+    assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'ours'}", *numbers) == 0
+    files = sorted((tmp_path / "theirs/iter_0000042").rglob("*.pt"))
+    assert len(files) == split[0] * split[1]
+    for path in files:
+        expected = torch.load(path, weights_only=False)
+        place = path.relative_to(tmp_path / "theirs/iter_0000042")
+        found = torch.load(tmp_path / "ours/release" / place, weights_only=False)
+        assert_alike(found["model"], expected["model"], str(place))
+        for name, value in vars(expected["args"]).items():
+            assert getattr(found["args"], name) == value, name
+
+
+def assert_alike(found, expected, where: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name in expected:
+            assert_alike(found[name], expected[name], f"{where}.{name}")
+        return
+    assert found.dtype == expected.dtype and torch.equal(found, expected), where
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_bit_comes_back(tmp_path, impl, tied):
+    config = LLAMA_CONFIG | {"tie_word_embeddings": tied, "num_key_value_heads": 2}
+    tensors = random_tensors(llama_shapes(config), "bfloat16")
+    write_folder(tmp_path / "hf", tensors, config)
+    split = ["--tensor", "2", "--pipeline", "2", "--transformer-impl", impl]
+    assert run(f"hf:{tmp_path / 'hf'}", f"megatron:{tmp_path / 'megatron'}", *split) == 0
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"hf:{tmp_path / 'back'}") == 0
+    found = tensors_in(tmp_path / "back")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(found[name].view(np.uint16), tensor.view(np.uint16), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "disorder", "wrong"),
+    [
+        ("qkv", lambda rows: torch.cat([rows[12:], rows[:12]]), QKV),
+        ("gate_up", lambda rows: torch.cat([rows[40:], rows[:40]]), {"parameters.stack.layers.mlp.up.weight"}),
+    ],
+    ids=["groups", "gate and up"],
+)
+def test_the_orders_of_rows_matter(reference, tmp_path, kind, disorder, wrong):
+    """Else the tests above would pass whatever order is taken."""
+    folder, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "transformer_engine")
+    path = next((tmp_path / "megatron").rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    name = f"decoder.layers.1.{NAMES['transformer_engine'][kind]}"
+    content["model"][name] = disorder(content["model"][name])
+    torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'ours'}", *PADDED) == 0
+    assert {n for n, number in prints(folder / "ours").items() if prints(tmp_path / "ours")[n] != number} == wrong
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed_together(reference, tmp_path, capsys):
+    _, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "transformer_engine", (2, 2))
+
+    def change(model) -> None:
+        for name in list(model):
+            if name.endswith("linear_fc2.weight"):
+                del model[name]
+            if name.endswith("linear_qkv.weight"):
+                model[name] = model[name][:-6]
+        if "decoder.final_layernorm.weight" in model:
+            model["decoder.final_layernorm.bias"] = torch.zeros(32)
+
+    for path in (tmp_path / "megatron").rglob("*.pt"):
+        content = torch.load(path, weights_only=False)
+        change(content["model"])
+        torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
+    said = capsys.readouterr().err
+    assert "missing:\n    decoder.layers.{0-3}.mlp.linear_fc2.weight\n" in said
+    assert "not part of this model:\n    decoder.final_layernorm.bias\n" in said
+    assert (
+        "of another shape:\n    decoder.layers.{0-3}.self_attention.linear_qkv.weight is 42x32, and should be 48x32"
+        in said
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"], "nothing half-done is left"
+
+
+def test_a_gpt_2_in_megatron_core_has_its_biases_and_positions(tmp_path):
+    tensors = random_tensors(gpt2_shapes())
+    write_folder(tmp_path / "hf", tensors, GPT2_CONFIG)
+    split = ["--tensor", "2", "--pipeline", "3", "--transformer-impl", "transformer_engine"]
+    assert run(f"hf:{tmp_path / 'hf'}", f"megatron:{tmp_path / 'core'}", *split) == 0
+    first, last = (
+        torch.load(tmp_path / f"core/release/mp_rank_01_00{stage}/model_optim_rng.pt", weights_only=False)["model"]
+        for stage in (0, 2)
+    )
+    for name, theirs in {
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_bias": "transformer.h.0.ln_1.bias",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "transformer.h.0.ln_2.weight",
+        "decoder.layers.0.self_attention.linear_proj.bias": "transformer.h.0.attn.c_proj.bias",
+    }.items():
+        np.testing.assert_array_equal(first[name].numpy(), tensors[theirs], err_msg=name)
+    words = tensors["transformer.wte.weight"]
+    np.testing.assert_array_equal(last["output_layer.weight"].numpy()[: 300 - 256], words[256:])
+    assert set(last) & {"embedding.word_embeddings.weight", "decoder.layers.2.mlp.linear_fc1.bias"} == set()
+    assert run(f"megatron:{tmp_path / 'core'}", f"hf:{tmp_path / 'back'}") == 0
+    found = tensors_in(tmp_path / "back")
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsys):
+    folder, tensors = reference
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = LLAMA_CONFIG | {
+        "rope_theta": 5e5,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 8192},
+    }
+    write_folder(tmp_path / "llama3", tensors, llama3)
+    short = scaling | {"original_max_position_embeddings": 4096}
+    write_folder(tmp_path / "short", tensors, LLAMA_CONFIG | {"rope_scaling": short})
+
+    def said(source, *options: str) -> str:
+        assert run(source, f"megatron:{tmp_path / 'never'}", *options) == 2
+        assert not (tmp_path / "never").exists()
+        return capsys.readouterr().err
+
+    old = said(f"hf:{tmp_path / 'llama3'}")
+    assert "rope_theta 500000, only 10000; take --transformer-impl transformer_engine" in old
+    assert "rope_scaling llama3; take --transformer-impl transformer_engine" in old
+    core = ["--transformer-impl", "local"]
+    assert "no place for llama3's rope_original_length 4096" in said(f"hf:{tmp_path / 'short'}", *core)
+    assert "kv_heads 4 does not divide over 8 tensor-parallel ranks" in said(
+        f"mtjax:{folder / 'ours'}", "--tensor", "8", *core
+    )
+    assert "checkpoint_version 1 has no grouped queries" in said(
+        f"mtjax:{folder / 'ours'}", "--checkpoint-version", "1"
+    )
+    assert run(f"hf:{tmp_path / 'llama3'}", f"megatron:{tmp_path / 'core'}", *core) == 0
+    assert run(f"megatron:{tmp_path / 'core'}", f"mtjax:{tmp_path / 'ours'}", *PADDED) == 0
+    model = find_weights(tmp_path / "ours").config.model
+    assert (model.rope_theta, model.rope_scaling, model.rope_factor) == (5e5, "llama3", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("rotary_percent", 0.5),
+        ("rotary_interleaved", True),
+        ("qk_layernorm", True),
+        ("window_size", (128, 0)),
+        ("num_experts", 8),
+        ("position_embedding_type", "yarn"),
+    ],
+)
+def test_a_model_that_mtjax_does_not_have_is_refused(reference, tmp_path, capsys, argument, value):
+    _, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "local")
+    path = next((tmp_path / "megatron").rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    setattr(content["args"], argument, value)
+    torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
+    assert f"{argument} is {value!r}" in capsys.readouterr().err
+
+
+def test_formats_that_are_not_read_are_named(reference, tmp_path, capsys):
+    _, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "local")
+    shutil.rmtree(tmp_path / "megatron/iter_0000042/mp_rank_00")
+    (tmp_path / "megatron/iter_0000042/__0_0.distcp").write_bytes(b"")
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}") == 2
+    assert "torch_dist, which mtjax does not read: save it with --ckpt-format torch" in capsys.readouterr().err
+    write_llama(tmp_path / "t5", tensors, LLAMA_CONFIG, "local")
+    path = next((tmp_path / "t5").rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    content["model"] |= {n.replace("decoder.", "encoder."): t for n, t in content["model"].items()}
+    torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 't5'}", f"mtjax:{tmp_path / 'never'}") == 2
+    assert "is a BERT or T5 of Megatron-Core, of which mtjax reads GPTs" in capsys.readouterr().err

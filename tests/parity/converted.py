@@ -1,0 +1,111 @@
+"""transformers' small models, and what our programs make of the folders that they were converted to."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax import config as configs
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.placement import batch_sharding
+from mtjax.train.step import Program, make_program
+from mtjax.train.weights import find_weights, restore_weights
+from tests.parity.compare import relative
+from tests.tiny import mesh_of
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+
+
+def llama(**settings: Any) -> Any:
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 64,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | settings)))
+
+
+def bert(kind: str, head: str, **settings: Any) -> Any:
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 16,
+    }
+    config = getattr(transformers, f"{kind}Config")(**(sizes | settings))
+    return getattr(transformers, f"{kind}{head}")(config)
+
+
+def program_of(folder: Path, mesh: str) -> tuple[Program, Any]:
+    """The float32 program of converted weights, and the weights on its mesh."""
+    weights = find_weights(folder)
+    config = configs.replace(weights.config, compute_dtype="float32", attention="xla")
+    program = make_program(config, mesh_of(mesh))
+    return program, restore_weights(weights, program.abstract_state.parameters)
+
+
+def our_logits(folder: Path, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarray:
+    """Logits of converted weights, over the true vocabulary."""
+    program, parameters = program_of(folder, mesh)
+
+    def run(parameters: Any, tokens: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            return model.logits(model(tokens))
+
+    with jax.set_mesh(program.mesh):
+        placed = jax.device_put(tokens, batch_sharding(program.mesh))
+        return np.asarray(jax.jit(run)(parameters, placed))[..., : program.config.model.vocab_size]
+
+
+def encoder_batch(size: int, length: int = 16) -> dict[str, np.ndarray]:
+    """Two samples of two sentences, the second padded."""
+    random = np.random.default_rng(0)
+    mask = np.ones((2, length), np.int32)
+    mask[1, length - 5 :] = 0
+    types = (np.arange(length) >= length // 2).astype(np.int32) * np.ones((2, 1), np.int32)
+    return {"tokens": random.integers(0, size, (2, length)).astype(np.int32), "types": types, "mask": mask}
+
+
+def our_encoder(folder: Path, batch: dict[str, np.ndarray], mesh: str = "1x1") -> dict[str, np.ndarray]:
+    """Hidden states and both heads' logits of converted weights."""
+    program, parameters = program_of(folder, mesh)
+
+    def run(parameters: Any, batch: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            hidden = model(batch["tokens"], batch["types"], batch["mask"])
+            order = {} if model.order is None else {"order": model.order(hidden)}
+            return {"hidden": hidden, "logits": model.logits(hidden), **order}
+
+    with jax.set_mesh(program.mesh):
+        placed = jax.device_put(batch, batch_sharding(program.mesh))
+        found = {name: np.asarray(array) for name, array in jax.jit(run)(parameters, placed).items()}
+    return found | {"logits": found["logits"][..., : program.config.model.vocab_size]}
+
+
+def assert_same_encoder(found: dict[str, np.ndarray], network: Any, batch: dict[str, np.ndarray], limit: float) -> None:
+    """Compares what transformers' model gives, on all tokens that are no padding."""
+    with torch.no_grad():
+        long = {name: torch.tensor(array).long() for name, array in batch.items()}
+        asked = {"token_type_ids": long["types"], "attention_mask": long["mask"], "output_hidden_states": True}
+        out = network(long["tokens"], **asked)
+    real = batch["mask"].astype(bool)
+    last = out.last_hidden_state if "last_hidden_state" in out else None
+    if last is None and not hasattr(network.bert.encoder, "ln"):  # pre-LN's are taken before the final norm
+        last = out.hidden_states[-1]
+    if last is not None:
+        assert relative(found["hidden"][real], last.numpy()[real]) < limit
+    logits = out.get("prediction_logits", out.get("logits"))
+    if logits is not None:
+        assert relative(found["logits"][real], logits.numpy()[real]) < limit
+    if "seq_relationship_logits" in out:
+        assert relative(found["order"], out.seq_relationship_logits.numpy()) < limit
