@@ -1,9 +1,13 @@
 """Several processes are one run: the numbers, the checkpoints and the end are those of one process."""
 
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
+from mtjax.convert.__main__ import main as convert
+from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_difference, wait_for_step
 
 STEPS = ["--steps", "40"]
@@ -61,3 +65,46 @@ def test_ctrl_c_stops_all_processes(launcher: Launcher) -> None:
         stopped = [finish(process, out) for process in started]
     assert [finished.code for finished in stopped] == [0, 0], [f.stderr for f in stopped]
     assert stopped[0].checkpoints == {max(stopped[0].losses)}
+
+
+@pytest.fixture(scope="module")
+def converted(launcher: Launcher) -> Path:
+    """A GPT-2 with random weights and a tokenizer, converted."""
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    hf = write_folder(launcher.folder / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
+    ours = launcher.folder / "converted"
+    assert convert(["--from", f"hf:{hf}", "--to", f"mtjax:{ours}", "--vocab-multiple", "256"]) == 0
+    return ours
+
+
+def from_weights(folder: Path, mesh: str) -> list[str]:
+    """Options of a run that starts from them."""
+    options = ["--config", str(folder / "config.toml"), "--init-from", str(folder), "--mesh", mesh, "--steps", "6"]
+    options += ["--global-batch-size", "8", "--compute-dtype", "float32", "--warmup-steps", "2", "--log-every", "1"]
+    return [*options, "--learning-rate", "1e-2", "--valid-every", "0"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["2x4", "1x8"])
+def test_two_processes_start_from_converted_weights_like_one(mesh: str, launcher: Launcher, converted: Path) -> None:
+    one = launcher.train(f"from-one-{mesh}", *from_weights(converted, mesh))
+    two = launcher.train_together(f"from-two-{mesh}", *from_weights(converted, mesh))
+    assert f"weights from {converted / 'weights'}" in two[0].stdout
+    assert "8 virtual CPU devices in 2 processes" in two[0].stdout
+    assert len(one.losses) == 6
+    assert relative_difference(two[0].losses, one.losses) < 1e-6
+    drawn = [word for word in from_weights(converted, mesh) if word not in ("--init-from", str(converted))]
+    other = launcher.train(f"drawn-{mesh}", *drawn, "--steps", "1")
+    assert abs(other.losses[1] / one.losses[1] - 1) > 1e-3
+
+
+@pytest.mark.long
+def test_all_processes_refuse_damaged_weights(launcher: Launcher, converted: Path) -> None:
+    folder = shutil.copytree(converted, launcher.folder / "damaged")
+    (folder / "weights/state/parameters.positions/0.0").unlink()  # a missing chunk reads as zeros
+    with ended(launcher.start_together("never", *from_weights(folder, "2x4"))) as started:
+        refused = [finish(process, launcher.folder / "never") for process in started]
+    assert [finished.code for finished in refused] == [2, 2]
+    for finished in refused:
+        assert "parameters.positions are not what was saved" in finished.stderr
+        assert "Traceback" not in finished.stderr
