@@ -3,7 +3,8 @@
     python benchmarks/train_step.py gpt2-small --sequence-length 256 --global-batch-size 4 --compute-dtype float32
 
 Each side runs in a process of its own, in turn (ours, theirs, ours, theirs), so that neither holds the other's memory
-and a slow minute of the machine hits both. PyTorch runs Hugging Face's GPT-2, eager and compiled; without torch and
+and a slow minute of the machine hits both. On a machine that does other work compare CPU seconds, on one core: two
+threads that wait for each other may spin. PyTorch runs Hugging Face's GPT-2, eager and compiled; without torch and
 transformers (`pip install 'mtjax[parity]'`) only ours runs. Results, with hardware, versions and date, go to
 benchmarks/results/train_step-DEVICE.json.
 """
@@ -84,16 +85,17 @@ def tokens_of(config: Config, step: int) -> np.ndarray:
     return np.random.default_rng(step).integers(0, vocab, shape, dtype=np.int32)
 
 
-def timed(step: Callable[[int], None], steps: int) -> list[float]:
-    """Seconds of each step after two warm-up steps; `step` must wait for its result."""
+def timed(step: Callable[[int], None], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step after two warm-up steps, and of all cores' work in it; `step` must wait for its result."""
     for number in range(2):
         step(number)
-    seconds = []
+    seconds, cpu_seconds = [], []
     for number in range(steps):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         step(number)
         seconds.append(time.perf_counter() - start)
-    return seconds
+        cpu_seconds.append(time.process_time() - cpu_start)
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
 def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
@@ -122,10 +124,10 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
         state, metrics = program.step(state, global_batch(mesh, arrays, size))
         jax.block_until_ready(metrics)
 
-    seconds = timed(step, steps)
+    times = timed(step, steps)
     memory = device_memory()
     return {
-        "seconds": seconds,
+        **times,
         "device": jax.devices()[0].device_kind,
         "devices": mesh.size,
         "attention": program.config.model.attention,
@@ -177,10 +179,10 @@ def run_torch(config: Config, steps: int, *, compiled: bool) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         loss.item()
 
-    seconds = timed(step, steps)
+    times = timed(step, steps)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     return {
-        "seconds": seconds,
+        **times,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "devices": 1,
         "attention": "sdpa",
@@ -248,6 +250,7 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
     gpu = by_device_kind(turns[0]["device"])
     return about | {
         "seconds": seconds,
+        "cpu_seconds": statistics.median(s for turn in turns for s in turn["cpu_seconds"]),
         "spread": [min(s for t in turns for s in t["seconds"]), max(s for t in turns for s in t["seconds"])],
         "tokens_per_second": tokens,
         "tflops_per_device": flops / 1e12,
@@ -258,7 +261,8 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """A table, each side beside PyTorch's eager time."""
-    table = Table("preset", "side", "s/step", "tokens/s", "TFLOP/s/device", "MFU", "peak GB", "time vs torch")
+    measures = ("s/step", "CPU s/step", "tokens/s", "TFLOP/s/device", "MFU", "peak GB", "time vs torch")
+    table = Table("preset", "side", *measures)
     for row in rows:
         if "error" in row:
             table.add_row(row["preset"], row["side"], f"failed: {row['error'][:80]}")
@@ -268,6 +272,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             row["preset"],
             row["side"],
             f"{row['seconds']:.3f}",
+            f"{row['cpu_seconds']:.3f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['tflops_per_device']:.3g}",
             f"{row['mfu']:.1%}" if row["mfu"] else "-",
