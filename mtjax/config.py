@@ -23,6 +23,7 @@ from mtjax.model_config import decoder_layers as decoder_layers
 from mtjax.model_config import decoder_length as decoder_length
 from mtjax.model_config import head_dim as head_dim
 from mtjax.model_config import mlp_size as mlp_size
+from mtjax.model_config import most_masked as most_masked
 from mtjax.model_config import nearest_divisors as nearest_divisors
 from mtjax.model_config import num_kv_heads as num_kv_heads
 from mtjax.model_config import padded_vocab_size as padded_vocab_size

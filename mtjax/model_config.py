@@ -134,6 +134,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Family -> the settings that it brings; `mtjax.config.replace` puts them in force where the family changes."""
 
+MASKED_SHARE = 0.15
+"""Share of a sample's tokens that BERT has to guess."""
+
 GATED = ("swiglu", "geglu")
 """Activations that multiply two projections."""
 
@@ -161,6 +164,11 @@ def decoder_layers(model: Model) -> int:
 def decoder_length(model: Model) -> int:
     """Tokens that an encoder-decoder's decoder writes."""
     return model.decoder_sequence_length or model.sequence_length
+
+
+def most_masked(sequence_length: int) -> int:
+    """Most tokens of a sample of this length that a masked language model has to guess."""
+    return max(1, round(sequence_length * MASKED_SHARE))
 
 
 def padded_vocab_size(model: Model) -> int:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config, decoder_length, replace
+from mtjax.config import Config, decoder_length, most_masked, replace
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.mesh import make_mesh, parse_mesh
 from mtjax.sharding.placement import global_batch
@@ -72,12 +72,13 @@ def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarr
 
 
 def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Two sentences and padding, each of random length; a fifth of the tokens to guess."""
+    """Two sentences and padding, each of random length; one token to guess, or as many as there may be."""
     size, length = config.training.global_batch_size, config.model.sequence_length
     place = np.arange(length)[None]
     real = random.integers(length // 2, length + 1, (size, 1))
-    guessed = (random.random((size, length)) < 0.2) & (place < real)
-    guessed[:, 1] = True
+    wanted = random.integers(1, most_masked(length) + 1, (size, 1))
+    order = random.permuted(np.broadcast_to(place, (size, length)), axis=1)
+    guessed = np.where(place < real, order, length).argsort(axis=1).argsort(axis=1) < wanted
     text = random.integers(0, config.model.vocab_size, (size, length))
     return {
         "tokens": np.where(place < real, text, 0).astype(np.int32),

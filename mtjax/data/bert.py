@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.config import most_masked
 from mtjax.data.gpt import Sample, check_ids
 from mtjax.data.indexed import IndexedDataset
 from mtjax.data.masking import Span, choose_spans, harmonic, whole_words, word_starts
@@ -27,13 +28,11 @@ class BertOptions:
     Attributes:
       sequence_length: tokens in a sample, special ones and padding included.
       seed: of order, pairs and masks.
-      mask_probability: share of tokens to guess.
       short_probability: share of samples with a random shorter target length.
     """
 
     sequence_length: int
     seed: int = 1234
-    mask_probability: float = 0.15
     short_probability: float = 0.1
 
 
@@ -105,8 +104,8 @@ class BertDataset:
 
     def _masked(self, tokens: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         special = (tokens == self.cls) | (tokens == self.sep)
-        budget = max(1, round(len(tokens) * self.options.mask_probability))
-        spans = choose_spans(whole_words(tokens, self._starts, special), budget, self._draw, random)
+        words = whole_words(tokens, self._starts, special)
+        spans = choose_spans(words, most_masked(len(tokens)), self._draw, random)
         return mask_tokens(tokens, spans, self.mask, self.vocab_size, random)
 
     def _padded(self, tokens: np.ndarray, labels: np.ndarray, types: np.ndarray, swapped: bool) -> Sample:

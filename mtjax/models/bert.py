@@ -5,15 +5,16 @@ the embeddings (Figure 7a).
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import reshard
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.config import GATED, Config, Model, padded_vocab_size
+from mtjax.config import GATED, Config, Model, most_masked, padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import Linear, constant, dropout, make_norm, normal
 from mtjax.models.recompute import Recompute
@@ -22,20 +23,51 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
 
 
+class Masked(NamedTuple):
+    """The tokens to guess, as few as they are: all that the masked-LM head and its logits are computed for."""
+
+    chosen: Float[Array, "batch masked seq"]
+    """1 where the n-th of a sample's masked tokens stands."""
+    is_left_out: Bool[Array, "batch seq"]
+    """Masked tokens beyond the most that there may be."""
+
+    @classmethod
+    def of(cls, loss_mask: Float[Array, "batch seq"]) -> "Masked":
+        """By a product and a sum instead of gathers, which would not stay on their shard."""
+        is_masked = loss_mask > 0
+        number = jnp.cumsum(is_masked, axis=1) - 1
+        most = most_masked(loss_mask.shape[1])
+        chosen = (number[:, None] == jnp.arange(most)[:, None]) & is_masked[:, None]
+        return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
+
+    def take(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch masked embed"]:
+        """Hidden states of the masked tokens, zeros where there are fewer; of a split sequence a sum over its parts."""
+        chosen = reshard(self.chosen.astype(hidden.dtype), spec("batch", None, "act_seq"))
+        return jnp.einsum("bms,bsh->bmh", chosen, hidden, out_sharding=spec("batch", "seq", "embed"))
+
+    def take_labels(self, labels: Int[Array, "batch seq"]) -> Int[Array, "batch masked"]:
+        """Labels of the masked tokens, 0 where there are fewer."""
+        return (self.chosen.astype(labels.dtype) * labels[:, None]).sum(-1)
+
+    def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
+        """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, for theirs is unknown."""
+        return jnp.where(self.is_left_out, jnp.nan, (self.chosen * losses[..., None]).sum(1))
+
+
 class MaskedLMHead(nnx.Module):
     """What stands between the hidden states and the vocabulary: dense, activation, norm; and a bias per token.
 
-    Every model rank has the dense layer whole, as in Megatron: it costs no communication.
+    Every model rank has the dense layer whole, as in Megatron, and all of what it is applied to: it sends nothing.
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         width = model.hidden_size
-        self.dense = Linear({"features": width}, {"embed": width}, std=model.init_std, key=key)
+        self.dense = Linear({"embed": width}, {"features": width}, std=model.init_std, key=key)
         self.norm = make_norm(model, dtype)
         self.bias = constant(0.0, {"vocab": padded_vocab_size(model)})
         self.activation = ACTIVATIONS["gelu" if model.activation in GATED else model.activation]
 
-    def __call__(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+    def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
         """What is multiplied with the output table."""
         return self.norm(self.activation(self.dense(hidden)))
 
@@ -144,17 +176,19 @@ class BERT(nnx.Module):
     def batch_losses(
         self, batch: Mapping[str, Array], keys: Key[Array, " batch"] | None, options: LossOptions
     ) -> dict[str, Array]:
-        """Cross-entropy of each token, masked or not, and of each sample's sentence order."""
+        """Cross-entropy of each masked token, 0 of the others, and of each sample's sentence order."""
         hidden = self(batch["tokens"], batch["token_types"], batch["padding_mask"], keys)
         with jax.named_scope("loss"):
+            masked = Masked.of(batch["loss_mask"])
+            features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             bias = self.head.bias[...]
-            masked = vocab_parallel_cross_entropy(self.head(hidden), self._output_table, batch["labels"], options, bias)
+            losses = vocab_parallel_cross_entropy(features, self._output_table, labels, options, bias, sequence="seq")
             order = {} if self.order is None else {"sentence_order": self.order.losses(hidden, batch["sentence_order"])}
-            return {"masked_lm": masked, **order}
+            return {"masked_lm": masked.put(losses), **order}
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """float32 logits over the padded vocabulary, split over the mesh; training never makes them."""
-        x = reshard(self.head(hidden), spec("batch", "seq", "embed"))
+        x = self.head(reshard(hidden, spec("batch", "seq", "embed")))
         table, place = self._output_table.astype(self.dtype), spec("batch", "seq", "vocab")
         product = jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32, out_sharding=place)
         return product + self.head.bias[...]

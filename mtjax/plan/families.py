@@ -23,6 +23,8 @@ class Beside:
     """Forward, for each of the `sequence_length` tokens."""
     layer_flops_per_token: float = 0
     """Those of them that full recompute repeats."""
+    logits_per_token: float = 1
+    """Tokens whose logits are computed, for each of the `sequence_length` tokens."""
 
     @classmethod
     def of(cls, model: config.Model) -> "Beside":
@@ -32,17 +34,22 @@ class Beside:
 
 
 def _bert(model: config.Model) -> Beside:
-    """Token types `Th`, masked-LM head `h^2 + h + nh + V`, pooler `h^2 + h` and classifier `2h + 2`."""
+    """Token types `Th`, masked-LM head `h^2 + h + nh + V`, pooler `h^2 + h` and classifier `2h + 2`.
+
+    The masked-LM head works on masked tokens alone, M of s.
+    """
     h, order = model.hidden_size, int(model.sentence_order)
     masked = h * h + h + NORM_VECTORS[model.norm] * h
     whole = model.num_token_types * h + masked + order * (h * h + h + 2 * h + 2)
-    return Beside(config.padded_vocab_size(model), whole, 2 * h * h + order * 2 * h * h / model.sequence_length)
+    share = config.most_masked(model.sequence_length) / model.sequence_length
+    flops = 2 * h * h * share + order * 2 * h * h / model.sequence_length
+    return Beside(config.padded_vocab_size(model), whole, flops, logits_per_token=share)
 
 
 def _t5(model: config.Model) -> Beside:
     """The decoder: L layers, each with cross-attention `4hq` and a third norm; relative positions of both stacks.
 
-    Logits are of the decoder's tokens alone, so that `2hV (d/e - 1)` corrects what each token of the encoder counts.
+    Logits are of the decoder's tokens alone.
     """
     h, f, n, bias = model.hidden_size, config.mlp_size(model), NORM_VECTORS[model.norm], int(model.bias)
     q, layers = model.num_heads * config.head_dim(model), config.decoder_layers(model)
@@ -54,5 +61,4 @@ def _t5(model: config.Model) -> Beside:
     whole = layers * (3 * bias * h + 3 * n * h) + n * h + max(d - e, 0) * h * (not is_relative)
     written = 12 * h * q + 2 * (1 + inputs) * h * f + 4 * (d + e) * q
     layer_flops = layers * (d / e * written + 4 * h * q)
-    logits = 2 * h * config.padded_vocab_size(model) * (d / e - 1)
-    return Beside(split, whole, layer_flops + logits, layer_flops)
+    return Beside(split, whole, layer_flops, layer_flops, d / e)

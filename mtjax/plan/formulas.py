@@ -191,8 +191,8 @@ def layer_flops_per_token(shape: Shape, *, causal: bool = False) -> float:
 
 
 def logit_flops_per_token(shape: Shape) -> float:
-    """Forward FLOPs of the output projection per token: `2hV`."""
-    return 2 * shape.hidden_size * shape.padded_vocab_size
+    """Forward FLOPs of the output projection per token: `2hV`, by the share of tokens that have logits."""
+    return 2 * shape.hidden_size * shape.padded_vocab_size * shape.beside.logits_per_token
 
 
 def forward_flops_per_token(shape: Shape, *, causal: bool = False) -> float:

@@ -19,6 +19,7 @@ from mtjax.config import (
     layers_again,
     layers_nested,
     mlp_size,
+    most_masked,
     num_kv_heads,
     padded_vocab_size,
 )
@@ -115,6 +116,8 @@ class Sizes:
     """Tokens that an encoder-decoder's decoder writes."""
     L: int = 0
     """Its layers."""
+    M: int = 0
+    """Tokens of a sample that a masked language model has to guess, at most."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
@@ -141,6 +144,7 @@ class Sizes:
             **placed.counts,
             d=decoder_length(config.model),
             L=decoder_layers(config.model),
+            M=most_masked(config.model.sequence_length),
         )
 
 

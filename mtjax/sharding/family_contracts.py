@@ -29,22 +29,36 @@ def contract_of_run(config: Config, layout: Layout) -> Contract:
 
 
 def _bert(contract: Contract, config: Config, layout: Layout) -> Contract:
-    """Two all-reduces of a post-LN layer computed again; with split sequences, gradients of the masked-LM head."""
-    lines = contract.lines
-    if config.model.norm_placement == "post" and config.training.recompute == "full":
-        kind = "reduce-scatter" if layout.sequence else "all-reduce"
-        why = "g after the MLP, again: the norm behind it needs it"
-        lines += (Expectation(LAYER_RECOMPUTE, kind, MODEL, "l*m", "b*s*h", why=why),)
+    """The loss of the masked tokens alone; two all-reduces of a post-LN layer computed again."""
+    lines = [line for line in contract.lines if line.phase not in (LOSS_FORWARD, LOSS_BACKWARD)]
+    why = "max, sum, target logit of the masked tokens"
+    lines.append(Expectation(LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*M", "float32", why=why))
+    why = "gradient of the masked tokens' hidden states"
+    lines.append(Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*M*h", why=why))
     if layout.sequence:
-        own = f"h*h + {3 + config.model.num_token_types}*h"
-        why = "and those of the masked-LM head and of token types"
-        lines = tuple(
-            dataclasses.replace(line, elements=f"{line.elements} + {own}", why=f"{line.why}, {why}")
-            if line.hoisted and line.axis == MODEL
+        why = "hidden states of the masked tokens and of the first, from all parts of the sequence"
+        elements = f"b*(M + {int(config.model.sentence_order)})*h"
+        lines.append(Expectation(LOSS_FORWARD, "all-reduce", MODEL, "m", elements, pooled=True, why=why))
+        lines = _with_own_sums(lines, f"{config.model.num_token_types}*h", "and of token types")
+    if config.model.norm_placement == "post":
+        why = "g after attention and, for the norm behind it, after the MLP, again"
+        lines = [
+            dataclasses.replace(line, count="2*again*m", why=why)
+            if line.phase == LAYER_RECOMPUTE and line.kind != "all-gather"
             else line
             for line in lines
-        )
-    return dataclasses.replace(contract, name=f"bert, {contract.name}", lines=lines)
+        ]
+    return dataclasses.replace(contract, name=f"bert, {contract.name}", lines=tuple(lines))
+
+
+def _with_own_sums(lines: list[Expectation], elements: str, why: str) -> list[Expectation]:
+    """`lines` with more elements in the sums over `model` of gradients of which each rank saw its own tokens."""
+    return [
+        dataclasses.replace(line, elements=f"{line.elements} + {elements}", why=f"{line.why}, {why}")
+        if line.hoisted and line.axis == MODEL
+        else line
+        for line in lines
+    ]
 
 
 def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
@@ -56,14 +70,7 @@ def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
     )
     encoder = [line for line in contract.lines if line.phase not in (LOSS_FORWARD, LOSS_BACKWARD)]
     if layout.sequence:
-        encoder = [
-            dataclasses.replace(
-                line, elements=f"{line.elements} + 3*L*(n + c)*h + n*h", why=f"{line.why}, in both stacks"
-            )
-            if line.hoisted and line.axis == MODEL
-            else line
-            for line in encoder
-        ]
+        encoder = _with_own_sums(encoder, "3*L*(n + c)*h + n*h", "in both stacks")
     # The decoder's come first: where both have arrays of one size, theirs are the smaller counts.
     return dataclasses.replace(contract, name=f"t5, {contract.name}", lines=(*decoder, loss, *encoder))
 

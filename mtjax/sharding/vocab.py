@@ -35,8 +35,8 @@ class _Specs:
     hidden: PartitionSpec
 
     @classmethod
-    def in_force(cls) -> "_Specs":
-        return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", "act_seq", "embed"))
+    def in_force(cls, sequence: str = "act_seq") -> "_Specs":
+        return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, "embed"))
 
     @property
     def splits_sequence(self) -> bool:
@@ -152,6 +152,7 @@ def vocab_parallel_cross_entropy(
     labels: Int[Array, "batch seq"],
     options: LossOptions,
     bias: Float[Array, " vocab"] | None = None,
+    sequence: str = "act_seq",
 ) -> Float[Array, "batch seq"]:
     """Cross-entropy of `hidden @ table.T + bias` against `labels`, token by token, without gathering logits.
 
@@ -164,11 +165,13 @@ def vocab_parallel_cross_entropy(
       labels: ids in [0, vocab_size).
       options: vocabulary size, chunk length, smoothing and z-loss.
       bias: [vocab], float32, split like the table's rows, if any.
+      sequence: logical name of `hidden`'s second dimension: `act_seq` where it is split like the residual stream,
+        `seq` where every model rank has all of it.
 
     Returns:
       Losses in float32. Weight and sum them; a token of weight 0 has no gradient.
     """
-    return _cross_entropy(_Specs.in_force(), options, hidden, table, bias, labels)
+    return _cross_entropy(_Specs.in_force(sequence), options, hidden, table, bias, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -191,14 +194,16 @@ def _cross_entropy_forward(
             logits_CV, column_V = _logits(hidden_CH, table_VH, bias_V, options.vocab_size)
             highest = logits_CV.max(-1)
             scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-            target = jnp.where(column_V == labels_C[:, None], logits_CV, 0).sum(-1)
+            row, owned = _own_rows(labels_C, table_VH.shape[0])
+            target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
             return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
 
         _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
         highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
         top = lax.pmax(highest, MODEL)
         sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
-        scale, target, *rest = lax.psum(sums, MODEL)
+        # As one array: apart, the compiler may sum one of them after the mean over tokens, another time than expected.
+        scale, target, *rest = lax.psum(jnp.stack(sums), MODEL)
         log_z = jnp.log(scale) + top
         mean = rest[0] / options.vocab_size if rest else 0.0
         loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean

@@ -24,6 +24,17 @@ def test_a_post_ln_layer_computes_both_of_its_sums_again():
     assert sent(post, "layer forward") == sent(post, "layer backward") == {array: 2 * 3 * 2}
 
 
+def test_berts_loss_sends_the_masked_tokens_alone():
+    """10 of 64 tokens at most, in 2 microbatches of 2: their gradient, and with split sequences the tokens before."""
+    array, first = ("all-reduce", 2 * 10 * 64, "f32"), ("all-reduce", 2 * 64, "f32")
+    scalars = {("all-reduce", 2 * 10, "f32"): 2, ("all-reduce", 2 * 2 * 10, "f32"): 2}
+    whole, split = report_of(family="bert"), report_of(family="bert", sequence_parallel=True)
+    assert whole.verdict.violations == split.verdict.violations == ()
+    assert sent(whole, "loss forward") == scalars
+    assert sent(split, "loss forward") == scalars | {array: 2, first: 2}
+    assert sent(whole, "loss backward") == sent(split, "loss backward") == {array: 2}
+
+
 def test_a_t5_decoder_layer_has_three_sublayers():
     """An encoder of 3 layers and 64 tokens, a decoder of 2 layers and 32 tokens; 2 microbatches of 2."""
     report = report_of(**T5)

@@ -110,6 +110,18 @@ def test_masked_positions_alone_count():
     assert float(first["loss"]) == float(second["loss"])
 
 
+def test_a_masked_token_too_many_has_no_number():
+    """Samples have no more than they may; if they had, the loss would not pass over them in silence."""
+    program = bert("2x4")
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    place = batch["loss_mask"].sharding
+    for masked, finite in ((2, True), (3, False)):
+        mask = np.zeros((8, 16), np.float32)
+        mask[:, 1 : 1 + masked] = 1
+        total, count = program.evaluate(parameters, batch | {"loss_mask": jax.device_put(mask, place)})["masked_lm"]
+        assert np.isfinite(float(total)) == finite and float(count) == 8 * masked
+
+
 def test_it_learns_one_batch():
     program = bert("2x4", hidden_dropout=0.0, attention_dropout=0.0)
     state, losses = program.initialize(0), []
