@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "cli": BASE,
     "sharding": BASE,
-    "models": BASE | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "zero")},
+    "models": BASE | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "parameters")},
     "data": BASE,
     "plan": BASE,
     "train": BASE | {"sharding", "models", "data", "plan.formulas", "plan.hardware"},

@@ -14,7 +14,7 @@ from mtjax.models.attention import Context, SelfAttention
 from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.models.recompute import Recompute, scan_layers
 from mtjax.sharding.axes import spec
-from mtjax.sharding.zero import whole
+from mtjax.sharding.parameters import whole
 
 RESIDUAL = ("batch", "act_seq", "embed")
 

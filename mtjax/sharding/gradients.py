@@ -2,7 +2,7 @@
 
 `data` is manual here and `model` stays explicit. Were both explicit, XLA would reduce each layer's gradients in the
 compute type once per microbatch, inside the backward loop. Where that is wanted - with a single microbatch, so that the
-rest of the backward pass hides it, and with ZeRO-2 and 3 - `zero.ParameterLayout.wrap` says so, in float32.
+rest of the backward pass hides it, and with ZeRO-2 and 3 - `ParameterLayout.wrap` says so, in float32.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes
 
-from mtjax.sharding import zero
 from mtjax.sharding.axes import DATA, MODEL
+from mtjax.sharding.parameters import differentiable, is_wrapped, sum_over_data, with_parts, zeros_like_parts
+from mtjax.sharding.placement import is_names
 from mtjax.sharding.zero import ParameterLayout
 
 Tree = Any
@@ -41,18 +42,18 @@ def data_parallel_gradients(
     def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
         # Varying parameters keep autodiff from summing each cotangent over `data` on its own.
         wrapped = placed.wrap(jax.tree.map(_vary, parameters), num_microbatches)
-        parts = zero.differentiable(wrapped)
+        parts = differentiable(wrapped)
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
 
         def loss_by_parts(parts: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
-            return loss_sum(placed.whole_but_layers(zero.with_parts(wrapped, parts)), microbatch)
+            return loss_sum(placed.whole_but_layers(with_parts(wrapped, parts)), microbatch)
 
         def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], Tree]:
             (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, microbatch)
             add = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total[1], gradients)
             return (total[0] + loss, add), report
 
-        start = (_vary(jnp.zeros(())), zero.zeros_like_parts(parts))
+        start = (_vary(jnp.zeros(())), zeros_like_parts(parts))
         (loss, gradients), reports = lax.scan(accumulate, start, microbatches)
         with jax.named_scope("gradients"):
             loss, report = lax.psum((loss, jax.tree.map(lambda scalars: scalars.sum(0), reports)), DATA)
@@ -97,10 +98,10 @@ def _sum_the_rest(gradients: Tree, wrapped: Tree, placed: ParameterLayout) -> Tr
     """Sums over `data` what the backward pass has not summed yet."""
 
     def one(names: tuple[str, ...], gradient: jax.Array, leaf: Any, place: PartitionSpec, dim: int) -> jax.Array:
-        return gradient if zero.is_wrapped(leaf) else zero.sum_over_data(gradient, place, dim)
+        return gradient if is_wrapped(leaf) else sum_over_data(gradient, place, dim)
 
     trees = (gradients, wrapped, placed.whole, placed.dimensions)
-    return jax.tree.map(one, placed.axes, *trees, is_leaf=lambda x: zero.is_names(x) or zero.is_wrapped(x))
+    return jax.tree.map(one, placed.axes, *trees, is_leaf=lambda x: is_names(x) or is_wrapped(x))
 
 
 def _vary(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from mtjax.errors import UserError
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.plan.formulas import Shape, parameters_per_rank
-from mtjax.sharding import zero
+from mtjax.sharding import parameters
 from mtjax.sharding.axes import DATA
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
 from mtjax.sharding.layouts import TENSOR
@@ -182,16 +182,16 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
-    monkeypatch.setattr(zero, "sum_over_data", lambda gradient, place, dim: whole_sum(gradient, place, dim))
+    monkeypatch.setattr(parameters, "sum_over_data", lambda gradient, place, dim: whole_sum(gradient, place, dim))
     report = inspect(tiny(num_layers=2, zero=2), find_target("cpu"))
     assert any("over data" in violation for violation in report.verdict.violations)
 
 
 def whole_sum(gradient, place, dim):
-    """Like `zero.sum_over_data`, but sends everything to everyone first."""
-    gathered = zero._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    total = zero._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
-    if dim == zero.UNSPLIT:
+    """Like `parameters.sum_over_data`, but sends everything to everyone first."""
+    gathered = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
+    total = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    if dim == parameters.UNSPLIT:
         return total
     size = gradient.shape[dim] // 2
     return lax.pcast(lax.slice_in_dim(total, 0, size, axis=dim), (DATA,), to="varying")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mtjax.sharding.axes import DATA
 from mtjax.sharding.layouts import TENSOR_RULES, Layout
-from mtjax.sharding.zero import UNSPLIT, split_dimension
+from mtjax.sharding.parameters import UNSPLIT
+from mtjax.sharding.zero import split_dimension
 from tests.tiny import program_of, run_steps
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)

@@ -1,0 +1,156 @@
+"""Parameters on their way into a product: gathered just before it, their gradients reduced as soon as they exist.
+
+Models call `whole` where they use a layer's parameters. Mostly that does nothing; but where a gradient is to be reduced
+in the backward pass, or a parameter to be gathered for each use, the parameter comes as a `Reduced` or `Gathered`
+(`mtjax.sharding.zero` says which), and `whole` is where that happens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec, reshard
+
+from mtjax.sharding.axes import DATA, explicit_axes, spec, varying_like
+
+Tree = Any
+T = TypeVar("T")
+
+UNSPLIT = -1
+"""Dimension of a parameter that no dimension of is split over `data`."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "dim"])
+@dataclass(frozen=True)
+class Reduced:
+    """A whole parameter whose gradient is summed over `data` at once, and arrives at `part`."""
+
+    array: Any
+    part: Any
+    place: PartitionSpec
+    """Of the parameter where it is used, without the leading `layers`; so `dim`."""
+    dim: int
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "dim", "sent", "dtype"])
+@dataclass(frozen=True)
+class Gathered:
+    """A data rank's part of a parameter that is gathered for each use, and its gradient scattered."""
+
+    part: Any
+    names: tuple[str, ...]
+    dim: int
+    sent: str
+    """Type in which it is gathered: the compute type for what products take in it."""
+    dtype: str
+    """Type in which the model gets it. A layer's matrices stay as they were sent, so that no copy is kept; what is
+    looked up gets its gradient in this type."""
+
+
+def is_wrapped(x: Any) -> bool:
+    """Whether `x` stands for a parameter that `whole` must make."""
+    return isinstance(x, Reduced | Gathered)
+
+
+def whole(module: T) -> T:
+    """`module`, or any tree of parameters, with whole arrays for parameters."""
+    return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
+
+
+def _resolve(leaf: Any) -> Any:
+    match leaf:
+        case Reduced(array, part, place, dim):
+            return _attach(place, dim, array, part)
+        case Gathered(part, names, _, sent, dtype) if DATA in explicit_axes():
+            return reshard(part.astype(sent), spec(*names)).astype(dtype)
+        case Gathered(part, names, dim, sent, dtype):
+            return _gather(spec(*names), dim, sent, dtype, part)
+    return leaf
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attach(place: PartitionSpec, dim: int, array: Array, part: Array) -> Array:
+    return array
+
+
+def _attach_forward(place: PartitionSpec, dim: int, array: Array, part: Array) -> tuple[Array, None]:
+    return array, None
+
+
+def _attach_backward(place: PartitionSpec, dim: int, _: None, gradient: Array) -> tuple[None, Array]:
+    return None, sum_over_data(gradient, place, dim)
+
+
+_attach.defvjp(_attach_forward, _attach_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> Array:
+    def local(a: Array) -> Array:
+        return lax.all_gather(a.astype(sent), DATA, axis=dim, tiled=True).astype(dtype)
+
+    with jax.named_scope("parameters"):
+        return _over_the_rest(local, place)(part)
+
+
+def _gather_forward(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> tuple[Array, None]:
+    return _gather(place, dim, sent, dtype, part), None
+
+
+def _gather_backward(place: PartitionSpec, dim: int, sent: str, dtype: str, _: None, gradient: Array) -> tuple[Array]:
+    return (sum_over_data(gradient, place, dim),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
+    """A data rank's gradient summed over all of them in float32; where `dim` splits it, this rank's part of the sum.
+
+    Args:
+      gradient: whole.
+      place: where `model` splits it.
+      dim: dimension that `data` splits, or `UNSPLIT`.
+    """
+
+    def local(g: Array) -> Array:
+        if dim == UNSPLIT:
+            # With split sequences a norm's was summed over `model` before: XLA would make both one sum over the mesh.
+            return lax.psum(lax.optimization_barrier(g), DATA)
+        return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+
+    with jax.named_scope("gradients"):
+        return _over_the_rest(local, place)(gradient.astype(jnp.float32))
+
+
+def _over_the_rest(body: Callable[[Array], Array], place: PartitionSpec) -> Callable[[Array], Array]:
+    """A nested map in which every axis is manual: a collective over `data` won't lower while one is explicit."""
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
+
+
+def differentiable(wrapped: Tree) -> Tree:
+    """The arrays of `wrapped` to differentiate by: parts, and parameters that are no more than arrays."""
+    return jax.tree.map(lambda leaf: leaf.part if is_wrapped(leaf) else leaf, wrapped, is_leaf=is_wrapped)
+
+
+def with_parts(wrapped: Tree, parts: Tree) -> Tree:
+    """`wrapped` with other `differentiable` arrays."""
+
+    def one(leaf: Any, part: Array) -> Any:
+        match leaf:
+            case Reduced(array, _, place, dim):
+                return Reduced(array, part, place, dim)
+            case Gathered(_, names, dim, sent, dtype):
+                return Gathered(part, names, dim, sent, dtype)
+        return part
+
+    return jax.tree.map(one, wrapped, parts, is_leaf=is_wrapped)
+
+
+def zeros_like_parts(parts: Tree) -> Tree:
+    """float32 accumulators."""
+    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), parts)
