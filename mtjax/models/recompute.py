@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
-from mtjax.sharding.axes import varying_like
+from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
 
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
@@ -33,6 +33,8 @@ Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 RunLayer = Callable[[Array, Any, Array], Array]
 """(input, one layer, its number) -> output."""
+Keeping = Callable[[Any], Any]
+"""Makes of a function of the residual stream and more one that keeps less for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Recompute:
     num_layers: int = 1
     offload: bool = False
     """Layer inputs wait in the host's memory."""
+
+    @property
+    def group(self) -> int:
+        """Layers that are computed again from one input."""
+        return self.num_layers if self.kind == "full" and self.method == "uniform" else 1
 
     @classmethod
     def of(cls, training: Training) -> "Recompute":
@@ -63,68 +70,68 @@ def scan_layers(run: RunLayer, x: Array, layers: Layers, count: int, recompute: 
       count: how many they are.
       recompute: what each keeps.
     """
-    numbers = jnp.arange(count)
+    layers, sums = without_sums(layers)
+    stack: Any = (layers, jnp.arange(count))
+    loops = _loops(count, recompute)
+    if recompute.group > 1:
+        stack, sums = jax.tree.map(lambda a: a.reshape(-1, recompute.group, *a.shape[1:]), (stack, sums))
+        run = partial(_run_group, run)
+    if len(loops) > 1 or sums is not None:
+        return _scan_adding(run, x, stack, loops, sums)
+    ((kept, _),) = loops
+    return _scan(kept(run), x, stack)
+
+
+def _loops(count: int, recompute: Recompute) -> list[tuple[Keeping, int]]:
+    """What layers keep, and how many of them keep it, one loop after the other; a group counts as one layer."""
     if recompute.kind != "full":
-        return _scan(_keeping(run, recompute.kind), x, (layers, numbers))
+        return [(partial(_keeping, kind=recompute.kind), count)]
+    again = partial(_again, offload=recompute.offload)
     if recompute.method == "block":
-        return _scan_block(run, x, layers, count, recompute)
-    if count % recompute.num_layers:
-        raise UserError(f"{count} layers are no multiple of recompute_num_layers {recompute.num_layers}")
-    if recompute.num_layers == 1:
-        return _scan(_again(run, recompute), x, (layers, numbers))
-    groups = jax.tree.map(lambda a: a.reshape(-1, recompute.num_layers, *a.shape[1:]), (layers, numbers))
-
-    def run_group(x: Array, layers: Layers, numbers: Array) -> Array:
-        return _scan(_keeping(run, "none"), x, (layers, numbers))
-
-    return _scan(_again(run_group, recompute), x, groups)
+        first = min(recompute.num_layers, count)
+        loops: list[tuple[Keeping, int]] = [(again, first), (partial(_keeping, kind="none"), count - first)]
+        return [loop for loop in loops if loop[1]]
+    if count % recompute.group:
+        raise UserError(f"{count} layers are no multiple of recompute_num_layers {recompute.group}")
+    return [(again, count // recompute.group)]
 
 
-def _scan(run: RunLayer, x: Array, stacked: tuple[Layers, Array]) -> Array:
-    return lax.scan(lambda x, layer: (run(x, *layer), None), x, stacked)[0]
+def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array) -> Array:
+    return _scan(_keeping(run, "none"), x, (layers, numbers))
 
 
-def _scan_block(run: RunLayer, x: Array, layers: Layers, count: int, recompute: Recompute) -> Array:
-    """The first `num_layers` layers computed again, the others not: two loops that pick their layers from one stack.
+def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array]) -> Array:
+    return lax.scan(lambda x, layer: (run(x, *layer), None), x, stack)[0]
 
-    Slices of the stack would be copies. Gradients, one stack for each loop, flow through zeros that are added to a
-    layer's parameters: the compiler drops the sum, and autodiff does not sum into a stack of all layers in every turn.
+
+def _scan_adding(
+    run: RunLayer, x: Array, stack: tuple[Layers, Array], loops: list[tuple[Keeping, int]], sums: list[Array] | None
+) -> Array:
+    """Loops over one stack in which every turn of the backward pass adds its layer's gradients to those of the stack.
+
+    By itself autodiff would stack the gradients of each loop, for the compiler to concatenate and to add to `sums`:
+    two or three times the memory. So loops carry the stack, unchanged, for its cotangent: that begins as `sums`, and
+    turns write to it in place. A turn picks its layer from a copy that has no gradient.
     """
+    layers, numbers = stack
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
-    def run_picked(x: Array, zeros: Layers, number: Array) -> Array:
-        pick = lambda a, zero: lax.dynamic_index_in_dim(a, number, keepdims=False) + zero  # noqa: E731
-        return run(x, jax.tree.map(pick, fixed, zeros), number)
+    def turn(x: Array, carried: list[Array], place: Array, number: Array) -> tuple[Array, list[Array]]:
+        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), fixed)
+        layer, carried = adding_gradients(layer, carried, place)
+        return run(x, layer, number), carried
 
-    split = recompute.num_layers
-    if split >= count:
-        return _scan(_again(run, recompute), x, (layers, jnp.arange(count)))
-    zeros: Any = _zeros(split, layers)
-    first, rest = zeros
-    x = _scan(_again(run_picked, recompute), x, (first, jnp.arange(split)))
-    return _scan(_keeping(run_picked, "none"), x, (rest, jnp.arange(split, count)))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _zeros(split: int, layers: Layers) -> tuple[Layers, Layers]:
-    """Zeros in place of the first `split` layers and of the others; their gradients are the layers'."""
-    zeros = lambda a: varying_like(jnp.zeros_like(a), a)  # noqa: E731
-    return jax.tree.map(lambda a: zeros(a[:split]), layers), jax.tree.map(lambda a: zeros(a[split:]), layers)
+    carried, first = jax.tree.leaves(differentiable(layers)), 0
+    sums = zeros_like_parts(carried) if sums is None else sums
+    for keeping, turns in loops:
+        kept, places = keeping(turn), jnp.arange(first, first + turns)
+        scanned = (places, numbers[first : first + turns])
+        (x, carried), _ = lax.scan(lambda carry, at, kept=kept: (kept(*carry, *at), None), (x, carried), scanned)
+        first += turns
+    return starting_from(sums, x, carried)
 
 
-def _zeros_forward(split: int, layers: Layers) -> tuple[tuple[Layers, Layers], None]:
-    return _zeros(split, layers), None
-
-
-def _zeros_backward(split: int, _: None, gradients: tuple[Layers, Layers]) -> tuple[Layers]:
-    first, rest = gradients
-    return (jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, rest),)
-
-
-_zeros.defvjp(_zeros_forward, _zeros_backward)
-
-
-def _keeping(run: RunLayer, kind: Literal["none", "selective"]) -> RunLayer:
+def _keeping(run: Any, kind: Literal["none", "selective"]) -> Any:
     """`run` that keeps its products with weights, and the attention core unless `kind` is selective."""
     names = [DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
     policies = jax.checkpoint_policies
@@ -134,10 +141,10 @@ def _keeping(run: RunLayer, kind: Literal["none", "selective"]) -> RunLayer:
     return jax.checkpoint(run, policy=policy)
 
 
-def _again(run: RunLayer, recompute: Recompute) -> RunLayer:
+def _again(run: Any, offload: bool) -> Any:
     """`run` that keeps its input alone."""
     policies = jax.checkpoint_policies
-    if not recompute.offload:
+    if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)
     to_host = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -145,11 +152,7 @@ def _again(run: RunLayer, recompute: Recompute) -> RunLayer:
         offload_src="device",
         offload_dst="pinned_host",
     )
-
-    def run_named(x: Array, layer: Any, number: Array) -> Array:
-        return run(checkpoint_name(x, LAYER_INPUT), layer, number)
-
-    return jax.checkpoint(run_named, policy=to_host)
+    return jax.checkpoint(lambda x, *rest: run(checkpoint_name(x, LAYER_INPUT), *rest), policy=to_host)
 
 
 def check_offload(recompute: Recompute, platform: str) -> None:

@@ -14,8 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes
 
 from mtjax.sharding.axes import DATA, MODEL
-from mtjax.sharding.parameters import differentiable, is_wrapped, sum_over_data, with_parts, zeros_like_parts
-from mtjax.sharding.placement import is_names
+from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.zero import ParameterLayout
 
 Tree = Any
@@ -45,19 +44,19 @@ def data_parallel_gradients(
         parts = differentiable(wrapped)
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
 
-        def loss_by_parts(parts: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
-            return loss_sum(placed.whole_but_layers(with_parts(wrapped, parts)), microbatch)
+        def loss_by_parts(parts: Tree, sums: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
+            parameters = placed.accumulating(with_parts(wrapped, parts), sums, num_microbatches)
+            return loss_sum(placed.whole_but_layers(parameters), microbatch)
 
         def accumulate(total: tuple[jax.Array, Tree], microbatch: Tree) -> tuple[tuple[jax.Array, Tree], Tree]:
-            (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, microbatch)
-            add = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total[1], gradients)
-            return (total[0] + loss, add), report
+            (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, total[1], microbatch)
+            return (total[0] + loss, placed.accumulated(total[1], gradients, num_microbatches)), report
 
         start = (_vary(jnp.zeros(())), zeros_like_parts(parts))
         (loss, gradients), reports = lax.scan(accumulate, start, microbatches)
         with jax.named_scope("gradients"):
             loss, report = lax.psum((loss, jax.tree.map(lambda scalars: scalars.sum(0), reports)), DATA)
-            return loss, report, _sum_the_rest(gradients, wrapped, placed)
+            return loss, report, placed.summed(gradients, wrapped)
 
     everywhere = PartitionSpec()
     return _map_over_data(local, parameters, batch, placed, (everywhere, everywhere, placed.reduced))
@@ -92,16 +91,6 @@ def _map_over_data(
         out_specs=placed.manual(result_specs),
     )
     return auto_axes(axes=(MODEL,), out_sharding=result_specs)(mapped)(parameters, batch)
-
-
-def _sum_the_rest(gradients: Tree, wrapped: Tree, placed: ParameterLayout) -> Tree:
-    """Sums over `data` what the backward pass has not summed yet."""
-
-    def one(names: tuple[str, ...], gradient: jax.Array, leaf: Any, place: PartitionSpec, dim: int) -> jax.Array:
-        return gradient if is_wrapped(leaf) else sum_over_data(gradient, place, dim)
-
-    trees = (gradients, wrapped, placed.whole, placed.dimensions)
-    return jax.tree.map(one, placed.axes, *trees, is_leaf=lambda x: is_names(x) or is_wrapped(x))
 
 
 def _vary(x: jax.Array) -> jax.Array:

@@ -51,6 +51,16 @@ class Gathered:
     looked up gets its gradient in this type."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["parameter", "total"], meta_fields=[])
+@dataclass(frozen=True)
+class Accumulated:
+    """A stack's parameter whose gradient comes out as `total`, the sum of earlier microbatches', with its own added."""
+
+    parameter: Any
+    """An array, or one of the above."""
+    total: Any
+
+
 def is_wrapped(x: Any) -> bool:
     """Whether `x` stands for a parameter that `whole` must make."""
     return isinstance(x, Reduced | Gathered)
@@ -106,6 +116,68 @@ def _gather_backward(place: PartitionSpec, dim: int, sent: str, dtype: str, _: N
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+# --- gradients that are added up, turn by turn of a loop over layers
+
+
+def without_sums(layers: T) -> tuple[T, list[Array] | None]:
+    """Parameters of a stack, and the sums that their gradients are to be added to; None where there are none."""
+    is_leaf = lambda x: isinstance(x, Accumulated)  # noqa: E731
+    sums = [leaf.total for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
+    plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
+    return plain, sums or None
+
+
+def adding_gradients(layer: T, stack: list[Array], place: Array) -> tuple[T, list[Array]]:
+    """Both unchanged; but the gradients of `layer` are added to the cotangents of `stack` at `place`, and end there.
+
+    Args:
+      layer: parameters of one layer.
+      stack: the `differentiable` ones of all layers, in the same order.
+      place: the layer's number.
+    """
+    parts, tree = jax.tree.flatten(differentiable(layer))
+    parts, stack = _tie(parts, stack, place)
+    return with_parts(layer, jax.tree.unflatten(tree, parts)), stack
+
+
+@jax.custom_vjp
+def _tie(parts: list[Array], stack: list[Array], place: Array) -> tuple[list[Array], list[Array]]:
+    return parts, stack
+
+
+def _tie_forward(parts: list[Array], stack: list[Array], place: Array) -> tuple[Any, Array]:
+    return (parts, stack), place
+
+
+def _tie_backward(place: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+    def add(total: Array, own: Array) -> Array:
+        before = lax.dynamic_index_in_dim(total, place, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, before + own, place, 0)
+
+    own, totals = gradients
+    return None, [add(total, gradient) for total, gradient in zip(totals, own, strict=True)], None
+
+
+_tie.defvjp(_tie_forward, _tie_backward)
+
+
+@jax.custom_vjp
+def starting_from(sums: list[Array], x: Array, stack: list[Array]) -> Array:
+    """`x`; the cotangents of `stack`, which nothing else may read, start from `sums`."""
+    return x
+
+
+def _starting_forward(sums: list[Array], x: Array, stack: list[Array]) -> tuple[Array, list[Array]]:
+    return x, sums
+
+
+def _starting_backward(sums: list[Array], gradient: Array) -> tuple[None, Array, list[Array]]:
+    return None, gradient, sums
+
+
+starting_from.defvjp(_starting_forward, _starting_backward)
 
 
 def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.sharding.axes import DATA, Rules, spec
+from mtjax.sharding.layer_by_layer import gather_layers, scatter_layers
 from mtjax.sharding.layouts import Layout
 from mtjax.sharding.mesh import MeshShape
-from mtjax.sharding.parameters import UNSPLIT, Gathered, Reduced, whole
+from mtjax.sharding.parameters import UNSPLIT, Accumulated, Gathered, Reduced, is_wrapped, sum_over_data, whole
 from mtjax.sharding.placement import is_matrix, is_names
 
 Tree = Any
@@ -131,6 +131,22 @@ class ParameterLayout:
 
         return self._map(one, self.dimensions, parameters)
 
+    def accumulating(self, wrapped: Tree, sums: Tree, num_microbatches: int) -> Tree:
+        """Wrapped parameters; with several microbatches those of stacks add their gradients to `sums` by themselves."""
+
+        def one(names: tuple[str, ...], leaf: Any, total: Array) -> Any:
+            return Accumulated(leaf, total) if _adds_up(names, num_microbatches) else leaf
+
+        return self._map(one, wrapped, sums)
+
+    def accumulated(self, sums: Tree, gradients: Tree, num_microbatches: int) -> Tree:
+        """The sums with a microbatch's gradients, which `accumulating` parameters gave."""
+
+        def one(names: tuple[str, ...], total: Array, gradient: Array) -> Array:
+            return gradient if _adds_up(names, num_microbatches) else total + gradient.astype(jnp.float32)
+
+        return self._map(one, sums, gradients)
+
     def store(self, updated: Tree, before: Tree) -> Tree:
         """Updated parameters where they live between steps: gathered over `data` in stages 1 and 2.
 
@@ -146,19 +162,50 @@ class ParameterLayout:
             return updated
         leaves, tree = jax.tree.flatten(updated)
         places, old = jax.tree.leaves(self.stored), jax.tree.leaves(before)
-        names, dimensions = jax.tree.leaves(self.axes, is_leaf=is_names), jax.tree.leaves(self.dimensions)
-        stacks: dict[int, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            if names[i][0] == LAYERS and dimensions[i] > 0:
-                stacks.setdefault(leaf.shape[0], []).append(i)
-            else:
-                leaves[i] = reshard(leaf, places[i])
-        for members in stacks.values():
+        dimensions, stacks = jax.tree.leaves(self.dimensions), self._split_stacks
+        for i in set(range(len(leaves))).difference(*stacks):
+            leaves[i] = reshard(leaves[i], places[i])
+        for members in stacks:
             of = [dimensions[i] for i in members]
-            gathered = _gather_layers([leaves[i] for i in members], of, [old[i] for i in members])
+            gathered = gather_layers([leaves[i] for i in members], of, [old[i] for i in members])
             for i, leaf in zip(members, gathered, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(tree, leaves)
+
+    def summed(self, gradients: Tree, wrapped: Tree) -> Tree:
+        """Gradients summed over `data`: those that the backward pass has not summed yet.
+
+        Those of stacks are scattered layer by layer. At once, every scatter would need its operand a second time, with
+        the split dimension outermost.
+
+        Args:
+          gradients: float32; each data rank has those of its own samples.
+          wrapped: the parameters that they are of.
+        """
+        leaves, tree = jax.tree.flatten(gradients)
+        places, dimensions = jax.tree.leaves(self.whole), jax.tree.leaves(self.dimensions)
+        names = jax.tree.leaves(self.axes, is_leaf=is_names)
+        is_summed = [is_wrapped(leaf) for leaf in jax.tree.leaves(wrapped, is_leaf=is_wrapped)]
+        stacks = [members for members in self._split_stacks if not is_summed[members[0]]]
+        for i in set(range(len(leaves))).difference(*stacks):
+            leaves[i] = leaves[i] if is_summed[i] else sum_over_data(leaves[i], places[i], dimensions[i])
+        for members in stacks:
+            whole = [leaves[i] for i in members]
+            parts = [self._part(leaves[i], names[i], dimensions[i]) for i in members]
+            summed = scatter_layers(whole, [dimensions[i] for i in members], [places[i] for i in members], parts)
+            for i, leaf in zip(members, summed, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
+    @property
+    def _split_stacks(self) -> list[list[int]]:
+        """Numbers of the leaves that `data` splits inside layers, by the length of the stack that they belong to."""
+        stacks: dict[int, list[int]] = {}
+        leaves = zip(jax.tree.leaves(self.axes, is_leaf=is_names), jax.tree.leaves(self.dimensions), strict=True)
+        for i, ((names, dim), array) in enumerate(zip(leaves, jax.tree.leaves(self.shapes), strict=True)):
+            if names[0] == LAYERS and dim > 0:
+                stacks.setdefault(array.shape[0], []).append(i)
+        return list(stacks.values())
 
     def whole_but_layers(self, wrapped: Tree) -> Tree:
         """Wrapped parameters outside the stacks whole; a stack's become so where the model scans over its layers."""
@@ -181,36 +228,9 @@ class ParameterLayout:
         return jax.tree.map(function, self.axes, *trees, is_leaf=is_names)
 
 
-def _gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) -> list[Array]:
-    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over `data`.
-
-    Args:
-      parts: arrays split over `data` along `dimensions`, which count `layers` in.
-      dimensions: of each array.
-      into: arrays of the same shapes, whole on every data rank.
-    """
-
-    def gather(layer: list[Array]) -> list[Array]:
-        whole = [lax.all_gather(a, DATA, axis=dim - 1, tiled=True) for a, dim in zip(layer, dimensions, strict=True)]
-        return [_row_major(a) for a in whole]
-
-    def one(number: Array, whole: list[Array]) -> list[Array]:
-        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
-        mapped = jax.shard_map(gather, in_specs=(inner(parts),), out_specs=inner(into), check_vma=False)
-        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, mapped(layer), strict=True)]
-
-    def inner(stacked: list[Array]) -> list[PartitionSpec]:
-        return [PartitionSpec(*jax.typeof(a).sharding.spec[1:]) for a in stacked]
-
-    return lax.fori_loop(0, parts[0].shape[0], one, into)
-
-
-def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in.
-
-    Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
-    """
-    return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))
+def _adds_up(names: tuple[str, ...], num_microbatches: int) -> bool:
+    """Whether the backward pass adds a gradient to the sum layer by layer, so that it never lives as a whole."""
+    return names[0] == LAYERS and num_microbatches > 1
 
 
 def _with_data(rules: Rules, names: tuple[str, ...], dim: int) -> PartitionSpec:

@@ -72,6 +72,15 @@ def test_full_gradients_never_live_with_zero_2():
     assert temporaries(1) - temporaries(2) > whole / 2
 
 
+def test_microbatches_add_to_one_sum_of_gradients():
+    """A microbatch's own gradients, beside the sum, would take as much again."""
+    fields = {"recompute": "full", "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
+    program = program_of("8x1", microbatch_size=1, zero=1, **fields)
+    temporaries = program.lower_step().compile().memory_analysis().temp_size_in_bytes
+    whole = program.placed.counts["P"] * 4
+    assert whole < temporaries < 1.75 * whole
+
+
 def test_gradients_are_clipped_by_the_norm_of_them_all():
     """A clip below the norm binds: every layout must then take the same step."""
     fields = {"clip_grad_norm": 0.05, "hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -1,0 +1,62 @@
+"""Stacks sent over `data` one layer after the other, so that buffers of one layer are all it takes."""
+
+import jax
+from jax import Array, lax
+from jax.experimental import layout as memory_layout
+from jax.sharding import PartitionSpec
+
+from mtjax.sharding.axes import DATA
+from mtjax.sharding.parameters import sum_over_data
+
+
+def gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) -> list[Array]:
+    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over `data`.
+
+    Args:
+      parts: arrays split over `data` along `dimensions`, which count `layers` in.
+      dimensions: of each array.
+      into: arrays of the same shapes, whole on every data rank.
+    """
+
+    def gather(layer: list[Array]) -> list[Array]:
+        whole = [lax.all_gather(a, DATA, axis=dim - 1, tiled=True) for a, dim in zip(layer, dimensions, strict=True)]
+        return [_row_major(a) for a in whole]
+
+    def one(number: Array, whole: list[Array]) -> list[Array]:
+        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
+        mapped = jax.shard_map(gather, in_specs=(inner(parts),), out_specs=inner(into), check_vma=False)
+        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, mapped(layer), strict=True)]
+
+    def inner(stacked: list[Array]) -> list[PartitionSpec]:
+        return [PartitionSpec(*jax.typeof(a).sharding.spec[1:]) for a in stacked]
+
+    return lax.fori_loop(0, parts[0].shape[0], one, into)
+
+
+def scatter_layers(
+    whole: list[Array], dimensions: list[int], places: list[PartitionSpec], into: list[Array]
+) -> list[Array]:
+    """Stacked gradients summed over `data`, one layer after the other: each rank's part of the sums, in `into`.
+
+    Args:
+      whole: gradients of each rank's own samples.
+      dimensions: that `data` splits, `layers` counted in.
+      places: where `model` splits them.
+      into: arrays of the parts' shapes.
+    """
+
+    def one(number: Array, parts: list[Array]) -> list[Array]:
+        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in whole]
+        of = zip(layer, places, dimensions, strict=True)
+        summed = [sum_over_data(a, PartitionSpec(*place[1:]), dim - 1) for a, place, dim in of]
+        return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed, strict=True)]
+
+    return lax.fori_loop(0, whole[0].shape[0], one, into)
+
+
+def _row_major(x: Array) -> Array:
+    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in.
+
+    Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
+    """
+    return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))
