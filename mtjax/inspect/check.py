@@ -188,10 +188,10 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
 
 
 def _match(fitting: list[Entry], due: Due) -> list[tuple[Entry, int]]:
-    """Entries of the right size; then those in which the compiler packed several arrays of that size."""
+    """Entries of the right size, the most frequent first; then those in which several of that size are packed."""
     claimed: list[tuple[Entry, int]] = []
     need = due.count
-    by_packing = sorted(fitting, key=lambda e: e.array.elements)
+    by_packing = sorted(fitting, key=lambda e: (e.array.elements, -e.left))
     for entry in by_packing:
         packed, rest = divmod(entry.array.elements, due.elements)
         if rest or not packed or packed * entry.left > need:

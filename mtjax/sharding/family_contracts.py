@@ -71,16 +71,39 @@ def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
     encoder = [line for line in contract.lines if line.phase not in (LOSS_FORWARD, LOSS_BACKWARD)]
     if layout.sequence:
         encoder = _with_own_sums(encoder, "3*L*(n + c)*h + n*h", "in both stacks")
+    else:  # nothing stands between the rows of both sides, and the compiler may send them as one
+        encoder = [
+            dataclasses.replace(line, pooled=True, also=LOSS_FORWARD) if line.phase == EMBEDDING_FORWARD else line
+            for line in encoder
+        ]
     # The decoder's come first: where both have arrays of one size, theirs are the smaller counts.
     return dataclasses.replace(contract, name=f"t5, {contract.name}", lines=(*decoder, loss, *encoder))
 
 
 def _decoder(full: bool) -> list[Expectation]:
     lines = [
-        Expectation(EMBEDDING_FORWARD, "all-reduce", MODEL, "m", "b*d*h", why="the decoder's rows"),
+        Expectation(
+            EMBEDDING_FORWARD,
+            "all-reduce",
+            MODEL,
+            "m",
+            "b*d*h",
+            pooled=True,
+            also=LOSS_FORWARD,
+            why="the decoder's rows",
+        ),
         Expectation(LAYER_FORWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="g after each of three sublayers"),
         Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="f before each of three sublayers"),
-        Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "L*m", "b*s*h", why="f of what cross-attention reads"),
+        Expectation(
+            LAYER_BACKWARD,
+            "all-reduce",
+            MODEL,
+            "L",
+            "m*b*s*h",
+            pooled=True,
+            hoisted=True,
+            why="f of what cross-attention reads, in each layer or once for their sum",
+        ),
         Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*d*h", why="gradient of the hidden states"),
     ]
     if full:

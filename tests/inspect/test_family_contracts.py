@@ -1,10 +1,12 @@
 """The contracts of BERT and T5 on compiled programs, in elements."""
 
+from functools import cache
+
 import pytest
 
-from mtjax.inspect.report import inspect
+from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from tests.inspect.steps import tiny
+from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 
 T5 = {"family": "t5", "decoder_sequence_length": 32, "num_decoder_layers": 2}
@@ -62,3 +64,41 @@ def test_a_t5_decoder_layer_has_three_sublayers():
 )
 def test_other_layouts_keep_theirs(fields):
     assert report_of(**fields).verdict.violations == ()
+
+
+PRE = {"family": "bert"}
+H100 = {
+    f"{name}{', split sequences' if split else ''}, ZeRO-{zero}": {**family, "zero": zero, "sequence_parallel": split}
+    for name, family, layouts in (
+        ("pre-LN", PRE, ((0, False), (1, True), (2, False), (3, True))),
+        ("post-LN", POST, ((0, True), (1, False), (2, True), (3, False))),
+        ("T5", T5, ((0, False), (1, True), (2, True), (3, False))),
+    )
+    for zero, split in layouts
+}
+"""Every family with each ZeRO, and either of these with whole and with split sequences."""
+
+
+@cache
+def h100_report(case: str) -> Report:
+    """2x4 in one server of H100s."""
+    return inspect(tiny(**H100[case]), find_target("h100x8"))
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("case", H100)
+def test_contracts_hold_on_h100(case):
+    assert h100_report(case).verdict.violations == ()
+
+
+@needs_aot
+@pytest.mark.long
+def test_t5_on_h100_adds_the_gradients_of_what_cross_attention_reads_before_it_sends_them():
+    """And sends the rows of both embeddings as one; all else as on CPUs, in 16 bits."""
+    report = h100_report("T5, ZeRO-0")
+    read, written = ("all-reduce", 2 * 64 * 64, "bf16"), ("all-reduce", 2 * 32 * 64, "bf16")
+    assert sent(report, "embedding forward") == {("all-reduce", 2 * (64 + 32) * 64, "bf16"): 2}
+    assert sent(report, "layer forward") == {read: 2 * 3 * 2, written: 3 * 2 * 2}
+    assert sent(report, "layer recompute") == {read: 3 * 2, written: 2 * 2 * 2}
+    assert sent(report, "layer backward") == {read: 2 * 3 * 2 + 2, written: 3 * 2 * 2}
