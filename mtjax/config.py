@@ -287,7 +287,7 @@ def validate(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     positive = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_multiple", "steps")
     positive += ("rope_original_length",)
-    positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches")
+    positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches", "max_bad_steps")
     optional = (
         "num_kv_heads",
         "head_dim",

@@ -39,6 +39,8 @@ class Training:
     """Of float16: steps without overflow after which the dynamic scale doubles."""
     hysteresis: int = 2
     """Of float16: overflows after which the dynamic scale begins to halve."""
+    max_bad_steps: int = 5
+    """Steps in a row with a loss or gradient that is not finite, which change nothing, after which the run ends."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again: selective only attention's scores, softmax and dropout, full whole layers
     from their inputs."""

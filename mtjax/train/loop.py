@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Loader
 from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.progress import ProgressLine
@@ -45,6 +45,7 @@ class Run:
     checkpoints: Checkpoints
     metrics: MetricsLog | None
     """Of the first process only."""
+    bad_steps: BadSteps
 
 
 def train(config: Config, name: str, *, inspect: bool = False) -> None:
@@ -83,7 +84,8 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
             stack.callback(metrics.close)
 
         # --- Steps
-        run = Run(config, place, text, program, progress, checkpoints, metrics)
+        bad_steps = BadSteps(config.training, program.tensors)
+        run = Run(config, place, text, program, progress, checkpoints, metrics, bad_steps)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
 
@@ -107,16 +109,20 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
         for step in range(start.step + 1, training.steps + 1):
             size = run.place.schedule.batch_size(consumed)
             state, results = run.program.step(state, next_batch(run, batches, size))
+            run.bad_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
             last = step == training.steps
             validate = run.text.held_out is not None and (step % output.valid_every == 0 or last)
             if step % output.log_every == 0 or step == start.step + 1 or validate or last:
-                entry = measure(run, step, jax.device_get(results), timer)
+                entry = measure(step, jax.device_get(results), timer)
+                check_steps(run, state)
                 if validate:
                     entry |= validation_losses(run, state)
                     timer.restart(step)
                 report(run, entry, compiled=step == start.step + 1)
+            elif run.bad_steps.is_full:
+                check_steps(run, state)
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 run.checkpoints.save(state, run.config, consumed)
@@ -144,22 +150,35 @@ class StepTimer:
         self.step, self.since = step, time.perf_counter()
 
 
-def measure(run: Run, step: int, results: dict[str, Any], timer: StepTimer) -> dict[str, Any]:
-    """A step's entry in the metrics.
+def measure(step: int, results: dict[str, Any], timer: StepTimer) -> dict[str, Any]:
+    """A step's entry in the metrics."""
+    seconds = timer.lap(step)
+    entry = {"step": step} | {name: float(value) for name, value in results.items() if name != "first_bad"}
+    return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
+
+
+def check_steps(run: Run, state: State) -> None:
+    """Says which steps since the last look were skipped, and why.
 
     Raises:
-      UserError: the loss is no longer a number.
+      UserError: too many in a row.
     """
-    seconds = timer.lap(step)
-    entry = {"step": step} | {name: float(value) for name, value in results.items()}
-    entry |= {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
-    if not math.isfinite(entry["loss"]):
-        saved = run.checkpoints.latest()
-        raise UserError(
-            f"the loss is {entry['loss']} at step {step} (gradient norm {entry['grad_norm']}); nothing was saved since "
-            f"{'the start' if saved is None else f'step {saved}'}: lower --learning-rate or raise --warmup-steps"
-        )
-    return entry
+    for skipped in run.bad_steps.look():
+        run.progress.say(f"step {skipped.step} skipped: {skipped}")
+    if not run.bad_steps.are_too_many:
+        return
+    in_a_row, saved = run.bad_steps.in_a_row, run.checkpoints.latest()
+    spoilt = run.program.bad_parameter(state.parameters)
+    here = (
+        "there is no checkpoint yet"
+        if saved is None
+        else f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
+    )
+    raise UserError(
+        f"{len(in_a_row)} steps in a row were skipped, from step {in_a_row[0].step} on: {in_a_row[0]}; "
+        + (f"the parameter {spoilt} itself is not finite; " if spoilt else "")
+        + f"{here}: lower --learning-rate, raise --warmup-steps, or look at these samples"
+    )
 
 
 def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:

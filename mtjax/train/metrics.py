@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,11 @@ class MetricsLog:
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry; it is on disk when this returns."""
-        self._lines.write(json.dumps(entry) + "\n")
+        """Appends one entry; it is on disk when this returns. What is not finite becomes null: JSON has no NaN."""
+        finite = {name: value for name, value in entry.items() if math.isfinite(value)}
+        self._lines.write(json.dumps(dict.fromkeys(entry) | finite) + "\n")
         self._lines.flush()
-        for name, value in entry.items():
+        for name, value in finite.items():
             if name != "step":
                 self._events.add_scalar(name, value, entry["step"])
 
@@ -85,12 +87,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `metrics.jsonl`; a last line that a kill cut short is left out."""
+    """The entries of a `metrics.jsonl`, null as NaN; a last line that a kill cut short is left out."""
     entries = []
     with contextlib.suppress(FileNotFoundError), path.open() as lines:
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):
-                entries.append(json.loads(line))
+                entries.append({k: math.nan if v is None else v for k, v in json.loads(line).items()})
     return entries
 
 

@@ -58,11 +58,6 @@ def update(state: LossScale, finite: Array, options: Training) -> LossScale:
     return choose(finite, good, overflowed)
 
 
-def all_finite(tree: Tree) -> Array:
-    """Whether every number of a tree is finite: a bool scalar, the same on every device."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
-
-
 def choose(condition: Array, yes: Tree, no: Tree) -> Tree:
     """One of two trees of the same shapes, elementwise."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

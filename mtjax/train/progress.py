@@ -60,8 +60,10 @@ def _losses(entry: dict[str, Any]) -> str:
     parts = [f"loss {entry['loss']:.4f}"]
     if "valid_loss" in entry:
         parts.append(f"valid {entry['valid_loss']:.4f}")
+    if entry["skipped"]:
+        parts[0] += " (skipped)"
     if "loss_scale" in entry:
-        parts.append(f"scale {entry['loss_scale']:g}{' (skipped)' if entry['skipped'] else ''}")
+        parts.append(f"scale {entry['loss_scale']:g}")
     return "  ".join([*parts, f"grad {entry['grad_norm']:.3f}", f"lr {entry['learning_rate']:.2e}"])
 
 

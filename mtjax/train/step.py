@@ -28,6 +28,7 @@ from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
 from mtjax.train import precision
+from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer, make_schedule
 from mtjax.train.precision import LossScale
 
@@ -122,11 +123,28 @@ class Program:
         return self._on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        """One optimizer step; consumes `state`. Metrics are float32 scalars.
+        """One optimizer step; consumes `state`. Metrics are scalars.
 
-        They are loss, grad_norm, learning_rate, tokens; and each loss by its name where the family has several.
+        They are loss, grad_norm, learning_rate, tokens, skipped, each loss by its name where the family has several,
+        and first_bad: what is not finite, in the order of `tensors`. Where something is not, all but the step's number
+        stays as it was, and skipped is 1 and grad_norm 0.
         """
         return self._on_mesh(self._compiled_step, state, batch)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """What `first_bad` counts."""
+        return tensors(self.axes, self.abstract_parameters)
+
+    def bad_parameter(self, parameters: Tree) -> Tensor | None:
+        """A parameter that is not finite; None where all are."""
+
+        def find(parameters: Tree) -> Array:  # only what is not finite counts: squares of large weights are not either
+            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), parameters)
+            return first_bad(jnp.zeros(()), bad, self.axes)
+
+        place = int(self._on_mesh(jax.jit(find), parameters))
+        return None if place == GOOD else self.tensors[place]
 
     def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """Each loss of a batch without dropout: its sum, and the number of values that it is over."""
@@ -178,18 +196,20 @@ class Program:
             own = jax.tree.map(reshard, state.parameters, self.placed.reduced)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
+            bad = first_bad(loss, gradients, self.axes)
+            finite = bad == GOOD
+            updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {
                 "loss": loss,
-                "grad_norm": optax.tree.norm(gradients),
+                "grad_norm": jnp.where(finite, optax.tree.norm(gradients), 0.0),
                 "learning_rate": jnp.asarray(self.schedule(applied_steps(state.optimizer)), jnp.float32),
                 "tokens": self.family.num_tokens(batch),
+                "skipped": 1.0 - finite.astype(jnp.float32),
+                "first_bad": bad,
                 **parts,
             }
             if loss_scale is not None:
-                finite = precision.all_finite(gradients)
-                metrics["grad_norm"] = jnp.where(finite, metrics["grad_norm"], 0.0)
-                updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
-                metrics |= {"loss_scale": loss_scale.scale, "skipped": 1.0 - finite.astype(jnp.float32)}
+                metrics["loss_scale"] = loss_scale.scale
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
         with jax.named_scope("parameters"):
             parameters = self.placed.store(updated, state.parameters)

@@ -13,7 +13,7 @@ from mtjax import config
 from mtjax.data.tokenizer import open_tokenizer
 from tests.end_to_end.runs import Finished, Launcher, finish
 
-KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second"}
+KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")

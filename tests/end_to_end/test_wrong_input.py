@@ -123,10 +123,17 @@ def test_a_wrong_option_ends_with_code_2(launcher: Launcher) -> None:
 
 
 def test_a_loss_that_is_no_number_ends_the_run(launcher: Launcher) -> None:
-    """With a rate that throws the weights to infinity; the half-trained model is not saved over a good one."""
+    """With a rate that throws the weights to the edge of float32; what they are then is not saved over a good one."""
     options = ["--learning-rate", "1e38", "--warmup-steps", "0", "--clip-grad-norm", "0", "--steps", "10"]
     finished = finish(launcher.start("--out", "exploded", *options), launcher.folder / "exploded")
     assert finished.code == 2, finished.stdout
     line = finished.stderr.strip().splitlines()[-1]
-    assert re.search(r"error: the loss is (nan|inf) at step \d+ .*: lower --learning-rate", line)
+    assert re.search(
+        r"error: 5 steps in a row were skipped, from step 2 on: its loss is (nan|inf) and the first gradient that is "
+        r"not finite is that of stack\.layers\.\S+, layer 1 \(samples 8 to 15\); there is no checkpoint yet: "
+        r"lower --learning-rate",
+        line,
+    )
+    assert [entry["skipped"] for entry in finished.metrics] == [0, 1, 1, 1, 1]
+    assert '"loss": null' in (finished.out / "metrics.jsonl").read_text()
     assert finished.checkpoints == set()

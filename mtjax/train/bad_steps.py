@@ -1,0 +1,175 @@
+"""Steps whose numbers are no numbers: which tensor was first, and when a run of such steps is over.
+
+A step finds out on the devices, before it changes anything (`first_bad`), and all of them skip it. The host looks where
+it logs (`BadSteps`), at every step since it last did, so that it names the first one exactly.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import reshard
+
+from mtjax.sharding.axes import WHOLE
+from mtjax.sharding.placement import is_names
+from mtjax.sharding.zero import LAYERS
+from mtjax.training_config import Training
+
+Tree = Any
+
+GOOD = -1
+"""What `first_bad` says when everything is finite."""
+MOST_WAITING = 1000
+"""Steps after which the host looks even where nothing is logged: until then their numbers stay on the devices."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter, or one layer of a stacked one."""
+
+    name: str
+    """Dotted."""
+    layer: int | None = None
+    """Counted from 0."""
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
+
+
+def tensors(axes: Tree, values: Tree) -> list[Tensor]:
+    """The tensors of a model in the order in which the backward pass meets them; `first_bad` counts so.
+
+    Layers come from the last to the first, then what stands outside of them. A cotangent that overflows in a layer
+    spoils the gradients of the layers before it, so the first in this order is nearest to where that began.
+
+    Args:
+      axes: logical names of every parameter.
+      values: arrays, abstract or not, in a tree like it.
+    """
+    found = _in_tree_order(axes, values)
+    return [found[i] for i in _backwards(found)]
+
+
+def first_bad(loss: Array, values: Tree, axes: Tree) -> Array:
+    """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
+
+    A tensor counts as finite when the sum of its squares is: clipping divides by the root of them all.
+
+    Args:
+      loss: a scalar. When it alone is not finite, the answer is the number of tensors.
+      values: gradients or parameters, wherever they live.
+      axes: logical names of every parameter.
+
+    Returns:
+      `GOOD` when everything is finite.
+    """
+    found = _in_tree_order(axes, values)
+    places = np.argsort(_backwards(found)).astype(np.int32)
+    squares = jax.tree.map(lambda names, a: _squares(a, names[0] == LAYERS), axes, values, is_leaf=is_names)
+    is_bad = ~jnp.isfinite(jnp.concatenate(jax.tree.leaves(squares)))
+    first = jnp.where(is_bad, places, len(found)).min()
+    return jnp.where((first == len(found)) & jnp.isfinite(loss), GOOD, first).astype(jnp.int32)
+
+
+def _squares(a: Array, is_stacked: bool) -> Array:
+    """Sums of squares, [layers] of a stacked array and [1] of another, on every device."""
+    sums = jnp.square(a).sum(axis=tuple(range(is_stacked, a.ndim)))
+    return reshard(sums if is_stacked else sums[None], WHOLE)
+
+
+def _in_tree_order(axes: Tree, values: Tree) -> list[Tensor]:
+    found: list[Tensor] = []
+    leaves, names = jax.tree_util.tree_leaves_with_path(values), jax.tree.leaves(axes, is_leaf=is_names)
+    for (path, leaf), own in zip(leaves, names, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found += [Tensor(name, i) for i in range(leaf.shape[0])] if own[0] == LAYERS else [Tensor(name)]
+    return found
+
+
+def _backwards(found: Sequence[Tensor]) -> list[int]:
+    """Places in `found` in the order of `tensors`; a decoder's stack comes before an encoder's."""
+
+    def key(place: int) -> tuple[bool, str, int, int]:
+        tensor = found[place]
+        if tensor.layer is None:
+            return True, "", 0, place
+        return False, tensor.name.partition(f".{LAYERS}.")[0], -tensor.layer, place
+
+    return sorted(range(len(found)), key=key)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step that changed nothing."""
+
+    step: int
+    samples: range
+    """Of its global batch, counted over the run."""
+    loss: float
+    tensor: Tensor | None
+    """The first whose gradient was not finite; None when the loss alone was not."""
+
+    def __str__(self) -> str:
+        what = f"its loss is {self.loss:g}" + (", with finite gradients" if self.tensor is None else "")
+        gradient = "" if self.tensor is None else f" and the first gradient that is not finite is that of {self.tensor}"
+        return f"{what}{gradient} (samples {self.samples[0]} to {self.samples[-1]})"
+
+
+class BadSteps:
+    """Follows the steps of a run, and knows when too many in a row were skipped.
+
+    Args:
+      training: says how many those are, and how float16 is scaled.
+      named: the model's `tensors`.
+    """
+
+    def __init__(self, training: Training, named: Sequence[Tensor]) -> None:
+        self.training, self.named = training, named
+        self.in_a_row: list[Skipped] = []
+        """The last steps, as far as they were skipped."""
+        self._waiting: list[tuple[int, range, dict[str, Any]]] = []
+
+    def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
+        """Notes a step's results, which may not be there yet; waits for nothing."""
+        kept = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
+        self._waiting.append((step, samples, kept))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many steps wait that it is time to look."""
+        return len(self._waiting) >= MOST_WAITING
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the run has come to its end."""
+        return len(self.in_a_row) >= self.training.max_bad_steps
+
+    def look(self) -> list[Skipped]:
+        """Looks at the steps since the last time, up to the one at which they are too many; returns those skipped.
+
+        Not among them are steps of float16 that overflowed while the loss scale could still shrink: so it is found.
+        """
+        new = []
+        waiting, self._waiting = self._waiting, []
+        there = jax.device_get([results for _, _, results in waiting])
+        for (step, samples, _), results in zip(waiting, there, strict=True):
+            place, loss = int(results["first_bad"]), float(results["loss"])
+            if place == GOOD:
+                self.in_a_row = []
+            elif not self._is_scaling(loss, results.get("loss_scale")):
+                new.append(Skipped(step, samples, loss, self.named[place] if place < len(self.named) else None))
+                self.in_a_row.append(new[-1])
+                if self.are_too_many:
+                    break
+        return new
+
+    def _is_scaling(self, loss: float, scale: Any) -> bool:
+        """Whether an overflow tells something about a dynamic loss scale alone."""
+        if scale is None or self.training.loss_scale is not None:
+            return False
+        return math.isfinite(loss) and float(scale) > self.training.min_loss_scale
