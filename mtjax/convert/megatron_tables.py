@@ -183,7 +183,7 @@ def _bert() -> tuple[Row, ...]:
     """What a BERT has beside its layers."""
     return (
         row("token_types", "language_model.embedding.tokentype_embeddings.weight", "token_types embed"),
-        *linear("head.dense", "lm_head.dense", "features", "embed"),
+        *linear("head.dense", "lm_head.dense", "embed", "features"),
         *norm("head.norm", "lm_head.layernorm"),
         row("head.bias", "lm_head.bias", "vocab"),
         *linear("order.pooler", "language_model.pooler.dense", "embed", "features"),

@@ -25,7 +25,7 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
         *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.{mlp_norm}"),
         *linear(f"{LAYERS}.mlp.up", f"{BLOCK}.intermediate.dense", "embed", "mlp"),
         *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.output.dense", "mlp", "embed"),
-        *linear("head.dense", "cls.predictions.transform.dense", "features", "embed"),
+        *linear("head.dense", "cls.predictions.transform.dense", "embed", "features"),
         *norm("head.norm", "cls.predictions.transform.LayerNorm"),
         # Untied, their output layer has a bias of its own, which is read last, and the head's has no effect.
         Row("head.bias", BIASES[:1], untied=BIASES),
