@@ -1,8 +1,8 @@
 """What layers keep for their backward pass, and what they compute again: `recompute` and what goes with it.
 
-Whatever is chosen, products of activations with weights are kept once, in the compute type, and with them what names
-itself here; norms, activation functions and casts of weights are cheap and always computed again. Nothing that was
-gathered along the sequence is kept: its split source is, and the gather runs again.
+Whatever is chosen, what names itself here is kept once, in the compute type: products of activations with weights,
+dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always computed
+again. Nothing that was gathered along the sequence is kept: its split source is, and the gather runs again.
 
 Per layer, in units of s b h elements at f = 4h and with sequence parallelism all of it over t: the layer's input 1,
 query, key and value 3/t, attention's output 1/t, what it adds to the residual stream 1, MLP 4/t, and two masks of a
@@ -23,6 +23,8 @@ from mtjax.config import Training
 from mtjax.errors import UserError
 from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
 
+PRODUCT = "product"
+"""Of activations with a weight."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
@@ -133,11 +135,8 @@ def _scan_adding(
 
 def _keeping(run: Any, kind: Literal["none", "selective"]) -> Any:
     """`run` that keeps its products with weights, and the attention core unless `kind` is selective."""
-    names = [DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
-    policies = jax.checkpoint_policies
-    policy = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*names)
-    )
+    names = [PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 
 
