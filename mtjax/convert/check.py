@@ -28,6 +28,9 @@ def check_complete(
       UserError: lists every missing, unexpected and misshapen tensor.
     """
     table = selection.table
+    if not any(name in expected for name in found):
+        example = f"but {len(found)} others, such as {next(iter(found))}" if found else "and no other"
+        raise UserError(f"{source} holds no tensor of {table.format}, {example}: is it of another family?")
     fresh = fresh_parameters(selection, found)
     excused = {name_of(t, layer) for parameter, layer, t in selection.tensors() if parameter.name in fresh}
     missing = [name for name in expected if name not in found and name not in excused]

@@ -13,7 +13,7 @@ from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
-from mtjax.convert.stream import Origin, carry_files, config_of, rows_of
+from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import name_of
 from mtjax.data.tokenizer import open_tokenizer
 from mtjax.errors import UserError
@@ -44,10 +44,12 @@ class HuggingFaceSource:
         raw = read_config(folder)
         family = family_of_config(raw, str(folder / "config.json"))
         tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
-        settings = family.model_settings(raw, frozenset(tensors.shapes), str(folder / "config.json"))
+        source = str(folder / "config.json")
+        with understood(source):
+            settings = family.model_settings(raw, frozenset(tensors.shapes), source)
         if vocab_multiple:
             settings["vocab_multiple"] = vocab_multiple
-        config = config_of(settings)
+        config = config_of(settings, source)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
@@ -88,9 +90,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
       UserError: there is none, or it is no JSON object.
     """
+    check_folder(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{folder} is no Hugging Face model: it has no config.json")
+        raise UserError(f"{folder} is no Hugging Face model: it has no config.json{looks_like(folder)}")
     try:
         raw = json.loads(path.read_text())
     except ValueError as e:

@@ -20,7 +20,7 @@ from mtjax.convert.megatron_tables import LEGACY, LEGACY_RMS, WRITTEN, Names, na
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
-from mtjax.convert.stream import Origin, carry_files, config_of, rows_of
+from mtjax.convert.stream import Origin, carry_files, config_of, rows_of, understood
 from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.errors import UserError
 
@@ -53,17 +53,20 @@ class MegatronSource:
         """
         files = MegatronCheckpoint(folder)
         names = names_in(files.shapes, str(files.folder))
-        rows = files.ranks * files.shapes.get(names.words, (0,))[0]
+        rows = files.ranks * files.shapes[names.words][0] if names.words in files.shapes else None
         if model_config is None:
-            settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
+            with understood(str(files.folder)):
+                settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
         else:
-            settings = vars(configs.load(model_config).model)
-        settings["vocab_size"] = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size") or rows
+            settings = dict(vars(configs.load(model_config).model))
+        known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
+        rows = rows or files.arguments.get("padded_vocab_size") or known or 1  # without a table: it will be missed
+        settings["vocab_size"] = known or rows
         if vocab_multiple:
             settings["vocab_multiple"] = vocab_multiple
-        if settings["vocab_size"] > max(rows, 1):
+        if settings["vocab_size"] > rows:
             raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
-        config = config_of(settings)
+        config = config_of(settings, str(files.folder))
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = table(files.version, names, queries_per_group(config.model)).select(self.parameters)
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from mtjax.convert.extras import require
+from mtjax.convert.stream import check_folder, looks_like, understood
 from mtjax.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -59,8 +60,10 @@ class MegatronCheckpoint:
         self.ranks, stages = len(grid), len(grid[0])
         loaded = [[load(path) for path in row] for row in grid]
         first = loaded[0][0]
-        self.version = float(first.get("checkpoint_version") or 0)
-        self.arguments: Mapping[str, Any] = vars(first["args"]) if "args" in first else {}
+        with understood(str(grid[0][0])):
+            self.version = float(first.get("checkpoint_version") or 0)
+            args = first.get("args") or {}
+            self.arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else vars(args)
         chunks = max(len(_models(one)) for row in loaded for one in row)
         parts = [
             _part([_models(loaded[rank][stage])[chunk] for rank in range(self.ranks)], grid[0][stage])
@@ -94,12 +97,15 @@ def checkpoint_folder(folder: Path) -> Path:
     Raises:
       UserError: there is none.
     """
+    check_folder(folder)
     if any(folder.glob("mp_rank_*")):
         return folder
     _refuse_other_format(folder)
     tracker = folder / TRACKER
     if not tracker.is_file():
-        raise UserError(f"{folder} is no checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}")
+        raise UserError(
+            f"{folder} is no checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}{looks_like(folder)}"
+        )
     word = tracker.read_text().strip()
     found = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
     _refuse_other_format(found)
@@ -153,9 +159,9 @@ def load(path: Path) -> dict[str, Any]:
         with serialization.safe_globals([_harmless(name) for name in named]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # pickle, zipfile, torch: whatever a file may cause
-        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else repr(e)
+        reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]  # torch's advice follows, not ours
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
-    if not isinstance(found, dict) or not _models(found):
+    if not isinstance(found, dict) or not all(isinstance(m, Mapping) for m in _models(found) or [None]):
         raise UserError(f"{path} holds no model of Megatron-LM")
     return found
 

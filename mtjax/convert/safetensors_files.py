@@ -42,7 +42,7 @@ class SafetensorsReader:
             try:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
             except Exception as e:  # the library's own error has no public name
-                raise UserError(f"{path} can't be read as safetensors: {e}") from e
+                raise UserError(f"{path} can't be read as safetensors; perhaps it is only a part: {e}") from e
             self._files |= dict.fromkeys(opened.keys(), opened)
         self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
         self.dtype = self._common_dtype(folder)
@@ -75,7 +75,7 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as e:
+        except (ValueError, KeyError, AttributeError, TypeError) as e:
             raise UserError(f"{folder / INDEX} is no index of safetensors files: {e!r}") from e
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mtjax.config import Config, Model, replace, validate
+from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
@@ -120,13 +120,51 @@ def carry_files(source: Path, target: Path) -> list[str]:
     return names
 
 
-def config_of(settings: Mapping[str, Any]) -> Config:
+def check_folder(folder: Path) -> None:
+    """Checks that a folder to read is one.
+
+    Raises:
+      UserError: it is not.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}")
+
+
+def looks_like(folder: Path) -> str:
+    """What to say instead when a folder is of another kind, beginning with a semicolon; nothing when it is of none."""
+    signs = {
+        "hf": ("config.json",),
+        "mtjax": ("weights/page", "checkpoints", "page"),
+        "megatron": ("mp_rank_*", "latest_checkpointed_iteration.txt"),
+    }
+    found = [kind for kind, patterns in signs.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
+    return f"; it looks like {found[0]}:{folder}" if found else ""
+
+
+@contextmanager
+def understood(source: str) -> Iterator[None]:
+    """Where a file's description of its model is read, of which nothing is certain.
+
+    Raises:
+      UserError: instead of what a value of the wrong type, or one that is not there, causes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise UserError(f"{source} does not describe a model that mtjax can read: {e!r}") from e
+
+
+def config_of(settings: Mapping[str, Any], source: str) -> Config:
     """The config of a model with these settings; what follows from others is left to follow.
 
     Raises:
-      UserError: the settings don't fit each other.
+      UserError: a setting is of the wrong type or has no value, or they don't fit each other; `source` names the file.
     """
-    config = replace(Config(), **settings)
+    default = vars(Model())
+    missing = [name for name, value in settings.items() if value is None and default[name] is not None]
+    if missing:
+        raise UserError(f"{source} does not say its {', '.join(missing)}")
+    config = from_dict({"model": {name: v for name, v in settings.items() if v is not None}}, source=source)
     validate(config)
     model = config.model
     if model.head_dim and model.head_dim * model.num_heads == model.hidden_size:

@@ -137,11 +137,43 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_embd": "many"}, "hidden_size = 'many' should be"),
+        ({"n_layer": None}, "config.json does not say its num_layers"),
+        ({"n_head": 2.5}, "num_heads = 2.5 should be"),
+        ({"model_type": "llama", "activation_function": None, "rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+        ({"model_type": "llama", "rope_scaling": "linear"}, "does not describe a model that mtjax can read"),
+        ({"model_type": "llama"}, "holds no tensor of Hugging Face's llama, but 40 others, such as "),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_one_sentence(hf, tmp_path, capsys, changes, said):
+    folder = shutil.copytree(hf, tmp_path / "hf")
+    (folder / "config.json").write_text(json.dumps(GPT2_CONFIG | changes))
+    assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'ours'}") == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert error.startswith("error: ") and "\n" not in error
+    assert list(tmp_path.iterdir()) == [folder], "nothing half-done is left"
+
+
+def test_a_config_without_a_family_is_refused(hf, tmp_path, capsys):
+    folder = shutil.copytree(hf, tmp_path / "hf")
+    (folder / "config.json").write_text("{}")
+    assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'ours'}") == 2
+    assert "config.json does not say its model_type" in capsys.readouterr().err
+
+
 def test_places_that_are_none(hf, ours, tmp_path, capsys):
     wrong = [
         ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is no KIND:DIR"),
         ((f"hff:{hf}", f"mtjax:{tmp_path / 'a'}"), "did you mean 'hf'"),
-        ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "has no config.json"),
+        ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
+        ((f"megatron:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
+        ((f"hf:{ours}", f"mtjax:{tmp_path / 'a'}"), f"has no config.json; it looks like mtjax:{ours}"),
+        ((f"megatron:{hf}", f"mtjax:{tmp_path / 'a'}"), f"latest_checkpointed_iteration.txt; it looks like hf:{hf}"),
+        ((f"hf:{hf / 'config.json'}", f"mtjax:{tmp_path / 'a'}"), "config.json is no folder"),
         ((f"mtjax:{hf}", f"hf:{tmp_path / 'a'}"), f"mtjax convert --from hf:{hf} --to mtjax:NEW"),
         ((f"mtjax:{tmp_path / 'no'}", f"hf:{tmp_path / 'a'}"), "it does not exist"),
         ((f"hf:{hf}", f"mtjax:{ours}"), "exists already"),

@@ -231,6 +231,46 @@ def test_a_model_that_mtjax_does_not_have_is_refused(reference, tmp_path, capsys
     assert f"{argument} is {value!r}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: setattr(c["args"], "hidden_size", "many"), "hidden_size = 'many' should be"),
+        (lambda c: setattr(c["args"], "norm_epsilon", "small"), "does not describe a model that mtjax can read"),
+        (lambda c: c.update(args={"num_layers": 4}), "does not say its hidden_size, num_attention_heads"),
+        (lambda c: c.update(args=[4]), "does not describe a model that mtjax can read"),
+        (lambda c: c.update(model=[1, 2]), "holds no model of Megatron-LM"),
+        (lambda c: c.update(model={}), "holds no tensor of a GPT or BERT of Megatron-LM"),
+        (lambda c: c.update(checkpoint_version="three"), "does not describe a model that mtjax can read"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_sentence(reference, tmp_path, capsys, change, said):
+    _, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "local")
+    path = next((tmp_path / "megatron").rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert error.startswith("error: ") and "\n" not in error
+    assert list(tmp_path.iterdir()) == [tmp_path / "megatron"], "nothing half-done is left"
+
+
+def test_a_table_that_is_missing_is_listed_like_any_tensor(reference, tmp_path, capsys):
+    _, tensors = reference
+    write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "local")
+    path = next((tmp_path / "megatron").rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"):
+        del content["model"][name]
+    torch.save(content, path)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
+    said = capsys.readouterr().err
+    assert "missing:\n    embedding.word_embeddings.weight\n    decoder.final_layernorm.weight\n" in said
+    assert "of another shape" not in said
+
+
 def test_formats_that_are_not_read_are_named(reference, tmp_path, capsys):
     _, tensors = reference
     write_llama(tmp_path / "megatron", tensors, LLAMA_CONFIG, "local")

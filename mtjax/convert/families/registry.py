@@ -19,7 +19,9 @@ def family_of_config(config: Json, source: str) -> Family:
     Raises:
       UserError: it is none that mtjax has.
     """
-    name = str(config.get("model_type"))
+    if "model_type" not in config:
+        raise UserError(f"{source} does not say its model_type")
+    name = str(config["model_type"])
     if name not in FAMILIES:
         hint = nearest(name, FAMILIES)
         raise UserError(f"{source}: model_type {name!r} is none of {', '.join(FAMILIES)}{hint}")
