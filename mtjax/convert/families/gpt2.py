@@ -4,8 +4,8 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
-from mtjax.convert.families.rows import norm, row
-from mtjax.convert.table import Row, Table
+from mtjax.convert.families.rows import decoder, norm, row
+from mtjax.convert.table import Row
 
 LAYERS, BLOCK = "stack.layers", "transformer.h.{layer}"
 
@@ -15,24 +15,17 @@ def _linear(ours: str, theirs: str, inputs: str, outputs: str) -> tuple[Row, Row
     return weight, row(f"{ours}.bias", f"{theirs}.bias", outputs)
 
 
-TABLE = Table(
-    format="Hugging Face's gpt2",
-    prefix="transformer.",
-    rows=(
-        row("embedding", "transformer.wte.weight", "vocab embed"),
-        row("positions", "transformer.wpe.weight", "seq embed"),
-        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.ln_1"),
-        *_linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.attn.c_attn", "embed", "qkv*heads*head_dim"),
-        *_linear(f"{LAYERS}.attention.output", f"{BLOCK}.attn.c_proj", "heads*head_dim", "embed"),
-        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.ln_2"),
-        *_linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.c_fc", "embed", "mlp"),
-        *_linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.c_proj", "mlp", "embed"),
-        *norm("final_norm", "transformer.ln_f"),
-        row("output", "lm_head.weight", "vocab embed"),
-    ),
-    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-    copies={"lm_head.weight": "transformer.wte.weight"},
+LAYER = (
+    *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.ln_1"),
+    *_linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.attn.c_attn", "embed", "qkv*heads*head_dim"),
+    *_linear(f"{LAYERS}.attention.output", f"{BLOCK}.attn.c_proj", "heads*head_dim", "embed"),
+    *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.ln_2"),
+    *_linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.c_fc", "embed", "mlp"),
+    *_linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.c_proj", "mlp", "embed"),
 )
+POSITIONS = row("positions", "transformer.wpe.weight", "seq embed")
+MASKS = r"h\.\d+\.attn\.(bias|masked_bias)"
+TABLE = decoder("gpt2", "transformer.", "wte.weight", LAYER, "ln_f", POSITIONS, ignored=MASKS)
 
 FIELDS = (
     Field("num_layers", "n_layer", 12),

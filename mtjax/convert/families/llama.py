@@ -4,29 +4,21 @@ from typing import Any
 
 from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
 from mtjax.convert.families.family import Family, Field, Json
-from mtjax.convert.families.rows import attention, linear, norm, row, stacked
-from mtjax.convert.table import Table
+from mtjax.convert.families.rows import attention, decoder, linear, norm, stacked
 from mtjax.errors import UserError
 
 LAYERS, BLOCK = "stack.layers", "model.layers.{layer}"
 
-TABLE = Table(
-    format="Hugging Face's llama",
-    prefix="model.",
-    rows=(
-        row("embedding", "model.embed_tokens.weight", "vocab embed"),
-        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.input_layernorm"),
-        *attention(f"{LAYERS}.attention", *(f"{BLOCK}.self_attn.{x}_proj" for x in "qkv")),
-        *linear(f"{LAYERS}.attention.output", f"{BLOCK}.self_attn.o_proj", "heads*head_dim", "embed"),
-        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.post_attention_layernorm"),
-        *stacked(f"{LAYERS}.mlp.up", "gate", (f"{BLOCK}.mlp.gate_proj", f"{BLOCK}.mlp.up_proj"), "embed", "mlp"),
-        *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.down_proj", "mlp", "embed"),
-        *norm("final_norm", "model.norm"),
-        row("output", "lm_head.weight", "vocab embed"),
-    ),
-    ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+LAYER = (
+    *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.input_layernorm"),
+    *attention(f"{LAYERS}.attention", *(f"{BLOCK}.self_attn.{x}_proj" for x in "qkv")),
+    *linear(f"{LAYERS}.attention.output", f"{BLOCK}.self_attn.o_proj", "heads*head_dim", "embed"),
+    *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.post_attention_layernorm"),
+    *stacked(f"{LAYERS}.mlp.up", "gate", (f"{BLOCK}.mlp.gate_proj", f"{BLOCK}.mlp.up_proj"), "embed", "mlp"),
+    *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.down_proj", "mlp", "embed"),
 )
+FREQUENCIES = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+TABLE = decoder("llama", "model.", "embed_tokens.weight", LAYER, "norm", ignored=FREQUENCIES)
 
 FIELDS = (
     Field("num_layers", "num_hidden_layers", 32),

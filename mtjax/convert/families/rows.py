@@ -1,6 +1,8 @@
-"""Rows that tables of several families share."""
+"""Rows that tables of several families share, and the form of a decoder's table."""
 
-from mtjax.convert.table import Row, Tensor, dims
+import re
+
+from mtjax.convert.table import Row, Table, Tensor, dims
 
 
 def row(ours: str, theirs: str, shape: str) -> Row:
@@ -32,4 +34,34 @@ def attention(ours: str, query: str, key: str, value: str) -> tuple[Row, ...]:
         *stacked(f"{ours}.qkv", "qkv", (query, key, value), "embed", "heads*head_dim"),
         *linear(f"{ours}.qkv.query", query, "embed", "heads*head_dim"),
         *stacked(f"{ours}.qkv.key_value", "kv", (key, value), "embed", "kv_heads*head_dim"),
+    )
+
+
+def decoder(
+    name: str, prefix: str, words: str, layer: tuple[Row, ...], final_norm: str, *others: Row, ignored: str
+) -> Table:
+    """The table of one stack of layers between two tables of words, which may be one.
+
+    Args:
+      name: transformers' of the family.
+      prefix: of all modules but the output.
+      words: the embedding's name behind the prefix.
+      layer: what a layer has.
+      final_norm: the last norm's name behind the prefix.
+      others: what stands beside.
+      ignored: regular expression, behind the prefix, of tensors that hold no weights.
+    """
+    output = "lm_head.weight"
+    return Table(
+        format=f"Hugging Face's {name}",
+        prefix=prefix,
+        rows=(
+            row("embedding", f"{prefix}{words}", "vocab embed"),
+            *others,
+            *layer,
+            *norm("final_norm", f"{prefix}{final_norm}"),
+            row("output", output, "vocab embed"),
+        ),
+        ignored=(re.escape(prefix) + ignored,),
+        copies={output: f"{prefix}{words}"},
     )
