@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtjax.errors import UserError
-from mtjax.model_config import Model, nearest_divisors
+from mtjax.model_config import Model, decoder_layers, nearest_divisors
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,13 @@ def check_recompute(model: Model, training: Training) -> None:
         return
     if training.recompute_method == "block" and number > layers:
         raise UserError(f"recompute_num_layers {number} is above num_layers {layers}, with recompute_method block")
-    if training.recompute_method == "uniform" and layers % number:
-        raise UserError(
-            f"num_layers {layers} is no multiple of recompute_num_layers {number}, the size of uniform groups; "
-            f"the nearest that divide it are {nearest_divisors(layers, number)}"
-        )
+    stacks = {"num_layers": layers} | ({"num_decoder_layers": decoder_layers(model)} if model.family == "t5" else {})
+    for name, count in stacks.items():
+        if training.recompute_method == "uniform" and count % number:
+            raise UserError(
+                f"{name} {count} is no multiple of recompute_num_layers {number}, the size of uniform groups; "
+                f"the nearest that divide it are {nearest_divisors(count, number)}"
+            )
 
 
 def check_loss_scale(training: Training) -> None:
@@ -99,17 +101,17 @@ def check_loss_scale(training: Training) -> None:
         raise UserError(f"loss_scale is for compute_dtype float16, and this is {training.compute_dtype}: leave it out")
 
 
-def layers_again(model: Model, training: Training) -> int:
-    """Layers that the backward pass computes again from their input."""
+def layers_again(count: int, training: Training) -> int:
+    """How many of a stack's `count` layers the backward pass computes again from their input."""
     if training.recompute != "full":
         return 0
-    return training.recompute_num_layers if training.recompute_method == "block" else model.num_layers
+    return min(training.recompute_num_layers, count) if training.recompute_method == "block" else count
 
 
-def layers_nested(model: Model, training: Training) -> int:
-    """Those of them that are computed again in groups of several."""
+def layers_nested(count: int, training: Training) -> int:
+    """How many of them it computes again in groups of several."""
     grouped = training.recompute_method == "uniform" and training.recompute_num_layers > 1
-    return layers_again(model, training) if grouped else 0
+    return layers_again(count, training) if grouped else 0
 
 
 def describe_recompute(training: Training) -> str:

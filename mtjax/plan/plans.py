@@ -105,7 +105,7 @@ class Plan:
     element_bytes: int = 2
     """Bytes of an activation."""
     recompute_group: int = 1
-    """Layers of full recompute that share one kept input; memory alone knows this field and the next two."""
+    """Layers of full recompute that share one kept input; times and FLOPs know neither this nor the next two."""
     recompute_first: int | None = None
     """Full recompute of so many layers and none of the others; of all when None."""
     recompute_offload: bool = False

@@ -108,8 +108,14 @@ def _model_axis(shape: Shape, plan: Plan, drops_last: bool) -> Iterator[Collecti
 
     layers = shape.num_layers // ways.stage
     per_layer = layer_collectives(plan.sequence_parallel, plan.recompute, drops_last_reduction=drops_last)
+    again, nested = _computed_again(plan, layers)
     for (when, operation), count in per_layer.items():
-        yield entry(operation, f"layers, {when}", m * layers * count, hidden)
+        number = layers * count
+        if when == "recomputed forward" and operation == "all-gather":
+            number += nested * count if drops_last else 0
+        elif when == "recomputed forward":
+            number = again * count + (nested if drops_last else 0)
+        yield entry(operation, f"layers, {when}", m * number, hidden)
     if plan.sequence_parallel:
         yield entry("reduce-scatter", "embedding, forward", m, hidden)
         yield entry("all-gather", "embedding, backward", m, hidden)
@@ -122,6 +128,17 @@ def _model_axis(shape: Shape, plan: Plan, drops_last: bool) -> Iterator[Collecti
     if (shape.num_kv_heads or shape.num_heads) % ways.model:
         shared = 2 * shape.kv_size * (shape.hidden_size + shape.biases)
         yield entry("all-reduce", "gradients of shared key and value heads", m * layers, shared, 4)
+
+
+def _computed_again(plan: Plan, layers: int) -> tuple[int, int]:
+    """Layers of a stage that full recompute computes again, and those of them that share a group with others.
+
+    JAX computes a layer of a group twice again: with its group, up to the last product, and, for its norms, by itself.
+    """
+    if plan.recompute != "full":
+        return layers, 0
+    again = layers if plan.recompute_first is None else min(plan.recompute_first, layers)
+    return again, again if plan.recompute_group > 1 else 0
 
 
 def _stage_axis(shape: Shape, plan: Plan) -> Iterator[Collective]:
@@ -150,7 +167,8 @@ def _data_axis(shape: Shape, plan: Plan) -> Iterator[Collective]:
     each = plan.microbatches if plan.zero >= 2 else 1
     yield entry("reduce-scatter", "gradients", each, precision.reduced)
     if plan.zero == 3:
-        yield entry("all-gather", "parameters, forward and backward", 2 * plan.microbatches, plan.element_bytes)
+        each = plan.microbatches * (3 if _computed_again(plan, 1)[1] else 2)
+        yield entry("all-gather", "parameters, forward and backward", each, plan.element_bytes)
     else:
         yield entry("all-gather", "updated parameters", 1, precision.gathered)
 

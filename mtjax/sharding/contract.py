@@ -118,6 +118,10 @@ class Sizes:
     """Its layers."""
     M: int = 0
     """Tokens of a sample that a masked language model has to guess, at most."""
+    decoder_again: int = 0
+    """Those of them that the backward pass computes again as a whole."""
+    decoder_nested: int = 0
+    """Those of these that share a group."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
@@ -133,8 +137,8 @@ class Sizes:
             m=count,
             data=mesh.data,
             model=mesh.model,
-            again=layers_again(config.model, config.training),
-            nested=layers_nested(config.model, config.training),
+            again=layers_again(config.model.num_layers, config.training),
+            nested=layers_nested(config.model.num_layers, config.training),
             smoothing=int(config.optimizer.label_smoothing > 0),
             k=num_kv_heads(config.model) * head_dim(config.model),
             r=int(num_kv_heads(config.model) % mesh.model > 0),
@@ -145,6 +149,8 @@ class Sizes:
             d=decoder_length(config.model),
             L=decoder_layers(config.model),
             M=most_masked(config.model.sequence_length),
+            decoder_again=layers_again(decoder_layers(config.model), config.training),
+            decoder_nested=layers_nested(decoder_layers(config.model), config.training),
         )
 
 
@@ -252,12 +258,14 @@ def _over_data(zero: int) -> tuple[Expectation, ...]:
     scatter = line(GRADIENTS, "reduce-scatter", times, "P-U", f"each rank sums its part of the gradients, {often}")
     if zero < 3:
         return (whole, scatter, line(PARAMETERS, "all-gather", "1", "P-U", "the updated parameters"))
+    times = "(2 + nested/l)*m"
+    often = "forward and again backward; layers of a group also when the whole group is computed again"
     return (
         whole,
         scatter,
-        line(PARAMETERS, "all-gather", "2*m", "W", "matrices of the layers, forward and again backward", "compute"),
+        line(PARAMETERS, "all-gather", times, "W", f"matrices of the layers, {often}", "compute"),
         line(PARAMETERS, "all-gather", "m", "E", "matrices outside the layers", "compute", hoisted=True),
-        line(PARAMETERS, "all-gather", "2*m", "S + N", "biases and norms, as often as they are needed", hoisted=True),
+        line(PARAMETERS, "all-gather", times, "S + N", "biases and norms, as often as they are needed", hoisted=True),
     )
 
 

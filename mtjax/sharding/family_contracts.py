@@ -19,6 +19,9 @@ from mtjax.sharding.contract import (
 )
 from mtjax.sharding.layouts import Layout
 
+_DECODER_AGAIN = "(2*decoder_again + decoder_nested)*m"
+"""Sums of layers that are computed again: two of a layer's three; all in a group, whose next layer needs the last."""
+
 
 def contract_of_run(config: Config, layout: Layout) -> Contract:
     """The contract of a config's family in a layout."""
@@ -63,8 +66,7 @@ def _with_own_sums(lines: list[Expectation], elements: str, why: str) -> list[Ex
 
 def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
     """The encoder's lines, and a decoder's of L layers, d tokens and three sublayers each."""
-    full = config.training.recompute == "full"
-    decoder = _split_decoder(full) if layout.sequence else _decoder(full)
+    decoder = _split_decoder() if layout.sequence else _decoder()
     loss = Expectation(
         LOSS_FORWARD, "all-reduce", MODEL, "(3+smoothing)*m", "b*d", "float32", why="max, sum, target logit"
     )
@@ -80,8 +82,9 @@ def _t5(contract: Contract, config: Config, layout: Layout) -> Contract:
     return dataclasses.replace(contract, name=f"t5, {contract.name}", lines=(*decoder, loss, *encoder))
 
 
-def _decoder(full: bool) -> list[Expectation]:
-    lines = [
+def _decoder() -> list[Expectation]:
+    again = "g after attention and cross-attention, again; in a group after the MLP too"
+    return [
         Expectation(
             EMBEDDING_FORWARD,
             "all-reduce",
@@ -93,6 +96,7 @@ def _decoder(full: bool) -> list[Expectation]:
             why="the decoder's rows",
         ),
         Expectation(LAYER_FORWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="g after each of three sublayers"),
+        Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, _DECODER_AGAIN, "b*d*h", why=again),
         Expectation(LAYER_BACKWARD, "all-reduce", MODEL, "3*L*m", "b*d*h", why="f before each of three sublayers"),
         Expectation(
             LAYER_BACKWARD,
@@ -106,13 +110,9 @@ def _decoder(full: bool) -> list[Expectation]:
         ),
         Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*d*h", why="gradient of the hidden states"),
     ]
-    if full:
-        why = "g after attention and cross-attention, again"
-        lines.append(Expectation(LAYER_RECOMPUTE, "all-reduce", MODEL, "2*L*m", "b*d*h", why=why))
-    return lines
 
 
-def _split_decoder(full: bool) -> list[Expectation]:
+def _split_decoder() -> list[Expectation]:
     """With both sequences split: what cross-attention reads is gathered, and its gradient scattered, layer by layer."""
 
     def line(phase: str, kind: str, count: str, elements: str, why: str, also: str = "") -> Expectation:
@@ -124,16 +124,23 @@ def _split_decoder(full: bool) -> list[Expectation]:
         line(LAYER_FORWARD, "reduce-scatter", "3*L*m", "b*d*h", "after each of three sublayers"),
         line(LOSS_FORWARD, "all-gather", "m", "b*d*h", "hidden states of whole sequences", LOSS_BACKWARD),
         line(LOSS_BACKWARD, "reduce-scatter", "m", "b*d*h", "gradient of the hidden states"),
-        line(LAYER_RECOMPUTE, "all-gather", "3*L*m", "b*d*h", "again: the split ones are kept"),
-        line(LAYER_RECOMPUTE, "all-gather", "L*m", "b*s*h", "what cross-attention reads, again"),
+        line(LAYER_RECOMPUTE, "all-gather", "3*(L+decoder_nested)*m", "b*d*h", "again: the split ones are kept"),
+        line(LAYER_RECOMPUTE, "all-gather", "(L-decoder_nested)*m", "b*s*h", "what cross-attention reads, again"),
+        line(LAYER_RECOMPUTE, "reduce-scatter", _DECODER_AGAIN, "b*d*h", "after attention and cross-attention, again"),
         line(LAYER_BACKWARD, "all-gather", "3*L*m", "b*d*h", "gradients of what was scattered"),
         line(LAYER_BACKWARD, "reduce-scatter", "3*L*m", "b*d*h", "gradients of what was gathered"),
         line(LAYER_BACKWARD, "reduce-scatter", "L*m", "b*s*h", "gradient of what cross-attention reads"),
         line(EMBEDDING_BACKWARD, "all-gather", "m", "b*d*h", "gradient of what was scattered"),
         line(EMBEDDING_BACKWARD, "all-gather", "p*m", "d*h", "gradient of the positions"),
     ]
-    if full:
-        why = "after attention and cross-attention, again"
-        lines.append(line(LAYER_RECOMPUTE, "reduce-scatter", "2*L*m", "b*d*h", why))
-    read = line(LAYER_FORWARD, "all-gather", "L", "m*b*s*h", "what cross-attention reads, in each layer or once", OTHER)
-    return [*lines, dataclasses.replace(read, pooled=True, hoisted=True)]
+    read = [
+        line(LAYER_FORWARD, "all-gather", "L", "m*b*s*h", "what cross-attention reads, in each layer or once", OTHER),
+        line(
+            LAYER_RECOMPUTE,
+            "all-gather",
+            "2*decoder_nested",
+            "m*b*s*h",
+            "again, twice a layer or once a group",
+        ),
+    ]
+    return [*lines, *(dataclasses.replace(line, pooled=True, hoisted=True) for line in read)]

@@ -136,6 +136,7 @@ def test_formulas_that_are_none(formula, message):
 
 ONE_MICROBATCH = {"sequence_parallel": True, "microbatch_size": None, "hidden_size": 1024}
 """Each layer's gradients are summed over `data` right after those of its norms are summed over `model`."""
+GROUPS = {"num_layers": 4, "recompute_num_layers": 2}
 SPLIT = [
     {"sequence_parallel": True},
     {"sequence_parallel": True, "zero": 1},
@@ -162,6 +163,8 @@ def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
                 *SPLIT[:3],
                 {"zero": 1},
                 {"zero": 3},
+                GROUPS | {"zero": 3, "sequence_parallel": True},
+                GROUPS | {"zero": 3, "recompute_method": "block"},
                 ONE_MICROBATCH,
                 {**ONE_MICROBATCH, "family": "llama", "mlp_size": 704},
                 {**ONE_MICROBATCH, "family": "t5", "decoder_sequence_length": 32},
@@ -172,7 +175,7 @@ def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
 )
 def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     """Operations, elements and types; nothing else crosses `data` or `model`."""
-    report = inspect(tiny(num_layers=2, **settings), find_target("h100x8"))
+    report = inspect(tiny(**({"num_layers": 2} | settings)), find_target("h100x8"))
     assert report.verdict.violations == ()
     kinds = {c.kind for c in report.collectives}
     assert "all-to-all" not in kinds and "collective-permute" not in kinds

@@ -11,6 +11,9 @@ from tests.inspect.test_contract import sent
 
 T5 = {"family": "t5", "decoder_sequence_length": 32, "num_decoder_layers": 2}
 POST = {"family": "bert", "norm_placement": "post"}
+GROUPS = {"num_layers": 4, "recompute_num_layers": 2}
+BLOCK = GROUPS | {"recompute_method": "block", "num_decoder_layers": 1}
+"""The decoder has fewer layers than are to be computed again."""
 
 
 def report_of(**fields):
@@ -59,6 +62,11 @@ def test_a_t5_decoder_layer_has_three_sublayers():
         T5 | {"zero": 3, "sequence_parallel": True},
         T5 | {"position": "learned", "norm": "layernorm", "bias": True, "sequence_parallel": True},
         T5 | {"recompute": "none", "microbatch_size": 4},
+        T5 | GROUPS,
+        T5 | BLOCK,
+        T5 | GROUPS | {"sequence_parallel": True, "zero": 3},
+        POST | GROUPS,
+        POST | BLOCK,
     ],
     ids=str,
 )

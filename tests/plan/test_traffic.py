@@ -28,6 +28,28 @@ def test_collectives_of_a_layer(sequence, recompute, total):
     assert sum(layer_collectives(sequence, recompute).values()) == total
 
 
+def test_groups_are_computed_again_twice_and_blocks_not_at_all():
+    def again(**changes) -> dict[str, float]:
+        plan = dataclasses.replace(TENSOR, **changes)
+        return {c.operation: c.count for c in collectives(GPT_8B, plan) if c.purpose == "layers, recomputed forward"}
+
+    assert again() == {"all-reduce": 72}
+    assert again(recompute_group=2) == {"all-reduce": 2 * 72}
+    assert again(recompute_first=10) == {"all-reduce": 10}
+    assert again(sequence_parallel=True) == {"all-gather": 2 * 72, "reduce-scatter": 72}
+    assert again(sequence_parallel=True, recompute_group=2) == {"all-gather": 4 * 72, "reduce-scatter": 2 * 72}
+    assert again(sequence_parallel=True, recompute_first=10) == {"all-gather": 2 * 72, "reduce-scatter": 10}
+    gathers = [
+        next(
+            c.count
+            for c in collectives(GPT_8B, dataclasses.replace(TENSOR, zero=3, recompute_group=group))
+            if "param" in c.purpose
+        )
+        for group in (1, 2)
+    ]
+    assert gathers == [2, 3]
+
+
 def test_paper_says_four_all_reduces_and_pytorch_recomputes_two_more():
     assert layer_collectives(False, "none") == {("forward", "all-reduce"): 2, ("backward", "all-reduce"): 2}
     counts = layer_collectives(False, "full", drops_last_reduction=False)
