@@ -61,8 +61,8 @@ class Options:
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Of a megatron folder that is written: 0 to 2 are what older versions of Megatron-LM read."""
     transformer_impl: Literal["legacy", "local", "transformer_engine"] = "legacy"
-    """Of a megatron folder that is written: legacy is read with Megatron's --use-legacy-models, the others by
-    Megatron-Core with the same --transformer-impl."""
+    """Of a megatron folder that is written: legacy is of the code before Megatron-Core, which reads the others with the
+    same --transformer-impl and --ckpt-format torch."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 

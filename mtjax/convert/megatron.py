@@ -210,8 +210,17 @@ def queries_per_group(model: Model) -> int:
 
 
 def written_names(model: Model, split: Split) -> Names:
-    """What the tensors of a model are called by the implementation that it is written for."""
+    """What the tensors of a model are called by the implementation that it is written for.
+
+    Raises:
+      UserError: that implementation has no such version of the format.
+    """
     names = WRITTEN[split.transformer_impl]
+    if names is not LEGACY and split.version != Split.version:
+        raise UserError(
+            f"--checkpoint-version {split.version:g} is of the legacy code: leave it out, or take "
+            f"--transformer-impl legacy instead of {split.transformer_impl}"
+        )
     return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 
 

@@ -15,7 +15,7 @@ class Names:
     """What one of Megatron's implementations calls the modules of a GPT."""
 
     transformer_impl: str
-    """Its `--transformer-impl`; "legacy" with `--use-legacy-models`."""
+    """Its `--transformer-impl`; "legacy" is the code before Megatron-Core."""
     embedding: str
     stack: str
     """Of the layers."""
