@@ -1,5 +1,7 @@
 """The tensor layout's contract on compiled programs: operations and bytes for H100, elements for CPUs."""
 
+import re
+
 import pytest
 from jax import lax
 
@@ -198,3 +200,20 @@ def whole_sum(gradient, place, dim):
         return total
     size = gradient.shape[dim] // 2
     return lax.pcast(lax.slice_in_dim(total, 0, size, axis=dim), (DATA,), to="varying")
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("microbatch", [4, 2])
+def test_offloaded_layer_inputs_wait_in_the_hosts_memory(microbatch):
+    """XLA's memory space 5 is the host's; the stack of layer inputs [12, b, 512, 256] moves there and back."""
+    fields = {"mesh": "8x1", "zero": 3, "num_layers": 12, "hidden_size": 256, "sequence_length": 512}
+    fields |= {"global_batch_size": 32, "microbatch_size": microbatch}
+    kept, offloaded = (
+        inspect(tiny(recompute_offload=offload, **fields), find_target("h100x8")) for offload in (False, True)
+    )
+    inputs = re.escape(f"bf16[12,{microbatch},512,256]") + r"\{[\d,]*:S\(5\)\}"
+    assert re.search(inputs, offloaded.step.text) and not re.search(inputs, kept.step.text)
+    freed = kept.memory.temporaries - offloaded.memory.temporaries
+    assert freed > 0.99 * 12 * microbatch * 512 * 256 * 2  # but for a kilobyte
+    assert offloaded.verdict.violations == ()
