@@ -20,7 +20,6 @@ _SCOPES = {
     "parameters": PARAMETERS,
 }
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
-_SUBLAYER = re.compile(r"(?<![\w.])(attention|mlp)(?![\w.=])")
 _NEIGHBOURS = 60
 """Instructions that are asked, nearest first, when one has lost its own name."""
 
@@ -57,12 +56,6 @@ def _phase_of_path(path: str) -> str | None:
     if scope == "layer" and "rematted_computation" in path:
         return LAYER_RECOMPUTE
     return f"{scope} {'backward' if 'transpose(' in path else 'forward'}"
-
-
-def sublayer_of(op_name: str) -> str:
-    """ "attention" or "mlp", or "" outside of both."""
-    found = _SUBLAYER.findall(op_name)
-    return found[-1] if found else ""
 
 
 def locate(computation: Computation, instruction: Instruction) -> tuple[str, str, bool]:

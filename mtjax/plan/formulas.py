@@ -279,19 +279,6 @@ def training_days(
     return flops_per_parameter_token * parameters * tokens / (gpus * flops_per_second) / SECONDS_PER_DAY
 
 
-def gpus_for_days(
-    parameters: float,
-    tokens: float,
-    days: float,
-    flops_per_second: float,
-    flops_per_parameter_token: float = 6,
-    recompute_share: float = 0.0,
-) -> float:
-    """GPUs that finish within `days` by the rule of thumb, not rounded; `recompute_share` adds to the FLOPs."""
-    flops = flops_per_parameter_token * parameters * tokens * (1 + recompute_share)
-    return flops / (days * SECONDS_PER_DAY * flops_per_second)
-
-
 def amdahl_speedup(serial_share: float, processors: float) -> float:
     """Largest speed-up of n processors when a share x of the work stays serial: `1 / (x + (1-x)/n)`."""
     return 1 / (serial_share + (1 - serial_share) / processors)

@@ -27,11 +27,6 @@ def bytes_per_parameter(precision: Precision, zero: int, data_ways: int) -> tupl
     return (w / d if zero >= 3 else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
 
 
-def megatron_state_bytes(parameters: int, data_ways: int = 1, *, distributed_optimizer: bool = False) -> float:
-    """Model states as Megatron-LM's `theoretical_memory_usage` counts them: 18 per parameter, or 6 + 12/d."""
-    return parameters * (6 + 12 / data_ways if distributed_optimizer else 18)
-
-
 def layer_activations(
     shape: Shape,
     microbatch: int,

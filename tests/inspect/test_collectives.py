@@ -4,7 +4,7 @@ import pytest
 
 from mtjax.inspect import hlo
 from mtjax.inspect.collectives import find_collectives, ring_factor
-from mtjax.inspect.phases import phase_of, sublayer_of
+from mtjax.inspect.phases import phase_of
 from tests.inspect import snippets
 
 MESH = {"data": 2, "model": 4}
@@ -116,8 +116,3 @@ def test_ring_factors(kind, n, factor):
 )
 def test_phases(op_name, phase):
     assert phase_of(op_name) == phase
-
-
-def test_sublayers():
-    assert sublayer_of("jvp(layers)/while/body/attention/dot_general") == "attention"
-    assert sublayer_of("jvp(layers)/while/body/add") == ""
