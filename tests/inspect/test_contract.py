@@ -15,7 +15,7 @@ from mtjax.sharding.axes import DATA
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
 from mtjax.sharding.layouts import TENSOR
 from mtjax.train.step import make_program
-from tests.inspect.steps import SIZES, needs_aot, tiny
+from tests.inspect.steps import SIZES, has_cudnn, needs_aot, tiny
 from tests.tiny import mesh_of
 
 BSH = 2 * 64 * 64
@@ -184,6 +184,26 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     if settings.get("sequence_parallel"):
         layers = sent(report, "layer forward") | sent(report, "layer backward")
         assert {kind for kind, elements, _ in layers if elements >= BSH} == {"all-gather", "reduce-scatter"}
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["auto", "xla"])
+def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention):
+    """With cuDNN's attention, where it is installed, and with XLA's; what the loss scale adds is a few scalars."""
+    settings = {"num_layers": 2, "sequence_parallel": True, "zero": 1, "attention": attention}
+    found, expected = (
+        inspect(tiny(**settings, compute_dtype=kind), find_target("h100x8")) for kind in ("float16", "bfloat16")
+    )
+    assert found.verdict.violations == expected.verdict.violations == ()
+    assert ("__cudnn$fmha" in found.step.text) == (attention == "auto" and has_cudnn)
+    for phase in ("layer forward", "layer recompute", "layer backward"):
+        kinds = {(kind, n): count for (kind, n, dtype), count in sent(found, phase).items() if dtype == "f16"}
+        assert kinds == {
+            (kind, n): count for (kind, n, dtype), count in sent(expected, phase).items() if dtype == "bf16"
+        }
+        assert kinds
+    assert found.memory.peak == pytest.approx(expected.memory.peak, rel=1e-2)
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
