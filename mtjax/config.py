@@ -46,6 +46,8 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 0
     """Split over `data` what every data rank would hold alike: 1 the optimizer's state, 2 also the gradients, 3 also
     the parameters (FSDP)."""
+    overlap: bool = True
+    """Ask XLA to send behind computing where it would not by itself; for GPUs."""
     coordinator: str | None = None
     """host:port of process 0, for several processes that no Slurm, MPI or Kubernetes started."""
     num_processes: int | None = None

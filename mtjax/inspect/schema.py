@@ -28,6 +28,7 @@ def to_json(report: Report) -> dict[str, Any]:
             "compute_dtype": step.config.training.compute_dtype,
             "recompute": step.config.training.recompute,
             "sizes": asdict(report.sizes),
+            "xla_options": dict(step.program.xla.options),
         },
         "target": _target(report.target),
         "seconds": {"trace": step.trace_seconds, "compile": step.compile_seconds, "analysis": report.analysis_seconds},

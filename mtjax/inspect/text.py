@@ -9,6 +9,7 @@ from mtjax.config import describe_recompute
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, Row
+from mtjax.train.xla_options import Chosen
 
 
 def show(report: Report, console: Console) -> None:
@@ -31,9 +32,17 @@ def heading(report: Report) -> str:
         f"{describe_recompute(step.config.training)}\n"
         f"mesh {step.mesh} (data x model), {sizes.m} microbatch{'es' if sizes.m > 1 else ''} of {sizes.b} "
         f"samples on each data rank; target {step.target.name}\n"
+        f"{overlap(step.program.xla)}"
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
         f"read in {report.analysis_seconds:.1f} s"
     )
+
+
+def overlap(chosen: Chosen) -> str:
+    """A line with what XLA was asked for beyond its defaults; nothing where that is nothing."""
+    asked = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.options.items())
+    unknown = f"; it does not know {', '.join(chosen.refused)}" if chosen.refused else ""
+    return f"asked of XLA: {asked or 'nothing'}{unknown}\n" if asked or unknown else ""
 
 
 def collectives_table(rows: Iterable[Row]) -> Table:

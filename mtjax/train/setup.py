@@ -114,6 +114,9 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
     )
     if program.attention_fallback:
         progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
+    if program.xla.refused:
+        names = ", ".join(program.xla.refused)
+        progress.say(f"note    less may be sent behind computing, for this XLA does not know {names}")
     if program.placed.unsplit:
         names = ", ".join(program.placed.unsplit)
         progress.say(f"note    whole on every data rank, for no dimension divides {shape.data} ways: {names}")

@@ -27,7 +27,7 @@ from mtjax.sharding.layouts import Layout, check_divisible, layout_of, num_micro
 from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
-from mtjax.train import precision
+from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer, make_schedule
 from mtjax.train.precision import LossScale
@@ -62,7 +62,8 @@ class State:
 class Program:
     """A config's model and step on a mesh: abstract until a method is called.
 
-    `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None.
+    `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None. `xla`
+    is what XLA is asked for where the step is compiled.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
@@ -72,6 +73,7 @@ class Program:
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         check_divisible(config, self.shape)
         self.layout = layout or layout_of(config, self.shape)
+        self.xla = xla_options.choose(config, mesh)
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
@@ -174,7 +176,8 @@ class Program:
     @cached_property
     def _compiled_step(self) -> Any:
         everywhere = placement.replicated(self.mesh)
-        return jax.jit(self._step, donate_argnums=0, out_shardings=(self.state_sharding, everywhere))
+        places, options = (self.state_sharding, everywhere), self.xla.options
+        return jax.jit(self._step, donate_argnums=0, out_shardings=places, compiler_options=options or None)
 
     @cached_property
     def _compiled_evaluate(self) -> Any:

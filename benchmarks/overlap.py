@@ -1,0 +1,156 @@
+"""What is sent behind computing: XLA's own schedule, what mtjax asks for, and what was tried and left out.
+
+Compiles for H100, runs nothing: the times are those of `mtjax inspect`, a walk over the scheduled program. `small` is 4
+layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the others are models of arXiv 1909.08053 at batch 512.
+
+    python benchmarks/overlap.py [--models small gpt2-8.3b] [--out FILE.json]
+
+No GPU is needed; the extra `aot` is, and cuDNN's package (`pip install nvidia-cudnn-cu13`) for flash attention.
+10 to 60 seconds a row on two cores.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from mtjax import config
+from mtjax.config import Config
+from mtjax.inspect.compiled import compile_program
+from mtjax.inspect.dump import write
+from mtjax.inspect.report import report
+from mtjax.inspect.targets import find_target
+from mtjax.sharding.mesh import parse_mesh
+from mtjax.train.step import make_program
+from mtjax.train.xla_options import Chosen
+
+TARGET = "h100x8"
+SMALL: dict[str, Any] = {
+    "mesh": "2x4",
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "num_heads": 16,
+    "sequence_length": 1024,
+    "vocab_size": 50257,
+    "global_batch_size": 16,
+}
+MESHES = {"small": "2x4", "gpt2-8.3b": "64x8"}
+TENSOR: dict[str, Any] = {}
+ZERO_2, ZERO_3 = ({"sequence_parallel": True, "zero": stage} for stage in (2, 3))
+XLAS_OWN, OURS = "its own", "ours"
+REDUCE = {"xla_gpu_enable_pipelined_all_reduce": True}
+GATHER = {"xla_gpu_enable_pipelined_all_gather": True}
+UNROLL = {"xla_gpu_enable_while_loop_double_buffering": True}
+TRIED: dict[str, dict[str, Any]] = {
+    XLAS_OWN: {},
+    "all-reduce pipelined": REDUCE,
+    "both pipelined": REDUCE | GATHER,
+    "all-reduce, loops by two": REDUCE | UNROLL,
+}
+ROWS: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
+    "small": [
+        (TENSOR, (XLAS_OWN, "all-reduce pipelined", "all-reduce, loops by two")),
+        (ZERO_2, (XLAS_OWN, OURS, "both pipelined", "all-reduce, loops by two")),
+    ],
+    "gpt2-8.3b": [
+        (ZERO_2, (XLAS_OWN, OURS)),
+        (ZERO_3, (XLAS_OWN, OURS)),
+        (TENSOR, (XLAS_OWN, "all-reduce pipelined")),
+    ],
+}
+"""Layouts of each model, and what XLA is asked for in each; without split sequences ours is its own."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A compiled program."""
+
+    model: str
+    mesh: str
+    layout: dict[str, Any]
+    options: str
+    milliseconds: float
+    exposed: float
+    """Milliseconds of a step in which computing waits for a collective."""
+    hidden: float
+    """Milliseconds of collectives beside computing."""
+    behind: int
+    """Collectives with something to compute between start and end, of `collectives`."""
+    collectives: int
+    peak: int
+    """Bytes of a GPU."""
+    contract_holds: bool
+    compile_seconds: float
+
+
+def config_of(model: str, layout: dict[str, Any]) -> Config:
+    """The run of a row."""
+    base = config.replace(Config(), **SMALL) if model == "small" else config.load(model)
+    return config.replace(base, mesh=MESHES[model], recompute="full", attention_dropout=0.0, **layout)
+
+
+def measure(model: str, layout: dict[str, Any], options: str) -> Result:
+    """Compiles one row of the table."""
+    run, target = config_of(model, layout), find_target(TARGET)
+    program = make_program(run, target.mesh(parse_mesh(run.parallel.mesh)))
+    if options != OURS:
+        program.xla = Chosen(TRIED[options])
+    found = report(compile_program(program, target))
+    assert found.time is not None
+    return Result(
+        model=model,
+        mesh=MESHES[model],
+        layout=layout,
+        options=options,
+        milliseconds=1e3 * found.time.seconds,
+        exposed=1e3 * found.time.exposed,
+        hidden=1e3 * found.time.hidden,
+        behind=sum(row.hidden for row in found.rows),
+        collectives=sum(row.count for row in found.rows),
+        peak=found.memory.peak,
+        contract_holds=found.verdict.holds,
+        compile_seconds=found.step.compile_seconds,
+    )
+
+
+def show(results: list[Result], console: Console) -> None:
+    """Prints the table."""
+    table = Table("model", "layout", "asked of XLA", "step ms", "waits", "hidden", "behind", "peak GB", "contract", "s")
+    for r in results:
+        table.add_row(
+            f"{r.model} {r.mesh}",
+            ", ".join(f"{k} {v}" for k, v in r.layout.items()) or "tensor",
+            r.options,
+            *(f"{n:.2f}" for n in (r.milliseconds, r.exposed, r.hidden)),
+            f"{r.behind} of {r.collectives}",
+            f"{r.peak / 1e9:.2f}",
+            "holds" if r.contract_holds else "BROKEN",
+            f"{r.compile_seconds:.0f}",
+        )
+    console.print("Milliseconds of a step, predicted for", TARGET)
+    console.print(table)
+
+
+def main(out: Path = Path(__file__).parent / "results" / "overlap.json", models: tuple[str, ...] = tuple(ROWS)) -> None:
+    """Compiles every row, prints the table and writes it; rows of models that are not asked for stay in the file."""
+    console = Console(width=160)
+    before = json.loads(out.read_text())["results"] if out.exists() else []
+    results = [Result(**row) for row in before if row["model"] not in models]
+    for model in models:
+        for layout, options in ROWS[model]:
+            for name in options:
+                with console.status(f"{model} {layout} {name}"):
+                    results.append(measure(model, layout, name))
+                found = {"date": date.today().isoformat(), "jax": jax.__version__, "target": TARGET}
+                write(out, json.dumps({**found, "results": [asdict(r) for r in results]}, indent=1))
+    show(results, console)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

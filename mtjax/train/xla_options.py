@@ -1,0 +1,94 @@
+"""What XLA is asked for beyond its defaults where a program is compiled for GPUs: to send behind computing.
+
+They travel as a program's own `compiler_options`: `XLA_FLAGS` would be every program's of the process, and a flag that
+XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify` compile
+with the same ones.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from mtjax.config import Config
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of XLA's DebugOptions."""
+
+    name: str
+    value: bool | int
+    why: str
+    known: str
+    """Where it was seen: versions of jax, and what its default was there."""
+
+
+OVERLAP = (
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "begins a collective as soon as its operands are there, and waits for it where its result is needed",
+        "0.10.2, on by default",
+    ),
+    Option(
+        "xla_gpu_enable_pipelined_reduce_scatter",
+        True,
+        "moves a scattered sum at the end of a loop's body into the next turn, behind its products: ZeRO's gradients",
+        "0.10.2, on by default",
+    ),
+)
+SPLIT_SEQUENCES = (
+    Option(
+        "xla_gpu_enable_pipelined_all_reduce",
+        True,
+        "the same for a whole sum, which then is one of gradients; without split sequences it would also be the next "
+        "layer's input, which waits for it all the sooner",
+        "0.10.2, off by default",
+    ),
+)
+"""Beside the former, where the residual stream is split over the sequence.
+
+What was left out, and what all of them were measured to do, is in docs/inspect.md.
+"""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of a program."""
+
+    options: dict[str, bool | int]
+    refused: tuple[str, ...] = ()
+    """Names that the XLA which is installed does not know."""
+
+
+def choose(config: Config, mesh: Mesh) -> Chosen:
+    """The options of a run's programs on a mesh: none for CPUs, or with `overlap = false`."""
+    device = mesh.local_devices[0]
+    if device.platform == "cpu" or not config.parallel.overlap:
+        return Chosen({})
+    return accepted(OVERLAP + (SPLIT_SEQUENCES if config.parallel.sequence_parallel else ()), device)
+
+
+@cache
+def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
+    """The options of a table that XLA takes for a device, found out by compiling next to nothing with each of them."""
+    refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
+    return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
+
+
+def _compiles(options: Iterable[Option], device: Any) -> bool:
+    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    with warnings.catch_warnings():
+        # A program for a device that is not there can't be loaded from jax's cache, and it says so.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
+        try:
+            jax.jit(jnp.negative, compiler_options={o.name: o.value for o in options}).lower(one).compile()
+        except jax.errors.JaxRuntimeError:
+            return False
+    return True

@@ -1,0 +1,70 @@
+"""What XLA is asked for beyond its defaults: the same for a run and its inspection, and only what it knows."""
+
+import jax
+import pytest
+
+from mtjax.config import replace
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from mtjax.inspect.text import heading
+from mtjax.sharding.mesh import parse_mesh
+from mtjax.train.step import make_program
+from mtjax.train.xla_options import OVERLAP, SPLIT_SEQUENCES, Chosen, Option, accepted, choose
+from tests.inspect.steps import needs_aot, tiny
+from tests.tiny import batch_of, mesh_of, program_of, tiny_config
+
+STRANGE = (Option("xla_gpu_no_such_thing", True, "", ""), Option(OVERLAP[0].name, 7, "", ""))
+
+
+def names(options):
+    return tuple(option.name for option in options)
+
+
+def test_cpu_programs_are_asked_for_nothing():
+    assert choose(tiny_config(sequence_parallel=True), mesh_of("2x4")) == Chosen({})
+
+
+def test_an_option_that_xla_does_not_know_is_left_out_and_named():
+    """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
+    device = jax.devices()[0]
+    assert accepted(OVERLAP, device) == Chosen(dict.fromkeys(names(OVERLAP), True))
+    found = accepted((*SPLIT_SEQUENCES, *OVERLAP[1:], *STRANGE), device)
+    assert found.options == dict.fromkeys(names((*SPLIT_SEQUENCES, *OVERLAP[1:])), True)
+    assert found.refused == names(STRANGE)
+
+
+def test_a_step_is_compiled_with_them_in_a_run_and_for_inspection():
+    """Shown with one that XLA refuses: both ways to compile the step must run into it."""
+    program = make_program(tiny_config(num_layers=1), mesh_of("1x1"))
+    program.xla = Chosen({"xla_gpu_no_such_thing": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_no_such_thing'"):
+        program.lower_step().compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_no_such_thing'"):
+        program.step(program.initialize(0), batch_of(program_of("1x1"), 0))
+
+
+@needs_aot
+def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
+    mesh = find_target("h100x4").mesh(parse_mesh("2x4"))
+    assert choose(tiny(), mesh) == Chosen(dict.fromkeys(names(OVERLAP), True))
+    split = tiny(sequence_parallel=True)
+    assert choose(split, mesh) == Chosen(dict.fromkeys(names(OVERLAP + SPLIT_SEQUENCES), True))
+    assert choose(replace(split, overlap=False), mesh) == Chosen({})
+    assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_more_is_sent_behind_computing_with_them(zero):
+    """Of split sequences; the contract holds with and without, for the same bytes."""
+    settings = {"sequence_parallel": True, "zero": zero, "microbatch_size": None, "num_layers": 4, "hidden_size": 256}
+    run = tiny(**settings, sequence_length=512, loss_chunk=512)
+    off, on = (inspect(replace(run, overlap=asked), find_target("h100x8")) for asked in (False, True))
+    assert off.verdict.violations == on.verdict.violations == ()
+    assert on.time is not None and off.time is not None
+    assert on.time.exposed < off.time.exposed
+    sent = [sum(c.wire_bytes * c.count for c in r.collectives) for r in (off, on)]
+    assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+    assert "asked of XLA: xla_gpu_enable_latency_hiding_scheduler=true, " in heading(on)
+    assert "asked of XLA" not in heading(off)
