@@ -10,7 +10,7 @@ help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
 	@echo "make test       set up and run the tests: under 15 minutes on 2 cores"
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot and parity"
-	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour"
+	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour on 2 busy cores"
 	@echo "make check      ruff and pyright"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and what tools left behind"

@@ -142,7 +142,8 @@ def stage_memory(shape: Shape, plan: Plan, stage: int = 0) -> Memory:
     copies = in_flight(plan.schedule, ways.stage, plan.microbatches, stage, plan.chunks)
     return Memory(
         weights=w * parameters,
-        gradients=g * parameters / (ways.data if plan.zero == 1 and plan.reduces_at_once else 1),
+        gradients=g * parameters / (ways.data if plan.zero == 1 and plan.reduces_at_once else 1)
+        + g * _added_whole(plan, parameters - layers * layer_parameters_per_rank(shape, ways.model)),
         optimizer=k * parameters,
         activations={name: copies * size for name, size in _kept_by_layers(plan, kinds, residual, layers).items()},
         working=_working(shape, plan, kinds, kept) + _group_at_work(plan, kinds),
@@ -164,6 +165,11 @@ def _group_at_work(plan: Plan, kinds: Mapping[str, float]) -> float:
     """What the layers of a group keep for each other while their backward pass is at work."""
     is_grouped = plan.recompute == "full" and plan.recompute_group > 1
     return plan.recompute_group * sum(kinds.values()) if is_grouped else 0
+
+
+def _added_whole(plan: Plan, outside: float) -> float:
+    """Parameters of which a microbatch's gradients live beside the sum: those outside the layers; not Megatron's."""
+    return outside if plan.residuals == "jax" and plan.microbatches > 1 and plan.zero < 2 else 0
 
 
 def _working(shape: Shape, plan: Plan, kinds: Mapping[str, float], kept: Mapping[str, float]) -> float:
