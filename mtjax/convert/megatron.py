@@ -14,7 +14,7 @@ from mtjax import config as configs
 from mtjax.config import Config, Model, num_kv_heads
 from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
-from mtjax.convert.megatron_arguments import arguments_of, model_settings
+from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
 from mtjax.convert.megatron_tables import LEGACY, LEGACY_RMS, WRITTEN, Names, names_in, table
 from mtjax.convert.named import NamedWeights, local_shapes
@@ -26,8 +26,6 @@ from mtjax.errors import UserError
 
 RELEASE = "release"
 """What Megatron's tracker file calls weights that are no iteration of a run."""
-VOCAB_MULTIPLE = 128
-"""Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
 
 
 class MegatronSource:
@@ -169,7 +167,7 @@ class MegatronSink:
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """A stage's model: nested, or with whole names in Megatron-Core."""
         found = {self._local(name): _as_torch(array) for name, array in tensors.items()}
-        return nested(found) if self._names.transformer_impl == LEGACY.transformer_impl else found
+        return nested(found) if self._names.is_legacy else found
 
     def _staged(self, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
         """The tensors of each pipeline stage: the embeddings in the first, the heads in the last."""

@@ -7,7 +7,7 @@ from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
 from mtjax.convert.megatron_tables import Names
 from mtjax.errors import UserError
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False, None),
     "num_experts": (None, 0, 1),
     "multi_latent_attention": (False, None),
@@ -25,6 +25,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
 }
 """Arguments, and the values with which mtjax has the model."""
+VOCAB_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """What Megatron's scaled RoPE has no arguments for."""
 LEGACY_ROPE_BASE = 10_000.0
@@ -39,7 +41,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     """
     wrong = [
         f"{key} is {arguments[key]!r}"
-        for key, values in UNSUPPORTED.items()
+        for key, values in SUPPORTED.items()
         if key in arguments and _plain(arguments[key]) and arguments[key] not in values
     ]
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
@@ -75,7 +77,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "position": position,
     }
     found |= _rope(arguments) if position == "rope" else {}
-    return found | ({**_bert_settings(names)} if is_bert else {})
+    return found | (_bert_settings(names) if is_bert else {})
 
 
 def _position(arguments: Mapping[str, Any]) -> str | None:
@@ -130,7 +132,7 @@ def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: 
     """
     wrong = misfits(model, names)
     if wrong:
-        kind = "Megatron-LM's checkpoints of GPT and BERT have" if _is_legacy(names) else "Megatron-Core's GPT has"
+        kind = "Megatron-LM's legacy models have" if names.is_legacy else "Megatron-Core's GPT has"
         raise UserError(f"{kind} no place for {', '.join(wrong)}")
     return {
         **_sizes(model, vocab_rows),
@@ -156,12 +158,12 @@ def misfits(model: Model, names: Names) -> list[str]:
     tanh_without_bias = model.activation == "gelu" and not model.bias
     wrong = {
         f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
-        "BERT, which --transformer-impl legacy writes": is_bert and not _is_legacy(names),
+        "BERT, which --transformer-impl legacy writes": is_bert and not names.is_legacy,
         f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
-        "activation gelu, the approximation, without biases": tanh_without_bias and not _is_legacy(names),
+        "activation gelu, the approximation, without biases": tanh_without_bias and not names.is_legacy,
         f"{num_kv_heads(model)} key and value heads for {model.num_heads} queries in a BERT": (
             is_bert and num_kv_heads(model) != model.num_heads
         ),
@@ -178,9 +180,9 @@ def _rope_misfits(model: Model, names: Names) -> dict[str, bool]:
     advice = "; take --transformer-impl transformer_engine"
     return {
         f"rope_theta {model.rope_theta:g}, only {LEGACY_ROPE_BASE:g}{advice}": (
-            _is_legacy(names) and model.rope_theta != LEGACY_ROPE_BASE
+            names.is_legacy and model.rope_theta != LEGACY_ROPE_BASE
         ),
-        f"rope_scaling llama3{advice}": _is_legacy(names) and scaled,
+        f"rope_scaling llama3{advice}": names.is_legacy and scaled,
         f"llama3's {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled and bool(other),
     }
 
@@ -201,15 +203,15 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
         "max_position_embeddings": model.sequence_length,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": vocab_rows,
-        "make_vocab_size_divisible_by": 128,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
     }
 
 
 def _kinds(model: Model, names: Names) -> dict[str, Any]:
     tanh = model.activation == "gelu"
     return {
-        "use_legacy_models": _is_legacy(names),
-        "transformer_impl": "local" if _is_legacy(names) else names.transformer_impl,
+        "use_legacy_models": names.is_legacy,
+        "transformer_impl": "local" if names.is_legacy else names.transformer_impl,
         "layernorm_epsilon": model.norm_epsilon,
         "norm_epsilon": model.norm_epsilon,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
@@ -237,7 +239,3 @@ def _positions(model: Model) -> dict[str, Any]:
         "use_rope_scaling": model.rope_scaling == "llama3",
         "rope_scaling_factor": model.rope_factor if model.rope_scaling == "llama3" else 8.0,
     }
-
-
-def _is_legacy(names: Names) -> bool:
-    return names.transformer_impl == "legacy"

@@ -32,6 +32,11 @@ class Names:
     final_norm: str = "final_layernorm."
 
     @property
+    def is_legacy(self) -> bool:
+        """Whether it is the code before Megatron-Core."""
+        return self.transformer_impl == "legacy"
+
+    @property
     def words(self) -> str:
         """The embedding table."""
         return f"{self.embedding}.word_embeddings.weight"
@@ -138,9 +143,9 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> 
         *_layer(names, QKV_ORDERS[version], queries_per_group),
         *_norm("final_norm", f"{names.stack}.{names.final_norm}"),
         row("output", names.output, "vocab embed"),
-        *(_bert() if names.transformer_impl == "legacy" else ()),
+        *(_bert() if names.is_legacy else ()),
     )
-    models = "a GPT or BERT of Megatron-LM" if names.transformer_impl == "legacy" else "a GPT of Megatron-Core"
+    models = "a GPT or BERT of Megatron-LM" if names.is_legacy else "a GPT of Megatron-Core"
     return Table(
         f"{models} (checkpoint_version {version:g})",
         rows,

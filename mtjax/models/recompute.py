@@ -1,6 +1,6 @@
 """What layers keep for their backward pass, and what they compute again: `recompute` and what goes with it.
 
-Whatever is chosen, what names itself here is kept once, in the compute type: products of activations with weights,
+`none` and `selective` keep what names itself here, once and in the compute type: products of activations with weights,
 dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always computed
 again. Nothing that was gathered along the sequence is kept: its split source is, and the gather runs again.
 

@@ -32,7 +32,6 @@ MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12,
 MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
 """The float32 copy of the gradients counts with the optimizer."""
 FP32 = Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
-PRECISIONS = (MTJAX, MEGATRON_BF16, MEGATRON_FP16, FP32)
 
 
 @dataclass(frozen=True)

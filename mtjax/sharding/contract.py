@@ -119,9 +119,9 @@ class Sizes:
     M: int = 0
     """Tokens of a sample that a masked language model has to guess, at most."""
     decoder_again: int = 0
-    """Those of them that the backward pass computes again as a whole."""
+    """Layers of the decoder that the backward pass computes again as a whole."""
     decoder_nested: int = 0
-    """Those of these that share a group."""
+    """Those of them that share a group."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":

@@ -180,6 +180,9 @@ def _starting_backward(sums: list[Array], gradient: Array) -> tuple[None, Array,
 starting_from.defvjp(_starting_forward, _starting_backward)
 
 
+# --- sums over `data`, and what is differentiated
+
+
 def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
     """A data rank's gradient summed over all of them in float32; where `dim` splits it, this rank's part of the sum.
 

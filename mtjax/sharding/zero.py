@@ -190,9 +190,9 @@ class ParameterLayout:
         for i in set(range(len(leaves))).difference(*stacks):
             leaves[i] = leaves[i] if is_summed[i] else sum_over_data(leaves[i], places[i], dimensions[i])
         for members in stacks:
-            whole = [leaves[i] for i in members]
+            own = [leaves[i] for i in members]
             parts = [self._part(leaves[i], names[i], dimensions[i]) for i in members]
-            summed = scatter_layers(whole, [dimensions[i] for i in members], [places[i] for i in members], parts)
+            summed = scatter_layers(own, [dimensions[i] for i in members], [places[i] for i in members], parts)
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
         return jax.tree.unflatten(tree, leaves)
