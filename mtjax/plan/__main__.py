@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from mtjax.plan.memory import fullest_stage
 from mtjax.plan.options import Options
 from mtjax.plan.plans import Plan, Ways, check, parse_ways
 from mtjax.plan.report import make_console, print_report
-from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
+from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search, trains_today
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
 
@@ -103,13 +102,8 @@ def _planned(run_config: config.Config, options: Options) -> Plan:
             "the planner's formulas know none, selective, and full of every layer on its own, and the config "
             f"asks for {asked}; mtjax inspect compiles it"
         )
-    plan = Plan.of(
-        run_config,
-        parse_ways(run_config.parallel.mesh),
-        schedule=options.schedule,
-        chunks=options.chunks,
-    )
-    return replace(plan, recompute="selective") if options.selective else plan
+    ways = parse_ways(run_config.parallel.mesh)
+    return Plan.of(run_config, ways, schedule=options.schedule, chunks=options.chunks)
 
 
 def _source(argv: Sequence[str] | None) -> str | None:
@@ -148,11 +142,8 @@ def _plot(console: Console, path: Path, shape: Shape, plan: Plan, server: Server
 
 
 def _verify(console: Console, run_config: config.Config, plan: Plan, options: Options) -> None:
-    if plan.ways.stage > 1 or plan.recompute == "selective":
-        raise UserError(
-            f"--verify compiles what `mtjax train` has, and that is not yet all of: {describe(plan)}; "
-            "leave out stages and --selective"
-        )
+    if not trains_today(plan):
+        raise UserError(f"--verify compiles what `mtjax train` has, which is no stages, and mesh {plan.ways} has some")
     from mtjax.plan.verify import print_verification  # compiles: the only part that needs jax
 
     print_verification(console, run_config, options.target)

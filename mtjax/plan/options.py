@@ -23,8 +23,6 @@ class Options:
     """Search the fewest GPUs that read --tokens within this many days."""
     price: float | None = None
     """Price of a GPU for an hour: prints the cost."""
-    selective: bool = False
-    """Compute only the attention core again, in place of --recompute (an estimate)."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule of a mesh with stages (an estimate)."""
     chunks: int = 1

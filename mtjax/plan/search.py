@@ -279,4 +279,4 @@ def describe(plan: Plan) -> str:
 
 def trains_today(plan: Plan) -> bool:
     """Whether `mtjax train` has every setting of the plan; the rest is an estimate."""
-    return plan.ways.stage == 1 and plan.recompute != "selective"
+    return plan.ways.stage == 1

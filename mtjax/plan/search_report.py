@@ -96,24 +96,15 @@ def print_command(console: Console, found: Found, run: config.Config, source: st
         return
     console.print(
         f"Train it:  {train_command(best.plan, run, source)}\n"
-        f"           an estimate: `mtjax train` does not have {', '.join(missing(best.plan))} yet",
+        f"           an estimate: `mtjax train` does not have {best.plan.ways.stage} stages yet",
         soft_wrap=True,
     )
     today = next((c for c in found.fitting if trains_today(c.plan)), None)
     if today is None:
-        console.print("No plan without those settings fits.")
+        console.print("No plan without stages fits.")
         return
     slower = percent(today.time.total / best.time.total - 1)
     console.print(f"Trains today, {slower} slower:  {train_command(today.plan, run, source)}", soft_wrap=True)
-
-
-def missing(plan: Plan) -> list[str]:
-    """Settings of the plan that no config has yet."""
-    wanted = {
-        f"{plan.ways.stage} stages": plan.ways.stage > 1,
-        "selective recompute": plan.recompute == "selective",
-    }
-    return [name for name, present in wanted.items() if present]
 
 
 def train_command(plan: Plan, run: config.Config, source: str) -> str:
@@ -126,9 +117,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     """
     words = ["mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.ways), "microbatch_size": plan.microbatch_size}
-    chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel}
-    if plan.recompute != "selective":
-        chosen["recompute"] = plan.recompute
+    chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
     for group, fields in asked.items():

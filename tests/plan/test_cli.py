@@ -126,7 +126,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),
-        (["--verify", "--selective"], "--verify compiles what `mtjax train` has"),
+        (["--verify", "--mesh", "data=1,stage=2,model=1"], "--verify compiles what `mtjax train` has"),
         (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),
     ],
 )

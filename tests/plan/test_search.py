@@ -5,12 +5,14 @@ import itertools
 
 import pytest
 
+from mtjax import config
 from mtjax.errors import UserError
 from mtjax.plan import memory, search, timing
 from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
 from mtjax.plan.hardware import DGX_2H, DGX_H100, SERVERS
 from mtjax.plan.plans import Plan, Ways
 from mtjax.plan.search import Space, best_plan, gpus_within
+from mtjax.plan.search_report import train_command
 
 SHAPE = Shape.gpt(6, 1536, 12, 1024, 51_200)
 BASE = Plan(Ways(), 24, 1)
@@ -113,6 +115,13 @@ def test_rejected_meshes_say_why():
     assert "global batch 24 does not divide over 48 data ways" in reasons["48x1"]
     assert "12 heads don't divide over 8 model ways" in reasons["6x8"]
     assert "would leave a server of 8" in reasons["4x12"] or "divide" in reasons["4x12"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_command_has_the_plans_recompute(recompute):
+    plan = dataclasses.replace(BASE, recompute=recompute)
+    assert search.trains_today(plan)
+    assert f"--recompute {recompute}" in train_command(plan, config.load("gpt2-small"), "gpt2-small")
 
 
 def test_space_is_respected():
