@@ -51,7 +51,7 @@ class Masked(NamedTuple):
 
     def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
         """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, for theirs is unknown."""
-        return jnp.where(self.is_left_out, jnp.nan, (self.chosen * losses[..., None]).sum(1))
+        return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
 
 
 class MaskedLMHead(nnx.Module):
