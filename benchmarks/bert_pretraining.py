@@ -67,11 +67,11 @@ class Options:
     """BERT's vocabulary: bert:vocab.txt."""
     out: Path = Path("runs/bert-pretraining")
     """Folder of the cut text, both runs and their exports."""
-    steps: int = 700
+    steps: int = 2000
     """Of each run."""
-    batch: int = 16
+    batch: int = 64
     """Samples of a step."""
-    sequence: int = 64
+    sequence: int = 32
     """Tokens of a sample."""
     layers: int = 6
     """Of each model."""
@@ -83,7 +83,7 @@ class Options:
     """Adam's decay of the square: shorter than 0.999, as the runs are."""
     init_std: float = 0.06
     """Of initial weights: with the width, what 0.02 is for a width of 1,024, by the square root."""
-    megabytes: float = 4.0
+    megabytes: float = 16.0
     """Text to take, spread evenly over the file; an eighth of it from the held-out file."""
     valid_batches: int = 64
     """Batches of held-out samples whose masked tokens are guessed at the end."""
@@ -290,16 +290,15 @@ def plot(curves: dict[str, list[dict[str, Any]]]) -> None:
     figure.savefig(PLOT, dpi=110)
 
 
-def measured(folder: Path, options: Options) -> dict[str, Any]:
+def measured(run: Trained, baseline: np.ndarray, valid_batches: int) -> dict[str, Any]:
     """All numbers of one run."""
-    run = Trained(folder)
     names = ("step", "masked_lm", "sentence_order", "grad_norm", "valid_masked_lm", "valid_sentence_order", "step_time")
-    curve = [e for e in read_metrics(folder / "metrics.jsonl") if "valid_loss" in e or e["step"] == 1]
+    curve = [e for e in read_metrics(run.folder / "metrics.jsonl") if "valid_loss" in e or e["step"] == 1]
     mask = data.load_tokenizer(run.config).special("[MASK]")
     assert mask is not None  # the samples could not have been made
     return {
         "norm_placement": run.config.model.norm_placement,
-        "held_out": accuracy(run, unigram(run.config), options.valid_batches, mask),
+        "held_out": accuracy(run, baseline, valid_batches, mask),
         "export": export(run),
         "curve": [{name: round(e[name], 4) for name in names if name in e} for e in curve],
     }
@@ -327,7 +326,9 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     console = Console(width=None if Console().is_terminal else 150)
     folders = {placement: train(placement, options) for placement in PLACEMENTS}
-    rows = [measured(folder, options) for folder in folders.values()]
+    runs = [Trained(folder) for folder in folders.values()]
+    baseline = unigram(runs[0].config)
+    rows = [measured(run, baseline, options.valid_batches) for run in runs]
     plot({placement: read_metrics(folder / "metrics.jsonl") for placement, folder in folders.items()})
     show(rows, console)
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers")
