@@ -9,7 +9,7 @@ and transformers computes the same logits (extra `parity`; left out without it).
 
 A quarter of an hour on two idle cores, twice that on busy ones. A run that is there already is gone on with, or, when
 finished, only read. Losses, accuracies and facts of the machine go to benchmarks/results/bert_pretraining.json, curves
-to docs/bert-stability.png.
+of both to docs/bert-stability.png.
 """
 
 import datetime
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,6 @@ Batch = dict[str, np.ndarray]
 
 ROOT = Path(__file__).parents[1]
 PLOT = ROOT / "docs" / "bert-stability.png"
-PLACEMENTS = ("pre", "post")
 LINES = 10
 """Lines of a document. A sentence of more than 512 tokens costs its whole document, which should not be a novel."""
 
@@ -65,13 +64,17 @@ class Options:
     """The same, of other books."""
     tokenizer: str
     """BERT's vocabulary: bert:vocab.txt."""
+    placements: tuple[Literal["pre", "post"], ...] = ("pre", "post")
+    """Which to train."""
+    results: Path = RESULTS / "bert_pretraining.json"
+    """Where the numbers go."""
     out: Path = Path("runs/bert-pretraining")
     """Folder of the cut text, both runs and their exports."""
-    steps: int = 2000
+    steps: int = 700
     """Of each run."""
-    batch: int = 64
+    batch: int = 16
     """Samples of a step."""
-    sequence: int = 32
+    sequence: int = 64
     """Tokens of a sample."""
     layers: int = 6
     """Of each model."""
@@ -83,7 +86,7 @@ class Options:
     """Adam's decay of the square: shorter than 0.999, as the runs are."""
     init_std: float = 0.06
     """Of initial weights: with the width, what 0.02 is for a width of 1,024, by the square root."""
-    megabytes: float = 16.0
+    megabytes: float = 4.0
     """Text to take, spread evenly over the file; an eighth of it from the held-out file."""
     valid_batches: int = 64
     """Batches of held-out samples whose masked tokens are guessed at the end."""
@@ -325,11 +328,12 @@ def main() -> None:
     """Trains, measures, exports, writes."""
     options = tyro.cli(Options, description=__doc__)
     console = Console(width=None if Console().is_terminal else 150)
-    folders = {placement: train(placement, options) for placement in PLACEMENTS}
+    folders = {placement: train(placement, options) for placement in options.placements}
     runs = [Trained(folder) for folder in folders.values()]
     baseline = unigram(runs[0].config)
     rows = [measured(run, baseline, options.valid_batches) for run in runs]
-    plot({placement: read_metrics(folder / "metrics.jsonl") for placement, folder in folders.items()})
+    if len(runs) > 1:
+        plot({placement: read_metrics(folder / "metrics.jsonl") for placement, folder in folders.items()})
     show(rows, console)
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "torch", "transformers")
     facts = {
@@ -338,12 +342,14 @@ def main() -> None:
         "processor": processor(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages if importlib.util.find_spec(name)},
-        "options": {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k != "tokenizer"},
+        "options": {
+            k: v.name if isinstance(v, Path) else v
+            for k, v in vars(options).items()
+            if k not in ("tokenizer", "results")
+        },
     }
-    path = RESULTS / "bert_pretraining.json"
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    console.print(f"written to {path} and {PLOT}")
+    options.results.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    console.print(f"written to {options.results}" + (f" and {PLOT}" if len(runs) > 1 else ""))
 
 
 if __name__ == "__main__":
