@@ -1,15 +1,16 @@
 """From a model's logical axis names to the sharding of each parameter and of the optimizer's state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtjax.sharding.axes import DATA
+from mtjax.sharding.axes import DATA, WHOLE
 
 Tree = Any
 
@@ -78,6 +79,18 @@ def global_batch(mesh: Mesh, local: Mapping[str, np.ndarray], global_batch_size:
         return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), batch_sharding(mesh), part)
 
     return {name: assemble(array) for name, array in local.items()}
+
+
+def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
+    """The least of what `function` makes of each device's parts of `arrays`, a scalar: no more crosses the mesh."""
+
+    def least(parts: Tree) -> jax.Array:
+        found = function(parts)
+        axes = tuple(sorted(jax.typeof(found).mat.varying))
+        return lax.pmin(found, axes) if axes else found
+
+    places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    return jax.shard_map(least, in_specs=(places,), out_specs=WHOLE)(arrays)
 
 
 def with_sharding(abstract: Tree, placed: Tree) -> Tree:

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import reshard
+from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import WHOLE
-from mtjax.sharding.placement import is_names
+from mtjax.sharding.placement import is_names, least_of_parts
 from mtjax.sharding.zero import LAYERS
 from mtjax.training_config import Training
 
@@ -58,7 +57,7 @@ def tensors(axes: Tree, values: Tree) -> list[Tensor]:
 def first_bad(loss: Array, values: Tree, axes: Tree) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
-    A tensor counts as finite when the sum of its squares is: clipping divides by the root of them all.
+    A tensor counts as finite when the sums of squares of its devices' parts are: clipping divides by the root of all.
 
     Args:
       loss: a scalar. When it alone is not finite, the answer is the number of tensors.
@@ -69,17 +68,24 @@ def first_bad(loss: Array, values: Tree, axes: Tree) -> Array:
       `GOOD` when everything is finite.
     """
     found = _in_tree_order(axes, values)
-    places = np.argsort(_backwards(found)).astype(np.int32)
-    squares = jax.tree.map(lambda names, a: _squares(a, names[0] == LAYERS), axes, values, is_leaf=is_names)
-    is_bad = ~jnp.isfinite(jnp.concatenate(jax.tree.leaves(squares)))
-    first = jnp.where(is_bad, places, len(found)).min()
+    leaves = jax.tree.leaves(values)
+    stacked = [names[0] == LAYERS for names in jax.tree.leaves(axes, is_leaf=is_names)]
+    counts = [a.shape[0] if own else 1 for a, own in zip(leaves, stacked, strict=True)]
+    places = np.split(np.argsort(_backwards(found)).astype(np.int32), np.cumsum(counts)[:-1])
+    # A device that has some layers of an array alone needs their places alone.
+    split = [jax.typeof(a).sharding.spec[0] if own else None for a, own in zip(leaves, stacked, strict=True)]
+    spread = [reshard(place, PartitionSpec(axis)) for place, axis in zip(places, split, strict=True)]
+
+    def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
+        own, places = parts
+        sums = [
+            jnp.square(a).sum(axis=tuple(range(is_stack, a.ndim))) for a, is_stack in zip(own, stacked, strict=True)
+        ]
+        firsts = [jnp.where(jnp.isfinite(s), len(found), place) for s, place in zip(sums, places, strict=True)]
+        return jnp.concatenate(firsts).min()
+
+    first = least_of_parts(first_of, (leaves, spread))
     return jnp.where((first == len(found)) & jnp.isfinite(loss), GOOD, first).astype(jnp.int32)
-
-
-def _squares(a: Array, is_stacked: bool) -> Array:
-    """Sums of squares, [layers] of a stacked array and [1] of another, on every device."""
-    sums = jnp.square(a).sum(axis=tuple(range(is_stacked, a.ndim)))
-    return reshard(sums if is_stacked else sums[None], WHOLE)
 
 
 def _in_tree_order(axes: Tree, values: Tree) -> list[Tensor]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mtjax.config import replace, validate
 from mtjax.errors import UserError
+from mtjax.sharding.placement import shardings
 from mtjax.train import loop
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
@@ -118,6 +120,25 @@ def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
         spoilt = jax.tree.unflatten(tree, [changed if i == number else a for i, (_, a) in enumerate(leaves)])
         layer = place[0] if ".layers." in name else None
         assert named[found(1.0, spoilt)] == Tensor(name, layer), name
+
+
+def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
+    """300 layers, a part of each device's own: stage 1 of ZeRO may split stacks so."""
+    mesh = mesh_of("2x4")
+    axes = {"stack": {"layers": {"a": ("layers", "mlp")}}, "b": ("embed",)}
+    values = {"stack": {"layers": {"a": np.ones((300, 8), np.float32)}}, "b": np.ones(3, np.float32)}
+    places = {"stack": {"layers": {"a": P("data", "model")}}, "b": P()}
+    find = jax.jit(lambda tree: first_bad(jnp.float32(0), tree, axes))
+    for spoilt in ([], [3], [170], [170, 3]):
+        values["stack"]["layers"]["a"][...] = 1
+        values["stack"]["layers"]["a"][spoilt, 5] = np.nan
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(values, shardings(places, mesh))
+            place = int(find(placed))
+            text = find.lower(placed).compile().as_text()
+        expected = Tensor("stack.layers.a", max(spoilt)) if spoilt else None
+        assert (None if place == GOOD else tensors(axes, values)[place]) == expected
+        assert re.findall(r"= (\S+) all-(?:reduce|gather)\(", text or "") == ["s32[]"]
 
 
 def test_a_parameter_that_is_not_finite_is_found_and_a_large_one_is_not():
