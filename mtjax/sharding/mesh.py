@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mtjax.errors import UserError, nearest
-from mtjax.host_memory import keep_freed_memory
 from mtjax.sharding.axes import DATA, MODEL
 
 AXES = (DATA, MODEL)
@@ -117,11 +116,8 @@ def use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # devices are in use already, as in a test session: what is there is there
         return
-    platforms = os.environ.get("JAX_PLATFORMS") or ("" if has_gpu() else "cpu")
-    if platforms == "cpu":
+    if not os.environ.get("JAX_PLATFORMS") and not has_gpu():
         jax.config.update("jax_platforms", "cpu")
-        if count == 1:
-            keep_freed_memory()
 
 
 def has_gpu() -> bool:
