@@ -54,13 +54,13 @@ def tensors(axes: Tree, values: Tree) -> list[Tensor]:
     return [found[i] for i in _backwards(found)]
 
 
-def first_bad(loss: Array, values: Tree, axes: Tree) -> Array:
+def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
-    A tensor counts as finite when the sums of squares of its devices' parts are: clipping divides by the root of all.
+    A tensor counts as finite when the sum of squares of each device's part is.
 
     Args:
-      loss: a scalar. When it alone is not finite, the answer is the number of tensors.
+      beside: a scalar that has to be finite too. When it alone is not, the answer is the number of tensors.
       values: gradients or parameters, wherever they live.
       axes: logical names of every parameter.
 
@@ -85,7 +85,7 @@ def first_bad(loss: Array, values: Tree, axes: Tree) -> Array:
         return jnp.concatenate(firsts).min()
 
     first = least_of_parts(first_of, (leaves, spread))
-    return jnp.where((first == len(found)) & jnp.isfinite(loss), GOOD, first).astype(jnp.int32)
+    return jnp.where((first == len(found)) & jnp.isfinite(beside), GOOD, first).astype(jnp.int32)
 
 
 def _in_tree_order(axes: Tree, values: Tree) -> list[Tensor]:
@@ -118,12 +118,14 @@ class Skipped:
     """Of its global batch, counted over the run."""
     loss: float
     tensor: Tensor | None
-    """The first whose gradient was not finite; None when the loss alone was not."""
+    """The first whose gradient was not finite; None when the loss, or the norm of all gradients, alone was not."""
 
     def __str__(self) -> str:
-        what = f"its loss is {self.loss:g}" + (", with finite gradients" if self.tensor is None else "")
-        gradient = "" if self.tensor is None else f" and the first gradient that is not finite is that of {self.tensor}"
-        return f"{what}{gradient} (samples {self.samples[0]} to {self.samples[-1]})"
+        if self.tensor is not None:
+            gradient = f" and the first gradient that is not finite is that of {self.tensor}"
+        else:
+            gradient = ", with finite gradients" + (" of a norm that is not" if math.isfinite(self.loss) else "")
+        return f"its loss is {self.loss:g}{gradient} (samples {self.samples[0]} to {self.samples[-1]})"
 
 
 class BadSteps:

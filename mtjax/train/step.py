@@ -199,12 +199,13 @@ class Program:
             own = jax.tree.map(reshard, state.parameters, self.placed.reduced)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
-            bad = first_bad(loss, gradients, self.axes)
+            norm = optax.tree.norm(gradients)  # clipping divides by it
+            bad = first_bad(loss + norm, gradients, self.axes)
             finite = bad == GOOD
             updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {
                 "loss": loss,
-                "grad_norm": jnp.where(finite, optax.tree.norm(gradients), 0.0),
+                "grad_norm": jnp.where(finite, norm, 0.0),
                 "learning_rate": jnp.asarray(self.schedule(applied_steps(state.optimizer)), jnp.float32),
                 "tokens": self.family.num_tokens(batch),
                 "skipped": 1.0 - finite.astype(jnp.float32),

@@ -37,6 +37,7 @@ class SpoiltGradient(Program):
     """A program with a finite loss and one gradient, of one layer of one parameter, that is infinite from a step on."""
 
     first_sample = 40
+    value, places = math.inf, (slice(None), slice(None))
 
     def gradients(self, parameters, batch, key, scale=None):
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
@@ -44,9 +45,17 @@ class SpoiltGradient(Program):
         node = gradients
         for name in UP[:-1]:
             node = node[name]
-        layer = jnp.arange(node[UP[-1]].shape[0])[:, None, None] == 1
-        node[UP[-1]] = jnp.where(late & layer, jnp.inf, node[UP[-1]])
+        here = np.zeros(node[UP[-1]].shape, bool)
+        here[1, *self.places] = True
+        node[UP[-1]] = jnp.where(late & here, self.value, node[UP[-1]])
         return loss, parts, gradients
+
+
+class SpoiltNorm(SpoiltGradient):
+    """Two elements, on two devices, whose squares are finite, and not their sum."""
+
+    first_sample = 0
+    value, places = 1.5e19, (0, [0, -1])
 
 
 @cache
@@ -205,6 +214,14 @@ def test_steps_in_a_row_are_counted_over_the_places_where_the_host_looks():
     )
     found, follower = follow([bad, bad, good, bad, bad, good], max_bad_steps=3)
     assert len(found) == 4 and not follower.are_too_many and not follower.in_a_row
+
+
+def test_a_norm_that_overflows_skips_its_step():
+    program = spoilt(SpoiltNorm)
+    _, (metrics,) = run_steps(program, 1)
+    assert metrics["skipped"] == 1 and metrics["first_bad"] == len(program.tensors) and metrics["grad_norm"] == 0
+    (skipped,), _ = follow([{"first_bad": 3}])
+    assert str(skipped) == "its loss is 1, with finite gradients of a norm that is not (samples 0 to 7)"
 
 
 def test_a_bad_loss_with_finite_gradients_is_named():
