@@ -19,7 +19,7 @@ from jaxtyping import Float, Key
 from mtjax.config import Model
 from mtjax.models.recompute import DROPOUT_MASK, PRODUCT
 from mtjax.models.threefry import random_bits
-from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.axes import merge_leading, spec, varying_like
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
@@ -104,23 +104,14 @@ def _product_backward(
     x, weight = saved
     here, there = (jax.typeof(a).sharding.spec for a in saved)
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=here)
-    if _whole_after_first(x, len(row)) and _whole_after_first(gradient, len(row)):
-        x, gradient, row = _merge(x, len(row)), _merge(gradient, len(row)), row[0]
+    # Over several dimensions XLA would copy x into another order first, on CPUs.
+    flat_x, flat_gradient = merge_leading(x, len(row)), merge_leading(gradient, len(row))
+    if flat_x is not None and flat_gradient is not None:
+        x, gradient, row = flat_x, flat_gradient, row[0]
     return x_gradient, jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=there)
 
 
 _product.defvjp(_product_forward, _product_backward)
-
-
-def _whole_after_first(x: Array, count: int) -> bool:
-    """Whether of the first `count` dimensions only the very first is split, if any."""
-    return not any(jax.typeof(x).sharding.spec[1:count])
-
-
-def _merge(x: Array, count: int) -> Array:
-    """The first `count` dimensions as one: XLA copies x into another order on CPUs to sum over several."""
-    first, *others = jax.typeof(x).sharding.spec
-    return x.reshape(-1, *x.shape[count:], out_sharding=PartitionSpec(first, *others[count - 1 :]))
 
 
 class LayerNorm(nnx.Module):

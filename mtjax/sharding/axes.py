@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, reshard
 
 from mtjax.errors import nearest
 
@@ -110,6 +110,19 @@ def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     """
     axes = frozenset[str]().union(*(_varying(a) for a in like)) - _varying(x)
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def merge_leading(x: jax.Array, count: int) -> jax.Array | None:
+    """The first `count` dimensions of `x` as one; None where any but the very first of them is split."""
+    first, *others = jax.typeof(x).sharding.spec
+    if any(others[: count - 1]):
+        return None
+    return x.reshape(-1, *x.shape[count:], out_sharding=PartitionSpec(first, *others[count - 1 :]))
+
+
+def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
+    """A vector, split as the first dimension of `like` is."""
+    return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

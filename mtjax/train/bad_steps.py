@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec, reshard
 
+from mtjax.sharding.axes import split_like_rows
 from mtjax.sharding.placement import is_names, least_of_parts
 from mtjax.sharding.zero import LAYERS
 from mtjax.training_config import Training
@@ -73,8 +73,7 @@ def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     counts = [a.shape[0] if own else 1 for a, own in zip(leaves, stacked, strict=True)]
     places = np.split(np.argsort(_backwards(found)).astype(np.int32), np.cumsum(counts)[:-1])
     # A device that has some layers of an array alone needs their places alone.
-    split = [jax.typeof(a).sharding.spec[0] if own else None for a, own in zip(leaves, stacked, strict=True)]
-    spread = [reshard(place, PartitionSpec(axis)) for place, axis in zip(places, split, strict=True)]
+    spread = [split_like_rows(p, a) if own else p for p, a, own in zip(places, leaves, stacked, strict=True)]
 
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
         own, places = parts
