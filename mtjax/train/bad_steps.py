@@ -70,17 +70,16 @@ def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     found = _in_tree_order(axes, values)
     leaves = jax.tree.leaves(values)
     stacked = [names[0] == LAYERS for names in jax.tree.leaves(axes, is_leaf=is_names)]
-    counts = [a.shape[0] if own else 1 for a, own in zip(leaves, stacked, strict=True)]
+    counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
     places = np.split(np.argsort(_backwards(found)).astype(np.int32), np.cumsum(counts)[:-1])
     # A device that has some layers of an array alone needs their places alone.
-    spread = [split_like_rows(p, a) if own else p for p, a, own in zip(places, leaves, stacked, strict=True)]
+    spread = [split_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(places, leaves, stacked, strict=True)]
 
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
-        own, places = parts
-        sums = [
-            jnp.square(a).sum(axis=tuple(range(is_stack, a.ndim))) for a, is_stack in zip(own, stacked, strict=True)
-        ]
-        firsts = [jnp.where(jnp.isfinite(s), len(found), place) for s, place in zip(sums, places, strict=True)]
+        firsts = []
+        for a, place, is_stack in zip(*parts, stacked, strict=True):
+            squares = jnp.square(a).sum(axis=tuple(range(is_stack, a.ndim)))  # of each layer, or of the one array
+            firsts.append(jnp.where(jnp.isfinite(squares), len(found), place))
         return jnp.concatenate(firsts).min()
 
     first = least_of_parts(first_of, (leaves, spread))
