@@ -58,7 +58,8 @@ def test_only_matrices_decay():
     }
 
 
-def test_update_is_clipped_adamw_with_decoupled_decay():
+@pytest.mark.parametrize("size", [1.0, 0.01, 0.0], ids=["clipped", "not clipped", "zero"])
+def test_update_is_clipped_adamw_with_decoupled_decay(size):
     """Against the update written out in float64: Loshchilov and Hutter, algorithm 2."""
     config = tiny_config(learning_rate=0.1, min_learning_rate=0.1, warmup_steps=0, weight_decay=0.5, clip_grad_norm=1.0)
     axes = {"weight": ("embed", "mlp"), "scale": ("layers", "embed")}
@@ -69,7 +70,7 @@ def test_update_is_clipped_adamw_with_decoupled_decay():
     mean = {name: np.zeros((3, 4)) for name in axes}
     square = {name: np.zeros((3, 4)) for name in axes}
     for step in range(1, 4):
-        gradients = {name: random.normal(size=(3, 4)) for name in axes}
+        gradients = {name: size * random.normal(size=(3, 4)) for name in axes}
         single = jax.tree.map(jnp.float32, (gradients, parameters))
         updates, state = optimizer.update(single[0], state, single[1])
         norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
