@@ -112,6 +112,11 @@ def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
+def sum_ranks(x: jax.Array) -> jax.Array:
+    """The sum of the data ranks' values; `x` itself where it is the same on all of them."""
+    return lax.psum(x, DATA) if DATA in _varying(x) else x
+
+
 def merge_leading(x: jax.Array, count: int) -> jax.Array | None:
     """The first `count` dimensions of `x` as one; None where any but the very first of them is split."""
     first, *others = jax.typeof(x).sharding.spec

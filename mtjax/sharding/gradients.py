@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec, auto_axes, explicit_axes
+from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
 
-from mtjax.sharding.axes import DATA, MODEL
+from mtjax.sharding.axes import DATA, MODEL, sum_ranks, varying_like
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.zero import ParameterLayout
 
@@ -39,8 +39,7 @@ def data_parallel_gradients(
     """
 
     def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:
-        # Varying parameters keep autodiff from summing each cotangent over `data` on its own.
-        wrapped = placed.wrap(jax.tree.map(_vary, parameters), num_microbatches)
+        wrapped = placed.wrap(_by_rank(parameters, batch), num_microbatches)
         parts = differentiable(wrapped)
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
 
@@ -52,11 +51,11 @@ def data_parallel_gradients(
             (loss, report), gradients = jax.value_and_grad(loss_by_parts, has_aux=True)(parts, total[1], microbatch)
             return (total[0] + loss, placed.accumulated(total[1], gradients, num_microbatches)), report
 
-        start = (_vary(jnp.zeros(())), zeros_like_parts(parts))
+        start = (_by_rank(jnp.zeros(()), batch), zeros_like_parts(parts))
         (loss, gradients), reports = lax.scan(accumulate, start, microbatches)
         with jax.named_scope("gradients"):
-            loss, report = lax.psum((loss, jax.tree.map(lambda scalars: scalars.sum(0), reports)), DATA)
-            return loss, report, placed.summed(gradients, wrapped)
+            report = jax.tree.map(lambda scalars: sum_ranks(scalars.sum(0)), reports)
+            return sum_ranks(loss), report, placed.summed(gradients, wrapped)
 
     everywhere = PartitionSpec()
     return _map_over_data(local, parameters, batch, placed, (everywhere, everywhere, placed.reduced))
@@ -68,8 +67,8 @@ def data_parallel_sum(
     """The scalars that `function` returns, summed over the data ranks' shares of `batch`; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
-        wrapped = placed.wrap(jax.tree.map(_vary, parameters), None)
-        return lax.psum(function(placed.whole_but_layers(wrapped), batch), DATA)
+        wrapped = placed.wrap(_by_rank(parameters, batch), None)
+        return jax.tree.map(sum_ranks, function(placed.whole_but_layers(wrapped), batch))
 
     return _map_over_data(local, parameters, batch, placed, PartitionSpec())
 
@@ -82,17 +81,20 @@ def _map_over_data(
     At the border of the map `model` is automatic: were it explicit there, jax would take each parameter for whole on
     every model rank and gather it on the way in, and its gradient on the way out - with the right numbers.
     """
+    # Nothing varies over a single rank: XLA would copy every gradient to sum it over one.
+    split = PartitionSpec(DATA) if placed.mesh.data > 1 else PartitionSpec()
+    batch = jax.tree.map(lambda a: reshard(a, split), batch)
     batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
     inside = explicit_axes(local, axes=(MODEL,), in_sharding=(placed.whole, batch_specs))
     mapped = jax.shard_map(
         inside,
         axis_names={DATA},
-        in_specs=(placed.manual(placed.stored), PartitionSpec(DATA)),
+        in_specs=(placed.manual(placed.stored), split),
         out_specs=placed.manual(result_specs),
     )
     return auto_axes(axes=(MODEL,), out_sharding=result_specs)(mapped)(parameters, batch)
 
 
-def _vary(x: jax.Array) -> jax.Array:
-    axes = {DATA} - set(jax.typeof(x).mat.varying)
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+def _by_rank(values: Tree, batch: Tree) -> Tree:
+    """`values` as varying as the batch: autodiff would sum each cotangent of what doesn't over `data` on its own."""
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)

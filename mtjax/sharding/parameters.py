@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import DATA, explicit_axes, spec, varying_like
+from mtjax.sharding.axes import DATA, explicit_axes, spec, sum_ranks, varying_like
 
 Tree = Any
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
     def local(g: Array) -> Array:
         if dim == UNSPLIT:
             # With split sequences a norm's was summed over `model` before: XLA would make both one sum over the mesh.
-            return lax.psum(lax.optimization_barrier(g), DATA)
+            return sum_ranks(lax.optimization_barrier(g))
         return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
 
     with jax.named_scope("gradients"):

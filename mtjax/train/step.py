@@ -36,6 +36,8 @@ Tree = Any
 Batch = dict[str, Any]
 """What the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's number in the
 run, which its dropout derives from."""
+Part = tuple[Batch, Batch, Array | None]
+"""A (micro)batch, the weights of its losses by their names, and each sample's key, None where nothing is dropped."""
 
 
 @partial(
@@ -233,33 +235,33 @@ class Program:
         """
         # Divided by the global count here, so that sums over microbatches and ranks are the mean: no mean of means.
         weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        if scale is not None:
+            weights = {name: w * scale for name, w in weights.items()}
+        keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
 
-        def loss_sum(parameters: Tree, part: tuple[Batch, Batch]) -> tuple[Array, dict[str, Array]]:
-            sums = self._loss_sums(parameters, part, key=key, options=self._loss_options)
-            total = sum(sums.values(), start=jnp.zeros(()))
-            return total if scale is None else total * scale, sums if len(sums) > 1 else {}
+        def loss_sum(parameters: Tree, part: Part) -> tuple[Array, dict[str, Array]]:
+            sums = self._loss_sums(parameters, part, self._loss_options)
+            return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
 
+        part = (batch, weights, keys)
         with use_rules(self.layout.rules):
-            loss, parts, gradients = data_parallel_gradients(loss_sum, parameters, (batch, weights), self.placed, count)
+            loss, parts, gradients = data_parallel_gradients(loss_sum, parameters, part, self.placed, count)
         if scale is not None:
-            loss, gradients = jax.tree.map(lambda value: value / scale, (loss, gradients))
+            loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
         weights = self.family.loss_weights(batch)
         with use_rules(self.layout.rules):
-            loss_sums = partial(self._loss_sums, key=None, options=plain)
-            sums = data_parallel_sum(loss_sums, parameters, (batch, weights), self.placed)
+            loss_sums = partial(self._loss_sums, options=plain)
+            sums = data_parallel_sum(loss_sums, parameters, (batch, weights, None), self.placed)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
-    def _loss_sums(
-        self, parameters: Tree, part: tuple[Batch, Batch], *, key: Array | None, options: LossOptions
-    ) -> dict[str, Array]:
-        """Weighted sums of a (micro)batch's losses; `key` turns dropout on."""
-        batch, weights = part
-        keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
+    def _loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
+        """Weighted sums of a (micro)batch's losses."""
+        batch, weights, keys = part
         losses = self.model(parameters).batch_losses(batch, keys, options)
         with jax.named_scope("loss"):
             return {name: (values * weights[name]).sum() for name, values in losses.items()}

@@ -27,8 +27,8 @@ class Spoilt(Program):
 
     sample = 13
 
-    def _loss_sums(self, parameters, part, *, key, options):
-        sums = super()._loss_sums(parameters, part, key=key, options=options)
+    def _loss_sums(self, parameters, part, options):
+        sums = super()._loss_sums(parameters, part, options)
         here = (part[0]["sample_index"] == self.sample).any()
         return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
 

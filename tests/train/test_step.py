@@ -145,6 +145,16 @@ def test_state_is_donated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.parameters))
 
 
+def test_nothing_is_summed_over_a_single_data_rank():
+    """XLA would copy every gradient for it, on CPUs; with two ranks there is something to sum."""
+
+    def sums(mesh):
+        text = program_of(mesh).lower_step().compile().as_text() or ""
+        return sum("all-reduce(" in line and "/gradients/" in line for line in text.splitlines())
+
+    assert sums("1x2") == 0 < sums("2x2")
+
+
 def test_learning_goes_down_on_one_batch():
     program = program_of("2x4", hidden_dropout=0.0, attention_dropout=0.0)
     state, losses = program.initialize(0), []
