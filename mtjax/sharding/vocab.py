@@ -266,7 +266,12 @@ def _logits(hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size:
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = lax.axis_index(MODEL) * rows + jnp.arange(rows)
-    return jnp.where(column < vocab_size, logits, NEVER), column
+    # Padding comes last: overwritten where it may be, lest XLA write all logits a second time, on CPUs.
+    start = max(0, rows - (lax.axis_size(MODEL) * rows - vocab_size))
+    if start < rows:
+        tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
+        logits = lax.dynamic_update_slice_in_dim(logits, tail, start, axis=1)
+    return logits, column
 
 
 def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
