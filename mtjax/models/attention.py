@@ -174,14 +174,16 @@ def core_attention(
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
     )
-    scores = jnp.einsum("bqgnd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
+    # Both products come out as einsum has them, batch, left and right: in another order it would turn them around, and
+    # XLA transpose what is seq x seq.
+    scores = jnp.einsum("bgnqd,bkgd->bgnqk", query.transpose(0, 2, 3, 1, 4), key, preferred_element_type=jnp.float32)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     probabilities = _softmax(jnp.where(mask, scores if bias is None else scores + bias, -1e30))
     probabilities = dropout(probabilities.astype(query.dtype), rate, keys, site, SCORES, kept_as=ATTENTION_CORE)
     grouped = spec("batch", "heads", None, "seq", "seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
-    mixed = jnp.einsum("bgnqk,bkgd->bqgnd", probabilities, value)
-    return mixed.reshape(shape, out_sharding=place)
+    mixed = jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place)
 
 
 def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq seq"]:
