@@ -19,7 +19,7 @@ from jaxtyping import Float, Key
 from mtjax.config import Model
 from mtjax.models.recompute import DROPOUT_MASK, PRODUCT
 from mtjax.models.threefry import random_bits
-from mtjax.sharding.axes import merge_leading, spec, varying_like
+from mtjax.sharding.axes import merge, spec, varying_like
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
@@ -97,18 +97,27 @@ def _product_forward(
 
 
 def _product_backward(
-    dims: tuple[str, str, str], place: PartitionSpec, saved: tuple[Array, Array], gradient: Array
+    dims: tuple[str, str, str], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    del place
     row, inner, outer = dims
     x, weight = saved
     here, there = (jax.typeof(a).sharding.spec for a in saved)
+    # Over several dimensions XLA would copy an operand into another order first, on CPUs.
+    outer, gradient, weight = _merged(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=here)
-    # Over several dimensions XLA would copy x into another order first, on CPUs.
-    flat_x, flat_gradient = merge_leading(x, len(row)), merge_leading(gradient, len(row))
-    if flat_x is not None and flat_gradient is not None:
-        x, gradient, row = flat_x, flat_gradient, row[0]
-    return x_gradient, jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=there)
+    inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
+    row, x, gradient = _merged(row, (x, 0), (gradient, 0))
+    flat = jax.typeof(weight).sharding.spec
+    weight_gradient = jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=flat)
+    return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=there)
+
+
+def _merged(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
+    """Two arrays with the dimensions `dims`, each from a place on; they are made one where neither is split inside."""
+    found = [merge(a, start, start + len(dims)) for a, start in (left, right)]
+    if found[0] is None or found[1] is None:
+        return dims, left[0], right[0]
+    return dims[0], found[0], found[1]
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -117,12 +117,14 @@ def sum_ranks(x: jax.Array) -> jax.Array:
     return lax.psum(x, DATA) if DATA in _varying(x) else x
 
 
-def merge_leading(x: jax.Array, count: int) -> jax.Array | None:
-    """The first `count` dimensions of `x` as one; None where any but the very first of them is split."""
-    first, *others = jax.typeof(x).sharding.spec
-    if any(others[: count - 1]):
+def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
+    """Dimensions `start` to `stop` of `x` as one; None where any but the very first of them is split over several."""
+    sharding = jax.typeof(x).sharding
+    axes = sharding.spec
+    if any(axis is not None and sharding.mesh.shape[axis] > 1 for axis in axes[start + 1 : stop]):
         return None
-    return x.reshape(-1, *x.shape[count:], out_sharding=PartitionSpec(first, *others[count - 1 :]))
+    place = PartitionSpec(*axes[: start + 1], *axes[stop:])
+    return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=place)
 
 
 def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:

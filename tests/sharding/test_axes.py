@@ -1,11 +1,14 @@
+import re
+
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtjax.sharding.axes import Rules, spec, use_rules
+from mtjax.sharding.axes import Rules, merge, spec, use_rules
 from mtjax.sharding.layouts import TENSOR
 from tests.tiny import mesh_of
 
@@ -58,3 +61,33 @@ def test_manual_axes_are_left_out():
             jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("data", None))),
         )
     assert seen == [P(None, "model")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dims", "shape"),
+    [
+        ("2x1", (0, 3), (64,)),  # split, but among one
+        ("2x4", (0, 3), None),
+        ("2x4", (1, 3), (4, 16)),  # split where the new dimension begins
+        ("2x4", (0, 1), (4, 8, 2)),
+    ],
+)
+def test_dimensions_merge_unless_one_inside_is_split(mesh, dims, shape):
+    found = []
+
+    def body(x):
+        found.append(merge(x, *dims))
+        return x
+
+    attached = mesh_of(mesh)
+    place = NamedSharding(attached, P(None, "model", None))
+    values = np.arange(64.0).reshape(4, 8, 2)
+    with jax.set_mesh(attached):
+        jax.jit(body)(jax.device_put(values, place))
+        merged = found.pop()
+        assert (None if merged is None else merged.shape) == shape
+        if shape is not None:
+            text = jax.jit(lambda x: merge(x, *dims)).lower(jax.device_put(values, place)).compile().as_text()
+            assert not re.search(r"all-(gather|to-all|reduce)|collective-permute", text)
+            flat = jax.jit(lambda x: merge(x, *dims))(jax.device_put(values, place))
+            np.testing.assert_array_equal(flat, values.reshape(shape))
