@@ -32,13 +32,13 @@ def heading(report: Report) -> str:
         f"{describe_recompute(step.config.training)}\n"
         f"mesh {step.mesh} (data x model), {sizes.m} microbatch{'es' if sizes.m > 1 else ''} of {sizes.b} "
         f"samples on each data rank; target {step.target.name}\n"
-        f"{overlap(step.program.xla)}"
+        f"{asked_of_xla(step.program.xla)}"
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
         f"read in {report.analysis_seconds:.1f} s"
     )
 
 
-def overlap(chosen: Chosen) -> str:
+def asked_of_xla(chosen: Chosen) -> str:
     """A line with what XLA was asked for beyond its defaults; nothing where that is nothing."""
     asked = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.options.items())
     unknown = f"; it does not know {', '.join(chosen.refused)}" if chosen.refused else ""

@@ -116,7 +116,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
-        progress.say(f"note    less may be sent behind computing, for this XLA does not know {names}")
+        progress.say(f"note    a step may take longer than it has to, for this XLA does not know {names}")
     if program.placed.unsplit:
         names = ", ".join(program.placed.unsplit)
         progress.say(f"note    whole on every data rank, for no dimension divides {shape.data} ways: {names}")

@@ -1,4 +1,4 @@
-"""What XLA is asked for beyond its defaults where a program is compiled for GPUs: to send behind computing.
+"""What XLA is asked for beyond its defaults: on GPUs to send behind computing, on CPUs not to copy the moments.
 
 They travel as a program's own `compiler_options`: `XLA_FLAGS` would be every program's of the process, and a flag that
 XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify` compile
@@ -58,6 +58,17 @@ What was left out, and what all of them were measured to do, is in docs/inspect.
 """
 
 
+CPU = (
+    Option(
+        "xla_cpu_copy_insertion_use_region_analysis",
+        True,
+        "finds an order in which parameters are updated before new moments overwrite the old; without it all are "
+        "copied first",
+        "0.10.2, off by default",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The options of a program."""
@@ -68,9 +79,11 @@ class Chosen:
 
 
 def choose(config: Config, mesh: Mesh) -> Chosen:
-    """The options of a run's programs on a mesh: none for CPUs, or with `overlap = false`."""
+    """The options of a run's programs on a mesh: none for GPUs with `overlap = false`."""
     device = mesh.local_devices[0]
-    if device.platform == "cpu" or not config.parallel.overlap:
+    if device.platform == "cpu":
+        return accepted(CPU, device)
+    if not config.parallel.overlap:
         return Chosen({})
     return accepted(OVERLAP + (SPLIT_SEQUENCES if config.parallel.sequence_parallel else ()), device)
 

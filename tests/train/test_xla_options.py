@@ -1,5 +1,7 @@
 """What XLA is asked for beyond its defaults: the same for a run and its inspection, and only what it knows."""
 
+import re
+
 import jax
 import pytest
 
@@ -9,7 +11,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import heading
 from mtjax.sharding.mesh import parse_mesh
 from mtjax.train.step import make_program
-from mtjax.train.xla_options import OVERLAP, SPLIT_SEQUENCES, Chosen, Option, accepted, choose
+from mtjax.train.xla_options import CPU, OVERLAP, SPLIT_SEQUENCES, Chosen, Option, accepted, choose
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
@@ -20,8 +22,22 @@ def names(options):
     return tuple(option.name for option in options)
 
 
-def test_cpu_programs_are_asked_for_nothing():
-    assert choose(tiny_config(sequence_parallel=True), mesh_of("2x4")) == Chosen({})
+def test_cpu_programs_get_their_own_table_whatever_the_overlap():
+    for overlap in (True, False):
+        config = tiny_config(sequence_parallel=True, overlap=overlap)
+        assert choose(config, mesh_of("2x4")) == Chosen(dict.fromkeys(names(CPU), True))
+
+
+def test_moments_are_not_copied_on_cpus():
+    def copies():
+        text = program.lower_step().compile().as_text() or ""
+        return len(re.findall(r" copy\(%state_optimizer_\w*(mu|nu)_", text))
+
+    program = make_program(tiny_config(), mesh_of("1x1"))
+    assert copies() == 0
+    program = make_program(tiny_config(), mesh_of("1x1"))
+    program.xla = Chosen({})
+    assert copies() > 0
 
 
 def test_an_option_that_xla_does_not_know_is_left_out_and_named():
