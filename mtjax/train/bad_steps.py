@@ -57,7 +57,7 @@ def tensors(axes: Tree, values: Tree) -> list[Tensor]:
 def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
-    A tensor counts as finite when the sum of squares of each device's part is.
+    A tensor counts as finite when a quarter of the sum of squares of each device's part is.
 
     Args:
       beside: a scalar that has to be finite too. When it alone is not, the answer is the number of tensors.
@@ -78,7 +78,9 @@ def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
         firsts = []
         for a, place, is_stack in zip(*parts, stacked, strict=True):
-            squares = jnp.square(a).sum(axis=tuple(range(is_stack, a.ndim)))  # of each layer, or of the one array
+            # Of each layer, or of the one array. Halved, for XLA on CPUs would share the norm's squares, and so write
+            # them all out.
+            squares = jnp.square(a / 2).sum(axis=tuple(range(is_stack, a.ndim)))
             firsts.append(jnp.where(jnp.isfinite(squares), len(found), place))
         return jnp.concatenate(firsts).min()
 
