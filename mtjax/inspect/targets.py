@@ -108,11 +108,7 @@ def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
     missing = [name for name in (PLUGIN, "nvidia") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError("compiling for GPUs that are not there needs the extra aot: pip install 'mtjax[aot]'")
-    each = min(server.gpus, count)
-    if count % each:
-        raise UserError(
-            f"{count} GPUs don't fill servers of {server.gpus}: choose a mesh that does, or another --target"
-        )
+    each = server.each_of(count)
     if not has_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver, and complains
     topology = topologies.get_topology_desc(

@@ -99,6 +99,19 @@ class Server:
         """What `--target` calls it."""
         return f"{self.gpu.name}x{self.gpus}"
 
+    def each_of(self, count: int) -> int:
+        """GPUs of each server that `count` GPUs fill: all in one, or servers that are full.
+
+        Raises:
+          UserError: the last server would not be full.
+        """
+        each = min(self.gpus, count)
+        if count % each:
+            raise UserError(
+                f"{count} GPUs don't fill servers of {self.gpus}: choose a mesh that does, or another --target"
+            )
+        return each
+
 
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024

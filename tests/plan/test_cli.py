@@ -122,6 +122,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--tokens", "nan"], "--tokens is nan"),
         (["--usable", "1.5"], "--usable is 1.5"),
         (["--gpus", "7"], "7 GPUs form no mesh"),
+        (["--config", "gpt2-large", "--mesh", "8x1", "--target", "h100x7"], "8 GPUs don't fill servers of 7"),
         (["--gpus", "1", "--target", "v100x16"], "no plan for 1 GPUs fits"),
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
