@@ -267,7 +267,7 @@ def _logits(hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size:
     rows = table_VH.shape[0]
     column = lax.axis_index(MODEL) * rows + jnp.arange(rows)
     # Padding comes last: overwritten where it may be, lest XLA write all logits a second time, on CPUs.
-    start = max(0, rows - (lax.axis_size(MODEL) * rows - vocab_size))
+    start = max(0, vocab_size - (lax.axis_size(MODEL) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
         logits = lax.dynamic_update_slice_in_dim(logits, tail, start, axis=1)
