@@ -76,7 +76,7 @@ def _report(console: Console, shape: Shape, run_config: config.Config, server: S
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
     plan = _planned(run_config, options)
     check(shape, plan)
-    server.each_of(plan.ways.gpus)
+    server.each_of(plan.ways.gpus)  # refuses what would leave a server half empty
     print_report(console, shape, plan, server, options)
     limit = options.usable * server.gpu.memory
     if fullest_stage(shape, plan).total > limit:
