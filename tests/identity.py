@@ -1,0 +1,138 @@
+"""Did a refactor change a program? Losses to the bit, collectives, memory and parameter names, before and after.
+
+    python -m tests.identity record before.json                 # in the old checkout
+    python -m tests.identity compare before.json                # in the new one: exit code 1 where anything differs
+    python -m tests.identity compare before.json --only cpu t5  # cases whose name has all of these words
+
+A record holds for one machine and one set of versions; it is not kept in the repository.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+from mtjax.inspect.compiled import compile_step
+from mtjax.inspect.report import report
+from mtjax.inspect.targets import find_target
+from tests.inspect.steps import tiny
+from tests.tiny import mesh_of, run_steps, tiny_config
+
+GROUPED = {"family": "llama", "num_kv_heads": 2}
+POST = {"family": "bert", "norm_placement": "post"}
+SHORT = {"family": "t5", "decoder_sequence_length": 32}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "gpt 2x4": {"mesh": "2x4"},
+    "gpt 8x1 zero 1": {"mesh": "8x1", "zero": 1, "microbatch_size": 1},
+    "gpt 2x4 split zero 3 full": {"mesh": "2x4", "sequence_parallel": True, "zero": 3, "recompute": "full"},
+    "gpt 4x2 split zero 2": {"mesh": "4x2", "sequence_parallel": True, "zero": 2, "microbatch_size": 1},
+    "gpt 1x8 split": {"mesh": "1x8", "sequence_parallel": True, "recompute": "selective"},
+    "gpt 2x2 groups": {"mesh": "2x2", "recompute": "full", "recompute_num_layers": 2, "microbatch_size": 2},
+    "gpt 2x4 float16": {"mesh": "2x4", "compute_dtype": "float16", "zero": 1},
+    "llama 2x4 zero 1": {"mesh": "2x4", **GROUPED, "zero": 1},
+    "llama 2x4 split zero 3": {"mesh": "2x4", **GROUPED, "sequence_parallel": True, "zero": 3, "microbatch_size": 2},
+    "bert 2x4": {"mesh": "2x4", "family": "bert"},
+    "bert post 2x4 split": {"mesh": "2x4", **POST, "sequence_parallel": True, "zero": 1},
+    "t5 2x4": {"mesh": "2x4", "family": "t5"},
+    "t5 2x4 split zero 3 full": {
+        "mesh": "2x4",
+        "family": "t5",
+        "sequence_parallel": True,
+        "zero": 3,
+        "recompute": "full",
+    },
+}
+"""Name -> fields over those of `tests.tiny`: three steps on CPU devices, dropout on."""
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "gpt 2x4": {},
+    "gpt 4x2 split zero 1": {"mesh": "4x2", "sequence_parallel": True, "zero": 1},
+    "gpt 2x4 split zero 3": {"sequence_parallel": True, "zero": 3, "recompute": "none"},
+    "gpt 2x4 zero 2 one microbatch": {"zero": 2, "microbatch_size": None},
+    "llama 2x4 split": {**GROUPED, "sequence_parallel": True, "microbatch_size": 1},
+    "bert post 2x4": {**POST},
+    "bert 2x4 split": {"family": "bert", "sequence_parallel": True},
+    "t5 2x4": {**SHORT},
+    "t5 2x4 split zero 1": {**SHORT, "sequence_parallel": True, "zero": 1},
+}
+"""Name -> fields over those of `tests.inspect.steps`: programs for H100s and for CPUs, compiled only."""
+
+
+def run_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:
+    """Three losses and gradient norms, exact, and what the parameters are called."""
+    from mtjax.train.step import make_program
+
+    program = make_program(tiny_config(**{k: v for k, v in fields.items() if k != "mesh"}), mesh_of(fields["mesh"]))
+    _, metrics = run_steps(program, 3)
+    leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
+    return {
+        "losses": [float(m["loss"]).hex() for m in metrics],
+        "grad_norms": [float(m["grad_norm"]).hex() for m in metrics],
+        "parameters": {jax.tree_util.keystr(p, simple=True, separator="."): list(a.shape) for p, a in leaves},
+    }
+
+
+def compile_for(target: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Every collective by phase, kind, axes and shapes; memory; and whether the contract holds."""
+    found = report(compile_step(tiny(**fields), find_target(target)))
+    sent: Counter[str] = Counter()
+    for c in found.collectives:
+        shapes = ", ".join(sorted(f"{a.dtype}{list(a.dims)}" for a in c.arrays))
+        axes = "+".join(c.axes) if c.axes is not None else "?"
+        sent[f"{c.phase}: {c.kind} over {axes} of {shapes}"] += c.count
+    memory = vars(found.step.memory)
+    return {"collectives": dict(sorted(sent.items())), "memory": memory, "holds": found.verdict.holds}
+
+
+def cases() -> dict[str, Any]:
+    """Name -> what makes the case's record."""
+    found: dict[str, Any] = {f"run {name}": lambda f=fields: run_on_cpu(f) for name, fields in RUNS.items()}
+    for target in ("cpu", "h100x8"):
+        found |= {f"{target} {name}": lambda t=target, f=fields: compile_for(t, f) for name, fields in PROGRAMS.items()}
+    return found
+
+
+def differences(before: Any, after: Any, where: str = "") -> list[str]:
+    """Leaves of two nested dicts that are not equal."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = dict.fromkeys([*before, *after])
+        return [d for k in keys for d in differences(before.get(k), after.get(k), f"{where} / {k}" if where else k)]
+    return [] if before == after else [f"{where}: {before} before, {after} now"]
+
+
+def main() -> int:
+    """Records or compares; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must have")
+    options = parser.parse_args()
+    chosen = {name: make for name, make in cases().items() if all(word in name.split() for word in options.only)}
+    before = json.loads(options.file.read_text()) if options.file.exists() else {}
+    wrong = 0
+    for name, make in chosen.items():
+        now = json.loads(json.dumps(make()))
+        if options.what == "record":
+            before[name] = now
+            options.file.write_text(json.dumps(before, indent=1))
+            print(f"recorded  {name}", flush=True)
+            continue
+        found = differences(before.get(name), now)
+        wrong += bool(found)
+        print(f"{'DIFFERS ' if found else 'equal   '}  {name}", *found[:20], sep="\n    ", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
