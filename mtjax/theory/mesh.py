@@ -1,0 +1,106 @@
+"""The shape of a mesh: how many ways each of its axes splits what it splits, and the one parser of "64x8"."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from mtjax.errors import UserError, nearest
+from mtjax.theory.rules import DATA, MANUAL, MODEL, STAGE, Axes
+
+AXES: Axes = (*MANUAL, MODEL)
+"""Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
+
+IMPLEMENTED: Axes = (DATA, MODEL)
+"""Axes over which mtjax trains; the planner counts with others too."""
+
+POSITIONAL: dict[int, Axes] = {2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
+"""What the numbers of "64x8" and "8x4x8" stand for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Ways of each mesh axis."""
+
+    data: int = 1
+    stage: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+
+    @property
+    def size(self) -> int:
+        """Devices of the mesh."""
+        return self.ways(AXES)
+
+    @property
+    def axes(self) -> Axes:
+        """The axes that a mesh of this shape is made with: data and model always, others of more than one way."""
+        return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
+
+    def ways(self, axes: Axes) -> int:
+        """In how many parts these axes together split a dimension; () leaves it in one."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def __str__(self) -> str:
+        """As `parse_mesh` reads it: "64x8", or with names where more than data and model are split."""
+        if self.axes == POSITIONAL[2]:
+            return "x".join(str(getattr(self, axis)) for axis in self.axes)
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Reads "64x8" (DATAxMODEL), "8x4x8" (DATAxSTAGExMODEL) or axes by name in any order: "model=8,data=64".
+
+    Axes that are not named have one way.
+
+    Raises:
+      UserError: the text is neither, names an unknown axis or one twice, or has a way below 1.
+    """
+    if re.fullmatch(r"\s*\d+(x\d+){1,2}\s*", text):
+        numbers = [int(word) for word in text.split("x")]
+        ways = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))
+    else:
+        ways = _named_ways(text)
+    for axis, n in ways.items():
+        if n < 1:
+            raise UserError(f"mesh {text!r} gives {axis} {n} ways; every axis needs at least 1")
+    return MeshShape(**ways)
+
+
+def _named_ways(text: str) -> dict[str, int]:
+    ways: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if not match:
+            example = MeshShape(data=8, stage=4, model=8)
+            raise UserError(f"mesh {text!r} is neither DATAxMODEL, like 64x8, nor named, like {example}")
+        if match[1] not in AXES:
+            known = nearest(match[1], AXES) or f"; the axes are {', '.join(AXES)}"
+            raise UserError(f"mesh {text!r}: no axis is called {match[1]!r}{known}")
+        if match[1] in ways:
+            raise UserError(f"mesh {text!r} gives {match[1]} twice; name each axis once")
+        ways[match[1]] = int(match[2])
+    return ways
+
+
+def why_not_trained(mesh: MeshShape) -> str | None:
+    """The sentence that says which axis of the mesh mtjax can't train over yet; None where it can.
+
+    The trainer ends with it, and the planner says it where it would print the command that trains.
+    """
+    missing = [axis for axis in mesh.axes if axis not in IMPLEMENTED]
+    if not missing:
+        return None
+    asked = " and ".join(f"{axis}={getattr(mesh, axis)}" for axis in missing)
+    return f"mesh {mesh} asks for {asked}, and mtjax trains over {' and '.join(IMPLEMENTED)} only so far: leave it out"
+
+
+def check_implemented(mesh: MeshShape) -> None:
+    """Checks that mtjax trains over every axis that the mesh splits.
+
+    Raises:
+      UserError: it does not: `why_not_trained`.
+    """
+    reason = why_not_trained(mesh)
+    if reason is not None:
+        raise UserError(reason)

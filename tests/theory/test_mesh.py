@@ -1,0 +1,74 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtjax.errors import UserError
+from mtjax.theory.mesh import AXES, MeshShape, check_implemented, parse_mesh, why_not_trained
+
+WAYS = st.integers(1, 10_000)
+
+
+@given(WAYS, WAYS)
+def test_both_forms_say_the_same(data, model):
+    shape = MeshShape(data=data, model=model)
+    assert str(shape) == f"{data}x{model}"
+    assert parse_mesh(str(shape)) == shape
+    assert parse_mesh(f"data={data},model={model}") == shape
+    assert parse_mesh(f" model = {model} , data={data}") == shape
+    assert shape.size == data * model
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(AXES, WAYS)), st.randoms())
+def test_axes_may_be_named_in_any_order(ways, random):
+    shape = MeshShape(**ways)
+    names = list(ways)
+    random.shuffle(names)
+    assert parse_mesh(",".join(f"{name}={ways[name]}" for name in names)) == shape
+    assert parse_mesh(str(shape)) == shape
+
+
+def test_three_numbers_are_data_stage_and_model():
+    assert parse_mesh(" 8x4x2 ") == MeshShape(data=8, stage=4, model=2)
+
+
+def test_axes_left_out_have_one_way():
+    assert parse_mesh("model=8") == MeshShape(model=8)
+    assert parse_mesh("context=2").axes == ("data", "context", "model")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "64x", "3y4", "-1x4", "2x4x2x2", "data=2;model=4", "data=two", "data=2,", "2 x4"]
+)
+def test_nonsense_is_refused_with_both_forms(text):
+    with pytest.raises(UserError, match="neither DATAxMODEL, like 64x8, nor named, like data=8,stage=4,model=8"):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2,modle=4", "no axis is called 'modle' - did you mean 'model'"),
+        ("rows=4", "no axis is called 'rows'; the axes are data, stage, context, expert, model"),
+        ("data=8,data=2", "gives data twice"),
+        ("0x8", "gives data 0 ways; every axis needs at least 1"),
+        ("data=2,stage=0", "gives stage 0 ways; every axis needs at least 1"),
+    ],
+)
+def test_wrong_meshes(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_mesh(text)
+
+
+def test_axes_together_split_by_their_product():
+    mesh = MeshShape(data=2, context=3, model=4)
+    assert mesh.ways(()) == 1
+    assert mesh.ways(("data", "context")) == 6
+    assert mesh.size == 24
+
+
+def test_what_is_not_trained_yet_is_said_in_one_sentence():
+    check_implemented(parse_mesh("stage=1,data=64,model=8"))
+    mesh = parse_mesh("8x4x8")
+    with pytest.raises(UserError, match="mesh data=8,stage=4,model=8 asks for stage=4, and .* data and model") as error:
+        check_implemented(mesh)
+    assert str(error.value) == why_not_trained(mesh)
