@@ -8,7 +8,7 @@ the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the com
 
 No GPU is needed; the extra `aot` is. Two minutes or so on two cores.
 
-The constants: those of `mtjax.plan.timing.Constants` and `mtjax.plan.hardware.DGX_2H`, and one number of the paper's,
+The constants: those of `mtjax.theory.timing.Constants` and `mtjax.theory.hardware.DGX_2H`, and one number of the paper's,
 the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. How much slower the kernels of 2019 ran than
 the walk says for that one point slows the computation of all points alike; communication is not touched by it.
 """
@@ -29,8 +29,8 @@ from mtjax.inspect.dump import write
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
-from mtjax.plan.formulas import Shape, hardware_flops_per_token
-from mtjax.plan.hardware import DGX_2H
+from mtjax.theory.flops import Shape, hardware_flops_per_token
+from mtjax.theory.hardware import DGX_2H
 from mtjax.sharding.contract import LAYER_PHASES
 
 COMPILED_FOR = "h100x16"

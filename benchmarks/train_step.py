@@ -32,8 +32,8 @@ from rich.table import Table
 
 from mtjax import config as configs
 from mtjax.config import Config, padded_vocab_size
-from mtjax.plan.formulas import Shape, model_flops_per_token
-from mtjax.plan.hardware import by_device_kind
+from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory.hardware import by_device_kind
 
 RESULTS = Path(__file__).parent / "results"
 SIDES = ("mtjax", "torch", "torch-compiled")

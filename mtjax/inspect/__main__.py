@@ -18,7 +18,7 @@ from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
-from mtjax.plan.hardware import GB, Server
+from mtjax.theory.hardware import GB, Server
 from mtjax.sharding.contract import Contract
 
 GPT2_VOCABULARY = 50_257

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.plan.formulas import Shape
-from mtjax.plan.memory import Memory, stage_memory
-from mtjax.plan.plans import Plan, Ways
+from mtjax.theory.flops import Shape
+from mtjax.theory.memory import Memory, stage_memory
+from mtjax.theory.plans import Plan, Ways
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.roofline import Event, Roofline, Spent
-from mtjax.plan.formulas import Shape, model_flops_per_token
-from mtjax.plan.hardware import Server
+from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory.hardware import Server
 from mtjax.sharding.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 
 

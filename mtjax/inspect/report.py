@@ -15,8 +15,8 @@ from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.targets import Target
-from mtjax.plan.formulas import Shape, compiled_flops_per_token, flops_per_step
-from mtjax.plan.hardware import Server
+from mtjax.theory.flops import Shape, compiled_flops_per_token, flops_per_step
+from mtjax.theory.hardware import Server
 from mtjax.sharding.contract import PHASES, Contract, Sizes, due
 from mtjax.sharding.family_contracts import contract_of_run
 

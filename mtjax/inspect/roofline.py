@@ -16,10 +16,10 @@ from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import Product, product_of, products_inside
 from mtjax.inspect.traffic import bytes_moved
 from mtjax.inspect.walk import executions
-from mtjax.plan.hardware import Server
-from mtjax.plan.timing import Constants, Machine
-from mtjax.plan.traffic import Axis
-from mtjax.plan.traffic import Collective as Sent
+from mtjax.theory.hardware import Server
+from mtjax.theory.timing import Constants, Machine
+from mtjax.theory.traffic import Axis
+from mtjax.theory.traffic import Collective as Sent
 
 
 @dataclass(frozen=True)

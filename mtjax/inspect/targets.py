@@ -12,8 +12,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from mtjax.errors import UserError
-from mtjax.plan import target as plan_target
-from mtjax.plan.hardware import SERVERS, Server, by_device_kind
+from mtjax.theory import target as server_files
+from mtjax.theory.hardware import SERVERS, Server, by_device_kind
 from mtjax.sharding.mesh import MeshShape, attach_devices, has_gpu, make_mesh
 
 CPU = "cpu"

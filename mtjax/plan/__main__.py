@@ -9,16 +9,19 @@ from rich.console import Console
 
 from mtjax import cli, config
 from mtjax.errors import UserError
-from mtjax.plan import target
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import Server
-from mtjax.plan.memory import fullest_stage
 from mtjax.plan.options import Options
-from mtjax.plan.plans import Plan, Ways, check, parse_ways
 from mtjax.plan.report import make_console, print_report
-from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search, trains_today
+from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
+from mtjax.theory import target
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import check
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import Server
+from mtjax.theory.memory import fullest_stage
+from mtjax.theory.mesh import MeshShape, parse_mesh, why_not_trained
+from mtjax.theory.plans import Plan
 
 GPT2_VOCABULARY = 50_257
 DEFAULT = "gpt2-8.3b"
@@ -44,22 +47,17 @@ def run(argv: Sequence[str] | None) -> None:
         print_published(console)
         return
     run_config = _with_vocabulary(command.config, console)
-    if run_config.model.family == "t5":
-        raise UserError(
-            "the planner's memory and time are formulas of a single stack of layers, and a T5 has two; "
-            "mtjax inspect compiles its step and tells both"
-        )
     server = target.parse(options.target)
-    shape = Shape.of(run_config.model)
+    anatomy = anatomy_of(run_config.model)
     if options.gpus is not None or options.days is not None:
         source = _source(argv) or DEFAULT
-        plan = _search(console, shape, run_config, server, options, command.config, source)
+        plan = _search(console, anatomy, run_config, server, options, command.config, source)
     else:
-        plan = _report(console, shape, run_config, server, options)
+        plan = _report(console, anatomy, run_config, server, options)
     if options.inference:
-        print_inference(console, shape, server, plan.ways.model, options.context or shape.sequence_length)
+        print_inference(console, anatomy, server, plan.mesh.model, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
-        _plot(console, options.plot, shape, plan, server, options)
+        _plot(console, options.plot, anatomy, plan, server, options)
     if options.verify:
         _verify(console, run_config, plan, options)
 
@@ -72,18 +70,18 @@ def _with_vocabulary(run_config: config.Config, console: Console) -> config.Conf
     return config.replace(run_config, vocab_size=GPT2_VOCABULARY)
 
 
-def _report(console: Console, shape: Shape, run_config: config.Config, server: Server, options: Options) -> Plan:
+def _report(console: Console, anatomy: Anatomy, run_config: config.Config, server: Server, options: Options) -> Plan:
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
     plan = _planned(run_config, options)
-    check(shape, plan)
-    server.each_of(plan.ways.gpus)  # refuses what would leave a server half empty
-    print_report(console, shape, plan, server, options)
+    check(anatomy.model, plan)
+    server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
+    print_report(console, anatomy, plan, server, options)
     limit = options.usable * server.gpu.memory
-    if fullest_stage(shape, plan).total > limit:
-        found = search(shape, plan, plan.ways.gpus, server)
-        near = found.best if found.fitting else nearest_feasible(shape, plan, plan.ways.gpus, server)
+    if fullest_stage(anatomy, plan).total > limit:
+        found = search(anatomy, plan, plan.mesh.size, server)
+        near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
         hint = (
-            f"the nearest plan that does is {describe(near.plan)} ({near.plan.ways.gpus} GPUs)"
+            f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
             if near
             else ("no number of these GPUs does")
         )
@@ -103,8 +101,8 @@ def _planned(run_config: config.Config, options: Options) -> Plan:
             "the planner's formulas know none, selective, and full of every layer on its own, and the config "
             f"asks for {asked}; mtjax inspect compiles it"
         )
-    ways = parse_ways(run_config.parallel.mesh)
-    return Plan.of(run_config, ways, schedule=options.schedule, chunks=options.chunks)
+    mesh = parse_mesh(run_config.parallel.mesh)
+    return Plan.of(run_config, mesh, schedule=options.schedule, chunks=options.chunks)
 
 
 def _source(argv: Sequence[str] | None) -> str | None:
@@ -116,7 +114,7 @@ def _source(argv: Sequence[str] | None) -> str | None:
 
 def _search(
     console: Console,
-    shape: Shape,
+    anatomy: Anatomy,
     run_config: config.Config,
     server: Server,
     options: Options,
@@ -124,28 +122,29 @@ def _search(
     source: str,
 ) -> Plan:
     """Searches for a number of GPUs or for a number of days; returns the winner."""
-    base = Plan.of(run_config, Ways())
+    base = Plan.of(run_config, MeshShape())
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None
-        gpus = gpus_within(shape, base, options.tokens, options.days, server).plan.ways.gpus
+        gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
         console.print(f"[bold]{gpus} GPUs[/] read {options.tokens:.3g} tokens within {options.days:g} days.\n")
-    found = best_plan(shape, base, gpus, server)
-    print_search(console, shape, found, server, options, asked, source)
+    found = best_plan(anatomy, base, gpus, server)
+    print_search(console, anatomy, found, server, options, asked, source)
     return found.best.plan
 
 
-def _plot(console: Console, path: Path, shape: Shape, plan: Plan, server: Server, options: Options) -> None:
+def _plot(console: Console, path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:
     from mtjax.plan.plots import draw  # matplotlib takes a second to import
 
-    draw(path, shape, plan, server, options)
+    draw(path, anatomy, plan, server, options)
     console.print(f"\nDrawn: {path}")
 
 
 def _verify(console: Console, run_config: config.Config, plan: Plan, options: Options) -> None:
-    if not trains_today(plan):
-        raise UserError(f"--verify compiles what `mtjax train` has, which is no stages, and mesh {plan.ways} has some")
-    from mtjax.plan.verify import print_verification  # compiles: the only part that needs jax
+    reason = why_not_trained(plan.mesh)
+    if reason is not None:
+        raise UserError(f"--verify compiles the program that trains, and {reason}")
+    from mtjax.inspect.verify import print_verification  # compiles: the only part that needs jax
 
     print_verification(console, run_config, options.target)
 

@@ -1,34 +1,45 @@
 """What generating text takes, by formula.
 
-Symbols as in `mtjax.plan.formulas`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
+Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
 """
 
 from dataclasses import dataclass
 
-from mtjax.plan.formulas import Shape, parameters
-from mtjax.plan.hardware import Server
-from mtjax.plan.timing import Constants
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.counts import parameters
+from mtjax.theory.hardware import Server
+from mtjax.theory.timing import Constants
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes per parameter of stored weights, without scales."""
 
-
-def flops_per_token(shape: Shape, context: int = 0) -> float:
-    """FLOPs to generate one token: 2 per parameter of the products, and `4Lql` for attention over the context."""
-    lookups = shape.sequence_length * shape.learned_positions
-    lookups += 0 if shape.tied_embeddings else shape.padded_vocab_size  # then the table is read by rows alone
-    products = parameters(shape) - lookups * shape.hidden_size
-    return 2 * products + 4 * context * shape.query_size * shape.num_layers
+READS_ENCODED = "cross.key_value"
+"""What a decoder's layer computes once a text, not once a token."""
 
 
-def weight_bytes(shape: Shape, precision: str) -> float:
+def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
+    """FLOPs to generate one token: 2 per parameter that it meets, and `4Lq` a layer for attention over the context.
+
+    It meets the layers of the last stack - an encoder has read its text before - and the output projection; other
+    tables are read by rows alone.
+    """
+    stack, tied = anatomy.stacks[-1], anatomy.model.tie_embeddings
+    head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
+    layer = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
+    met = stack.layers * sum(w.size for w in layer) + sum(w.size for w in head)
+    scores = [part.scores for part in stack.parts if part.scores]
+    return 2 * met + 4 * stack.layers * context * sum(s.heads * s.width for s in scores)
+
+
+def weight_bytes(anatomy: Anatomy, precision: str) -> float:
     """Bytes of all weights."""
-    return parameters(shape) * WEIGHT_BYTES[precision]
+    return parameters(anatomy) * WEIGHT_BYTES[precision]
 
 
-def cache_bytes(shape: Shape, batch: int, context: int, element_bytes: float = 2) -> float:
-    """Bytes of keys and values: `2 l k L` elements per sequence."""
-    return 2 * shape.num_layers * shape.kv_size * context * batch * element_bytes
+def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
+    """Bytes of keys and values: `2 l k L` elements per sequence; of a decoder also those of the text it reads."""
+    stack = anatomy.stacks[-1]
+    return stack.layers * sum(part.cached(context) for part in stack.parts) * batch * element_bytes
 
 
 @dataclass(frozen=True)
@@ -47,15 +58,15 @@ class Generation:
 
 
 def generation(
-    shape: Shape, server: Server, model_ways: int, batch: int, context: int, precision: str = "bfloat16"
+    anatomy: Anatomy, server: Server, model_ways: int, batch: int, context: int, precision: str = "bfloat16"
 ) -> Generation:
     """Bounds on prefill and decoding; communication between the model ways is left out."""
     gpu, constants = server.gpu, Constants()
     rate = model_ways * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
-    reading = (weight_bytes(shape, precision) + cache_bytes(shape, batch, context)) / (
+    reading = (weight_bytes(anatomy, precision) + cache_bytes(anatomy, batch, context)) / (
         model_ways * gpu.bandwidth * constants.memory
     )
     return Generation(
-        prefill_seconds=batch * context * flops_per_token(shape, context // 2) / rate,
-        token_seconds=max(reading, batch * flops_per_token(shape, context) / rate),
+        prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
+        token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),
     )

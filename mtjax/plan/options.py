@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.errors import UserError
-from mtjax.plan.schedules import Schedule
+from mtjax.theory.schedules import Schedule
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
 

@@ -10,24 +10,26 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mtjax.errors import UserError
-from mtjax.plan import formulas, published
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import Server
-from mtjax.plan.memory import Memory, fullest_stage
+from mtjax.plan import published
 from mtjax.plan.options import Options
-from mtjax.plan.plans import Plan, Ways, check
 from mtjax.plan.search import divisors
-from mtjax.plan.timing import step_time
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import problems
+from mtjax.theory.flops import amdahl_speedup
+from mtjax.theory.hardware import Server
+from mtjax.theory.memory import Memory, fullest_stage
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan
+from mtjax.theory.timing import step_time
 
 
-def draw(path: Path, shape: Shape, plan: Plan, server: Server, options: Options) -> None:
+def draw(path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:
     """Writes all three plots into one file, atomically; its ending says the format."""
     figure = Figure(figsize=(17, 5.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    memory_by_mesh(left, shape, plan, server, options.usable)
+    memory_by_mesh(left, anatomy, plan, server, options.usable)
     weak_scaling(middle)
-    strong_scaling(right, shape, plan, server, options.serial_share)
+    strong_scaling(right, anatomy, plan, server, options.serial_share)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=130)
@@ -49,29 +51,27 @@ def memory_parts(memory: Memory) -> dict[str, float]:
     return {name: size / 2**30 for name, size in parts.items()}
 
 
-def mesh_choices(shape: Shape, plan: Plan, server: Server) -> list[Plan]:
+def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
     """The plan on every mesh of as many GPUs that divides, by model ways; stages as planned."""
-    gpus = plan.ways.gpus // plan.ways.stage
+    gpus = plan.mesh.size // plan.mesh.stage
     choices = []
     for model in divisors(gpus):
         data = gpus // model
         if model > server.gpus or plan.global_batch_size % data:
             continue
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
-        option = replace(plan, ways=Ways(data, plan.ways.stage, model), microbatch_size=microbatch)
-        try:
-            check(shape, option)
-        except UserError:
-            continue
-        choices.append(option)
+        mesh = MeshShape(data=data, stage=plan.mesh.stage, model=model)
+        option = replace(plan, mesh=mesh, microbatch_size=microbatch)
+        if not any(problems(anatomy.model, option)):
+            choices.append(option)
     return choices
 
 
-def memory_by_mesh(axes: Axes, shape: Shape, plan: Plan, server: Server, usable: float) -> None:
+def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> None:
     """Stacked components, one bar per mesh."""
-    choices = mesh_choices(shape, plan, server)
-    names = [f"{p.ways.data}x{p.ways.stage}x{p.ways.model}" for p in choices]
-    parts = [memory_parts(fullest_stage(shape, p)) for p in choices]
+    choices = mesh_choices(anatomy, plan, server)
+    names = [f"{p.mesh.data}x{p.mesh.stage}x{p.mesh.model}" for p in choices]
+    parts = [memory_parts(fullest_stage(anatomy, p)) for p in choices]
     bottom = [0.0] * len(choices)
     for name in parts[0]:
         heights = [p[name] for p in parts]
@@ -87,7 +87,7 @@ def weak_scaling(axes: Axes) -> None:
     """Figure 5: the paper's points and the model's."""
     points = published.figure_5()
     for part, colour, name in ((points[:4], "tab:blue", "model ways"), (points[4:], "tab:orange", "model x data ways")):
-        gpus = [p.plan.ways.gpus for p in part]
+        gpus = [p.plan.mesh.size for p in part]
         axes.plot(gpus, [100 * p.published for p in part], "o", color=colour, label=f"{name}: paper, measured")
         axes.plot(gpus, [100 * p.predicted for p in part], "--", color=colour, label=f"{name}: model")
     axes.set_xscale("log", base=2)
@@ -95,21 +95,21 @@ def weak_scaling(axes: Axes) -> None:
     axes.legend(fontsize=8, loc="lower left")
 
 
-def strong_scaling(axes: Axes, shape: Shape, plan: Plan, server: Server, serial_share: float) -> None:
+def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
     """Speed-up over the smallest data ways, the global batch fixed; with the ideal and Amdahl's bound."""
-    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.ways.data)]
+    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.mesh.data)]
     times = []
     for data in counts:
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
         while plan.global_batch_size % (data * microbatch):
             microbatch -= 1
-        option = replace(plan, ways=replace(plan.ways, data=data), microbatch_size=microbatch)
-        times.append(step_time(shape, option, server).total)
-    each = plan.ways.stage * plan.ways.model
+        option = replace(plan, mesh=replace(plan.mesh, data=data), microbatch_size=microbatch)
+        times.append(step_time(anatomy, option, server).total)
+    each = plan.mesh.stage * plan.mesh.model
     gpus = [d * each for d in counts]
     axes.plot(gpus, [times[0] / t for t in times], "o-", label="model")
     axes.plot(gpus, counts, ":", color="grey", label="ideal")
-    bound = [formulas.amdahl_speedup(serial_share, d) for d in counts]
+    bound = [amdahl_speedup(serial_share, d) for d in counts]
     axes.plot(gpus, bound, "--", color="tab:red", label=f"Amdahl, {100 * serial_share:g}% serial")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)

@@ -6,12 +6,15 @@ its points, and said here.
 
 from dataclasses import dataclass, replace
 
-from mtjax.errors import UserError
-from mtjax.plan.formulas import Shape, flops_per_step, hardware_flops_per_token
-from mtjax.plan.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
-from mtjax.plan.memory import fullest_stage
-from mtjax.plan.plans import MEGATRON_BF16, MEGATRON_FP16, Plan, Ways, check
-from mtjax.plan.timing import MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Constants, Software, step_time
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import problems
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.flops import hardware_flops
+from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
+from mtjax.theory.memory import fullest_stage
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan
+from mtjax.theory.timing import MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Constants, Software, step_time
 
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill."""
@@ -45,25 +48,24 @@ def figure_5(constants: Constants | None = None) -> list[Point]:
 
     As the paper: microbatch 8, full recompute, dropout, float16, gradients reduced once. Padded vocabulary 51,200.
     """
-    shapes = [Shape.gpt(layers, h, a, 1024, 51_200) for layers, h, a, _ in _TABLE_1]
-    plans = [
-        Plan(Ways(1, 1, t), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron") for *_, t in _TABLE_1
-    ]
-    base = _speed(shapes[0], plans[0], DGX_2H, MEGATRON_2019, constants)
+    anatomies = [gpt(layers, h, a, 1024, 51_200) for layers, h, a, _ in _TABLE_1]
+    one = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
+    plans = [replace(one, mesh=MeshShape(model=t)) for *_, t in _TABLE_1]
+    base = _speed(anatomies[0], plans[0], DGX_2H, MEGATRON_2019, constants)
     points = []
     for data, published in ((1, _MODEL_ONLY), (64, _WITH_DATA)):
-        for shape, plan, share in zip(shapes, plans, published, strict=True):
-            scaled = replace(plan, ways=replace(plan.ways, data=data), global_batch_size=8 * data)
-            speed = _speed(shape, scaled, DGX_2H, MEGATRON_2019, constants)
-            points.append(Point(f"{scaled.ways.gpus} GPUs", scaled, share, speed / base))
+        for anatomy, plan, share in zip(anatomies, plans, published, strict=True):
+            scaled = replace(plan, mesh=replace(plan.mesh, data=data), global_batch_size=8 * data)
+            speed = _speed(anatomy, scaled, DGX_2H, MEGATRON_2019, constants)
+            points.append(Point(f"{scaled.mesh.size} GPUs", scaled, share, speed / base))
     return points
 
 
 def figure_5_base(constants: Constants | None = None) -> Point:
     """TFLOP/s of one GPU on the 1.2B model, recompute counted."""
     layers, h, a, _ = _TABLE_1[0]
-    plan = Plan(Ways(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
-    speed = _speed(Shape.gpt(layers, h, a, 1024, 51_200), plan, DGX_2H, MEGATRON_2019, constants)
+    plan = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
+    speed = _speed(gpt(layers, h, a, 1024, 51_200), plan, DGX_2H, MEGATRON_2019, constants)
     return Point("1 GPU", plan, FIGURE_5_BASE, speed)
 
 
@@ -75,30 +77,30 @@ class Run:
     num_layers: int
     hidden_size: int
     num_heads: int
-    ways: Ways
+    mesh: MeshShape
     global_batch_size: int
     tflops: float
     """Per GPU."""
 
 
 _A100 = (
-    Run("1.7B", 24, 2304, 24, Ways(32, 1, 1), 512, 137.0),
-    Run("3.6B", 30, 3072, 32, Ways(32, 1, 2), 512, 138.0),
-    Run("7.5B", 36, 4096, 32, Ways(32, 1, 4), 512, 142.0),
-    Run("18.4B", 40, 6144, 48, Ways(32, 1, 8), 1024, 135.0),
-    Run("39.1B", 48, 8192, 64, Ways(32, 2, 8), 1536, 138.0),
-    Run("76.1B", 60, 10240, 80, Ways(32, 4, 8), 1792, 140.0),
-    Run("145.6B", 80, 12288, 96, Ways(24, 8, 8), 2304, 148.0),
-    Run("310.1B", 96, 16384, 128, Ways(15, 16, 8), 2160, 155.0),
-    Run("529.6B", 105, 20480, 128, Ways(9, 35, 8), 2520, 163.0),
-    Run("1008B", 128, 25600, 160, Ways(6, 64, 8), 3072, 163.0),
+    Run("1.7B", 24, 2304, 24, parse_mesh("32x1x1"), 512, 137.0),
+    Run("3.6B", 30, 3072, 32, parse_mesh("32x1x2"), 512, 138.0),
+    Run("7.5B", 36, 4096, 32, parse_mesh("32x1x4"), 512, 142.0),
+    Run("18.4B", 40, 6144, 48, parse_mesh("32x1x8"), 1024, 135.0),
+    Run("39.1B", 48, 8192, 64, parse_mesh("32x2x8"), 1536, 138.0),
+    Run("76.1B", 60, 10240, 80, parse_mesh("32x4x8"), 1792, 140.0),
+    Run("145.6B", 80, 12288, 96, parse_mesh("24x8x8"), 2304, 148.0),
+    Run("310.1B", 96, 16384, 128, parse_mesh("15x16x8"), 2160, 155.0),
+    Run("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
+    Run("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
 _H100 = (
-    Run("1.7B", 24, 2048, 16, Ways(48, 1, 1), 192, 409.0),
-    Run("7.1B", 30, 4096, 32, Ways(48, 1, 2), 192, 466.0),
-    Run("16B", 32, 6144, 48, Ways(48, 1, 4), 192, 489.0),
-    Run("70B", 84, 8192, 64, Ways(48, 2, 8), 384, 420.0),
-    Run("177B", 96, 12288, 96, Ways(48, 6, 8), 1152, 433.0),
+    Run("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
+    Run("7.1B", 30, 4096, 32, parse_mesh("48x1x2"), 192, 466.0),
+    Run("16B", 32, 6144, 48, parse_mesh("48x1x4"), 192, 489.0),
+    Run("70B", 84, 8192, 64, parse_mesh("48x2x8"), 384, 420.0),
+    Run("177B", 96, 12288, 96, parse_mesh("48x6x8"), 1152, 433.0),
 )
 _CHUNKS = (1, 2, 3, 4, 6, 7, 8, 14, 16)
 
@@ -111,10 +113,10 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     """
     points = []
     for run in _A100:
-        shape = Shape.gpt(run.num_layers, run.hidden_size, run.num_heads, 2048, 51_200)
-        plan = Plan(run.ways, run.global_batch_size, 1, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
-        best = _fastest(shape, plan, (1, 2, 4, 8, 16), DGX_A100_80, MEGATRON_2021, constants)
-        points.append(Point(run.name, best, run.tflops, _speed(shape, best, DGX_A100_80, MEGATRON_2021, constants)))
+        anatomy = gpt(run.num_layers, run.hidden_size, run.num_heads, 2048, 51_200)
+        plan = Plan(run.mesh, run.global_batch_size, 1, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
+        best = _fastest(anatomy, plan, (1, 2, 4, 8, 16), DGX_A100_80, MEGATRON_2021, constants)
+        points.append(Point(run.name, best, run.tflops, _speed(anatomy, best, DGX_A100_80, MEGATRON_2021, constants)))
     return points
 
 
@@ -126,25 +128,25 @@ def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     """
     points = []
     for run in _H100:
-        shape = Shape.gpt(run.num_layers, run.hidden_size, run.num_heads, 4096, 131_072, tied_embeddings=False)
+        anatomy = gpt(run.num_layers, run.hidden_size, run.num_heads, 4096, 131_072, tied_embeddings=False)
         plan = Plan(
-            run.ways,
+            run.mesh,
             run.global_batch_size,
             1,
-            sequence_parallel=run.ways.model > 1,
+            sequence_parallel=run.mesh.model > 1,
             zero=1,
             flash_attention=True,
             dropout=False,
             precision=MEGATRON_BF16,
             residuals="megatron",
         )
-        best = _fastest(shape, plan, (1, 2, 4), DGX_H100, MEGATRON_CORE, constants)
-        points.append(Point(run.name, best, run.tflops, _speed(shape, best, DGX_H100, MEGATRON_CORE, constants)))
+        best = _fastest(anatomy, plan, (1, 2, 4), DGX_H100, MEGATRON_CORE, constants)
+        points.append(Point(run.name, best, run.tflops, _speed(anatomy, best, DGX_H100, MEGATRON_CORE, constants)))
     return points
 
 
 def _fastest(
-    shape: Shape,
+    anatomy: Anatomy,
     plan: Plan,
     microbatches: tuple[int, ...],
     server: Server,
@@ -157,20 +159,17 @@ def _fastest(
         for b in microbatches
         for v in _CHUNKS
     ]
-    fitting = [p for p in variants if _fits(shape, p, server)]
-    return min(fitting, key=lambda p: step_time(shape, p, server, software, constants).total)
+    fitting = [p for p in variants if _fits(anatomy, p, server)]
+    return min(fitting, key=lambda p: step_time(anatomy, p, server, software, constants).total)
 
 
-def _fits(shape: Shape, plan: Plan, server: Server) -> bool:
-    try:
-        check(shape, plan)
-    except UserError:
+def _fits(anatomy: Anatomy, plan: Plan, server: Server) -> bool:
+    if any(problems(anatomy.model, plan)):
         return False
-    return fullest_stage(shape, plan).total <= USABLE * server.gpu.memory
+    return fullest_stage(anatomy, plan).total <= USABLE * server.gpu.memory
 
 
-def _speed(shape: Shape, plan: Plan, server: Server, software: Software, constants: Constants | None) -> float:
+def _speed(anatomy: Anatomy, plan: Plan, server: Server, software: Software, constants: Constants | None) -> float:
     """TFLOP/s per GPU; the FLOPs of any recompute count, as in the sources."""
-    per_token = hardware_flops_per_token(shape, plan.recompute)
-    flops = flops_per_step(per_token, plan.global_batch_size, shape.sequence_length)
-    return flops / step_time(shape, plan, server, software, constants).total / plan.ways.gpus / 1e12
+    flops = hardware_flops(anatomy, plan.recompute) * plan.global_batch_size
+    return flops / step_time(anatomy, plan, server, software, constants).total / plan.mesh.size / 1e12

@@ -5,16 +5,17 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.plan import formulas, traffic
-from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
-from mtjax.plan.hardware import Server
-from mtjax.plan.memory import fullest_stage, stage_memory, stage_parameters
 from mtjax.plan.options import Options
-from mtjax.plan.plans import Plan
-from mtjax.plan.schedules import bubble, in_flight
 from mtjax.plan.search import describe
-from mtjax.plan.timing import MTJAX, Machine, StepTime, members_inside, step_time
 from mtjax.plan.units import days, gib, percent, seconds, si
+from mtjax.theory import counts, flops, traffic
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.flops import SECONDS_PER_DAY
+from mtjax.theory.hardware import Server
+from mtjax.theory.memory import fullest_stage, stage_memory
+from mtjax.theory.plans import Plan
+from mtjax.theory.schedules import bubble, in_flight
+from mtjax.theory.timing import MTJAX, Machine, StepTime, members_inside, step_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""
@@ -44,61 +45,58 @@ def show(console: Console, *tables: Table) -> None:
             console.print(note, style="dim", soft_wrap=True)
 
 
-def print_report(console: Console, shape: Shape, plan: Plan, server: Server, options: Options) -> None:
+def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:
     """Everything about one plan."""
-    console.print(f"[bold]{describe(plan)}[/], global batch {plan.global_batch_size}, on {plan.ways.gpus} x ", end="")
+    console.print(f"[bold]{describe(plan)}[/], global batch {plan.global_batch_size}, on {plan.mesh.size} x ", end="")
     console.print(f"{server.gpu.description} ({server.name}, {server.gpus} in a server)")
     console.print("source of every figure below: model (formulas; see docs/plan.md)", style="dim")
     parts = [
-        parameter_table(shape, plan),
-        flop_table(shape, plan),
-        memory_table(shape, plan, server, options.usable),
-        choice_table(shape, plan, server, options.usable),
-        traffic_table(shape, plan, server),
-        demand_table(shape, plan, server, options.exposed_share),
-        time_table(shape, plan, server),
+        parameter_table(anatomy, plan),
+        flop_table(anatomy, plan),
+        memory_table(anatomy, plan, server, options.usable),
+        choice_table(anatomy, plan, server, options.usable),
+        traffic_table(anatomy, plan, server),
+        demand_table(anatomy, plan, server, options.exposed_share),
+        time_table(anatomy, plan, server),
     ]
-    if plan.ways.stage > 1:
-        parts.append(pipeline_table(shape, plan))
-    parts.append(summary_table(shape, plan, server, options))
+    if plan.mesh.stage > 1:
+        parts.append(pipeline_table(anatomy, plan))
+    parts.append(summary_table(anatomy, plan, server, options))
     show(console, *parts)
 
 
-def parameter_table(shape: Shape, plan: Plan) -> Table:
+def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Exact count, Megatron's formula, and what a GPU holds."""
     made = table("Parameters", "", "count", "source")
-    made.add_row("whole model", f"{formulas.parameters(shape):,}", MODEL)
-    made.add_row("as Megatron-LM's memory formula counts", f"{formulas.megatron_parameters(shape):,}", MODEL)
-    held = max(stage_parameters(shape, plan, i) for i in range(plan.ways.stage))
+    made.add_row("whole model", f"{counts.parameters(anatomy):,}", MODEL)
+    made.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
+    held = counts.fullest_counts(anatomy, plan).all
     made.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
     return made
 
 
-def flop_table(shape: Shape, plan: Plan) -> Table:
+def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
     """FLOPs per token and step, by convention."""
     made = table("FLOPs of training", "", "per token", "per step", "source")
 
-    def row(name: str, per_token: float) -> None:
-        step = formulas.flops_per_step(per_token, plan.global_batch_size, shape.sequence_length)
-        made.add_row(name, si(per_token, "FLOP"), si(step, "FLOP"), MODEL)
+    def row(name: str, per_sample: float) -> None:
+        per_token = per_sample / anatomy.model.sequence_length
+        made.add_row(name, si(per_token, "FLOP"), si(per_sample * plan.global_batch_size, "FLOP"), MODEL)
 
-    row("model, attention in full (MFU)", formulas.model_flops_per_token(shape))
-    row("model, causal half of attention", formulas.model_flops_per_token(shape, causal=True))
-    row(f"hardware, recompute {plan.recompute}, full (HFU)", formulas.hardware_flops_per_token(shape, plan.recompute))
-    # A microbatch of one chunk keeps its logits.
-    again = shape.sequence_length * plan.microbatch_size > (plan.loss_chunk or float("inf"))
-    compiled = formulas.compiled_flops_per_token(shape, plan.recompute, recompute_logits=again)
-    row("hardware, as XLA compiles it, full", compiled)
+    row("model, attention in full (MFU)", flops.model_flops(anatomy))
+    row("model, causal half of attention", flops.model_flops(anatomy, causal=True))
+    row(f"hardware, recompute {plan.recompute}, full (HFU)", flops.hardware_flops(anatomy, plan.recompute))
+    row("hardware, as XLA compiles it, full", flops.compiled_flops(anatomy, plan))
     return made
 
 
-def memory_table(shape: Shape, plan: Plan, server: Server, usable: float) -> Table:
+def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Memory of a GPU by component, one column per stage (at most six)."""
-    stages = list(range(plan.ways.stage))
+    stages = list(range(plan.mesh.stage))
     shown = stages if len(stages) <= 6 else [*stages[:3], *stages[-2:]]
     names = [f"stage {i}" for i in shown] if len(stages) > 1 else ["per GPU"]
     made = table("Memory", "", *names, "source")
-    each = [stage_memory(shape, plan, i) for i in shown]
+    each = [stage_memory(anatomy, plan, i) for i in shown]
 
     def row(name: str, values: list[float]) -> None:
         made.add_row(name, *(gib(v) for v in values), MODEL)
@@ -112,27 +110,27 @@ def memory_table(shape: Shape, plan: Plan, server: Server, usable: float) -> Tab
     row("layer at work", [m.working for m in each])
     row("logits", [m.logits for m in each])
     row("total", [m.total for m in each])
-    limit, most = usable * server.gpu.memory, fullest_stage(shape, plan).total
+    limit, most = usable * server.gpu.memory, fullest_stage(anatomy, plan).total
     fits = "fits" if most <= limit else "does NOT fit"
     made.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
     return made
 
 
-def choice_table(shape: Shape, plan: Plan, server: Server, usable: float) -> Table:
+def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Total memory under every ZeRO stage, recompute and sequence split, the rest as planned."""
     made = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)), "source")
     made.caption = f"* does not fit {percent(usable)} of the GPU's memory"
     limit = usable * server.gpu.memory
     for recompute in ("none", "selective", "full"):
-        for split in (False, True) if plan.ways.model > 1 else (False,):
+        for split in (False, True) if plan.mesh.model > 1 else (False,):
             row = [replace(plan, recompute=recompute, sequence_parallel=split, zero=zero) for zero in range(4)]
-            sizes = [fullest_stage(shape, option) for option in row]
+            sizes = [fullest_stage(anatomy, option) for option in row]
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
             made.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes), MODEL)
     return made
 
 
-def traffic_table(shape: Shape, plan: Plan, server: Server) -> Table:
+def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Collectives of a GPU and step."""
     made = table(
         "Traffic per GPU and step",
@@ -140,9 +138,9 @@ def traffic_table(shape: Shape, plan: Plan, server: Server) -> Table:
         note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: seconds if nothing hid it",
     )
     machine = Machine(server, plan.element_bytes)
-    for c in traffic.collectives(shape, plan):
-        alone = machine.collective(c, members_inside(plan, c.axis, server))
-        axis = f"{c.axis.value} ({c.ways})"
+    for c in traffic.transfers(anatomy, plan):
+        alone = machine.transfer(c, members_inside(plan, c.axis, server))
+        axis = f"{traffic.AXIS_NAMES[c.axis]} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
         made.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
     if not made.row_count:
@@ -150,24 +148,24 @@ def traffic_table(shape: Shape, plan: Plan, server: Server) -> Table:
     return made
 
 
-def demand_table(shape: Shape, plan: Plan, server: Server, share: float) -> Table:
+def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> Table:
     """Bandwidth that each axis needs for its communication to stay under a share of the compute time."""
     made = table(f"Bandwidth demand for {percent(share)} exposed", "axis", "needs", "has", "source")
-    compute = step_time(shape, plan, server).compute
-    for axis, sent in traffic.sent_by_axis(traffic.collectives(shape, plan)).items():
+    compute = step_time(anatomy, plan, server).compute
+    for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
-        ways = {traffic.Axis.MODEL: plan.ways.model, traffic.Axis.STAGE: plan.ways.stage}.get(axis, plan.ways.data)
+        ways = plan.mesh.ways((axis,))
         has = server.link if ways <= inside else min(server.link, inside * server.network)
         where = "inside a server" if ways <= inside else f"between servers, {inside} of {ways} inside"
         needs = traffic.bandwidth_demand(sent, compute, share)
-        made.add_row(f"{axis.value} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
+        made.add_row(f"{traffic.AXIS_NAMES[axis]} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
     return made
 
 
-def time_table(shape: Shape, plan: Plan, server: Server) -> Table:
+def time_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Where a step's time goes."""
     made = table("Time of a step", "", "seconds", "share", "source")
-    time = step_time(shape, plan, server)
+    time = step_time(anatomy, plan, server)
     for name, value in time_parts(time).items():
         made.add_row(name, seconds(value), percent(value / time.total), MODEL)
     made.add_row("step", seconds(time.total), "", MODEL)
@@ -190,14 +188,14 @@ def time_parts(time: StepTime) -> dict[str, float]:
     return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda kv: -kv[1]))
 
 
-def pipeline_table(shape: Shape, plan: Plan) -> Table:
+def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Bubbles and memory of the schedules, the plan's own among them."""
-    p, m = plan.ways.stage, plan.microbatches
+    p, m = plan.mesh.stage, plan.microbatches
     note = "an estimate: pipelines are planned, not trained yet"
     made = table(
         f"Schedules of {p} stages, {m} microbatches", "", "bubble", "in flight, first", "last", "source", note=note
     )
-    layers = shape.num_layers // p
+    layers = anatomy.model.num_layers // p
     interleaved = [("interleaved", v) for v in (2, 3, 4) if layers % v == 0 and m % p == 0]
     for schedule, chunks in [("gpipe", 1), ("1f1b", 1), *interleaved]:
         name = schedule + (f", {chunks} chunks" if chunks > 1 else "")
@@ -207,19 +205,19 @@ def pipeline_table(shape: Shape, plan: Plan) -> Table:
     return made
 
 
-def summary_table(shape: Shape, plan: Plan, server: Server, options: Options) -> Table:
+def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> Table:
     """Speed, utilisation, days and cost."""
     note = "how far such times were off for published runs: mtjax plan --published"
     made = table("Summary", "", "", "source", note=note)
-    time, gpus = step_time(shape, plan, server, MTJAX), plan.ways.gpus
+    time, gpus = step_time(anatomy, plan, server, MTJAX), plan.mesh.size
     peak = Machine(server, plan.element_bytes).peak
-    tokens = plan.global_batch_size * shape.sequence_length
-    useful = formulas.model_flops_per_token(shape) * tokens
-    causal = formulas.model_flops_per_token(shape, causal=True) * tokens
-    done = formulas.hardware_flops_per_token(shape, plan.recompute) * tokens
+    tokens = plan.global_batch_size * anatomy.model.sequence_length
+    samples = plan.global_batch_size
+    useful, causal = (samples * flops.model_flops(anatomy, causal=half) for half in (False, True))
+    done = samples * flops.hardware_flops(anatomy, plan.recompute)
 
-    def share(flops: float) -> str:
-        return percent(formulas.utilisation(flops, time.total, gpus, peak))
+    def share(work: float) -> str:
+        return percent(flops.utilisation(work, time.total, gpus, peak))
 
     rate = useful / time.total / gpus
     made.add_row("step", seconds(time.total), MODEL)
@@ -227,17 +225,17 @@ def summary_table(shape: Shape, plan: Plan, server: Server, options: Options) ->
     made.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
     made.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
     made.add_row("HFU, attention in full", share(done), MODEL)
-    bound = formulas.amdahl_speedup(options.serial_share, plan.ways.data)
-    efficiency = percent(bound / plan.ways.data)
+    bound = flops.amdahl_speedup(options.serial_share, plan.mesh.data)
+    efficiency = percent(bound / plan.mesh.data)
     serial = f"{100 * options.serial_share:g}% serial"
-    made.add_row(f"Amdahl's bound of {plan.ways.data} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
+    made.add_row(f"Amdahl's bound of {plan.mesh.data} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
     if options.tokens:
-        took = formulas.steps_for_tokens(options.tokens, plan.global_batch_size, shape.sequence_length)
+        took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY
         made.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", days(length), MODEL)
-        rule = formulas.training_days(formulas.parameters(shape), options.tokens, gpus, rate)
+        rule = flops.training_days(counts.parameters(anatomy), options.tokens, gpus, rate)
         made.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
         if options.price is not None:
-            money = formulas.cost(gpus, length, options.price)
+            money = flops.cost(gpus, length, options.price)
             made.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f}", MODEL)
     return made

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mtjax.errors import UserError
-from mtjax.plan.formulas import SECONDS_PER_DAY, Recompute, Shape, model_flops_per_token, steps_for_tokens
-from mtjax.plan.hardware import Server
-from mtjax.plan.memory import Memory, fullest_stage
-from mtjax.plan.plans import Plan, Ways, check
-from mtjax.plan.timing import MTJAX, Software, StepTime, step_time
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import problems
+from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
+from mtjax.theory.hardware import Server
+from mtjax.theory.memory import Memory, fullest_stage
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan, Recompute
+from mtjax.theory.timing import MTJAX, Software, StepTime, step_time
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -64,62 +67,53 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def meshes(shape: Shape, gpus: int, global_batch_size: int, server: Server, space: Space) -> Iterator[Ways]:
-    """Meshes of exactly `gpus` that divide the model; model ways stay inside a server."""
+def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space) -> Iterator[MeshShape]:
+    """Meshes of exactly `gpus` that divide the model and the batch; model ways stay inside a server."""
     for model in divisors(gpus):
-        if model > server.gpus or not _splits(shape, model):
+        if model > server.gpus:
             continue
         for stage in divisors(gpus // model):
-            if stage > space.max_stages or shape.num_layers % stage:
-                continue
-            data = gpus // model // stage
-            if global_batch_size % data == 0:
-                yield Ways(data, stage, model)
+            mesh = MeshShape(data=gpus // model // stage, stage=stage, model=model)
+            if stage <= space.max_stages and not _obstacle(anatomy, base, mesh):
+                yield mesh
 
 
-def _splits(shape: Shape, model: int) -> bool:
-    """Whether everything that is split over the model ways divides by them."""
-    sizes = (shape.num_heads, shape.mlp_size, shape.padded_vocab_size)
-    return not any(size % model for size in sizes) and shape.kv_heads_fit(model)
+def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
+    """Why no plan is possible on a mesh, whatever the microbatch; None where one is."""
+    plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, schedule="1f1b", chunks=1)
+    return next(problems(anatomy.model, plainest), None)
 
 
-def rejections(shape: Shape, gpus: int, global_batch_size: int, server: Server) -> list[tuple[Ways, str]]:
+def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[tuple[MeshShape, str]]:
     """Meshes of two axes, up to twice the GPUs of a server in model ways, that the search leaves out, each with why."""
-    found = []
+    rejected = []
     for model in divisors(gpus):
-        ways = Ways(gpus // model, 1, model)
+        mesh = MeshShape(data=gpus // model, model=model)
         if model > 2 * server.gpus:
             break
-        if shape.num_heads % model:
-            found.append((ways, f"{shape.num_heads} heads don't divide over {model} model ways"))
-        elif shape.padded_vocab_size % model:
-            found.append(
-                (ways, f"{shape.padded_vocab_size} padded vocabulary rows don't divide over {model} model ways")
-            )
-        elif not _splits(shape, model):
-            found.append((ways, f"the MLP or the key and value heads don't divide over {model} model ways"))
-        elif model > server.gpus:
-            found.append((ways, f"{model} model ways would leave a server of {server.gpus} GPUs"))
-        elif global_batch_size % ways.data:
-            found.append((ways, f"global batch {global_batch_size} does not divide over {ways.data} data ways"))
-    return found
+        reason = _obstacle(anatomy, base, mesh)
+        if reason is None and model > server.gpus:
+            reason = f"{model} model ways would leave a server of {server.gpus} GPUs"
+        if reason is not None:
+            rejected.append((mesh, reason))
+    return rejected
 
 
-def variants(base: Plan, ways: Ways, space: Space) -> Iterator[Plan]:
+def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
     """Everything the search may choose on a mesh; settings that change nothing there are left out."""
-    per_rank = base.global_batch_size // ways.data
+    per_rank = base.global_batch_size // mesh.data
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and base.flash_attention:
                 continue  # there are no stored scores to leave out
-            for sequence in space.sequence if ways.model > 1 else (False,):
-                for zero in space.zeros if ways.data > 1 else (0,):
-                    for chunks in space.chunks if ways.stage > 1 else (1,):
+            for sequence in space.sequence if mesh.model > 1 else (False,):
+                for zero in space.zeros if mesh.data > 1 else (0,):
+                    for chunks in space.chunks if mesh.stage > 1 else (1,):
                         yield replace(
                             base,
-                            ways=ways,
+                            mesh=mesh,
                             microbatch_size=microbatch,
                             recompute=recompute,
                             sequence_parallel=sequence,
@@ -130,7 +124,7 @@ def variants(base: Plan, ways: Ways, space: Space) -> Iterator[Plan]:
 
 
 def search(
-    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Found:
     """All plans on `gpus`, those that fit fastest first.
 
@@ -140,46 +134,38 @@ def search(
     limit = space.usable * server.gpu.memory
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for ways in meshes(shape, gpus, base.global_batch_size, server, space):
-        for plan in variants(base, ways, space):
-            if not _divides(shape, plan):
+    for mesh in meshes(anatomy, base, gpus, server, space):
+        for plan in variants(base, mesh, space):
+            if next(problems(anatomy.model, plan), None):
                 continue
-            candidate = Candidate(plan, fullest_stage(shape, plan), step_time(shape, plan, server, software))
+            candidate = Candidate(plan, fullest_stage(anatomy, plan), step_time(anatomy, plan, server, software))
             (fitting if candidate.memory.total <= limit else too_large).append(candidate)
     fitting.sort(key=lambda c: c.order)
     too_large.sort(key=lambda c: c.order)
     return Found(fitting, too_large, limit)
 
 
-def _divides(shape: Shape, plan: Plan) -> bool:
-    try:
-        check(shape, plan)
-    except UserError:
-        return False
-    return True
-
-
 def best_plan(
-    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Found:
     """Like `search`, but finding nothing is an error.
 
     Raises:
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
-    found = search(shape, base, gpus, server, space, software)
+    found = search(anatomy, base, gpus, server, space, software)
     if found.fitting:
         return found
-    near = nearest_feasible(shape, base, gpus, server, space, software)
+    near = nearest_feasible(anatomy, base, gpus, server, space, software)
     hint = (
-        f"the nearest plan that fits is {describe(near.plan)}, {near.plan.ways.gpus} GPUs"
+        f"the nearest plan that fits is {describe(near.plan)}, {near.plan.mesh.size} GPUs"
         if near
         else ("no number of GPUs up to 64 times as many fits; take GPUs with more memory")
     )
     if not found.too_large:
         raise UserError(
-            f"{gpus} GPUs form no mesh that divides {shape.num_heads} heads, {shape.num_layers} layers and "
-            f"global batch {base.global_batch_size} with at most {server.gpus} model ways; {hint}"
+            f"{gpus} GPUs form no mesh that divides {anatomy.model.num_heads} heads, {anatomy.model.num_layers} layers "
+            f"and global batch {base.global_batch_size} with at most {server.gpus} model ways; {hint}"
         )
     least = min(found.too_large, key=lambda c: c.memory.total)
     raise UserError(
@@ -189,28 +175,28 @@ def best_plan(
 
 
 def nearest_feasible(
-    shape: Shape, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Candidate | None:
     """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
-    for count in _counts_near(shape, base, gpus, server):
-        found = search(shape, base, count, server, space, software)
+    for count in _counts_near(anatomy, base, gpus, server):
+        found = search(anatomy, base, count, server, space, software)
         if found.fitting:
             return found.best
     return None
 
 
-def _counts_near(shape: Shape, base: Plan, gpus: int, server: Server) -> Iterator[int]:
+def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Iterator[int]:
     counts = {
         data * model
         for data in divisors(base.global_batch_size)
-        for model in divisors(shape.num_heads)
+        for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
     } | {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 
 
 def gpus_within(
-    shape: Shape,
+    anatomy: Anatomy,
     base: Plan,
     tokens: float,
     days: float,
@@ -224,14 +210,14 @@ def gpus_within(
       UserError: no number of GPUs does, with the time of the largest that there is.
     """
     space = space or Space()
-    steps = steps_for_tokens(tokens, base.global_batch_size, shape.sequence_length)
-    floor = steps * base.global_batch_size * shape.sequence_length * model_flops_per_token(shape, causal=True)
+    steps = steps_for_tokens(tokens, base.global_batch_size, anatomy.model.sequence_length)
+    floor = steps * base.global_batch_size * model_flops(anatomy, causal=True)
     least = floor / (days * SECONDS_PER_DAY * server.gpu.peak[max(server.gpu.peak, key=lambda d: server.gpu.peak[d])])
-    for count in (n for n in _counts(shape, base, server, space) if n >= least):
-        found = search(shape, base, count, server, space, software)
+    for count in (n for n in _counts(anatomy, base, server, space) if n >= least):
+        found = search(anatomy, base, count, server, space, software)
         if found.fitting and found.best.time.total * steps <= days * SECONDS_PER_DAY:
             return found.best
-    largest = _largest(shape, base, server, space, software)
+    largest = _largest(anatomy, base, server, space, software)
     if largest is None:
         raise UserError(
             f"no number of {server.gpu.name} GPUs holds this model at global batch {base.global_batch_size}"
@@ -239,27 +225,27 @@ def gpus_within(
     took = largest.time.total * steps / SECONDS_PER_DAY
     raise UserError(
         f"no plan reads {tokens:.3g} tokens within {days:g} days at global batch {base.global_batch_size}; the largest "
-        f"takes {took:.3g} days on {largest.plan.ways.gpus} GPUs ({describe(largest.plan)}); a larger batch feeds more"
+        f"takes {took:.3g} days on {largest.plan.mesh.size} GPUs ({describe(largest.plan)}); a larger batch feeds more"
     )
 
 
-def _largest(shape: Shape, base: Plan, server: Server, space: Space, software: Software) -> Candidate | None:
+def _largest(anatomy: Anatomy, base: Plan, server: Server, space: Space, software: Software) -> Candidate | None:
     """The best plan of the largest number of GPUs that has one."""
-    for count in reversed(_counts(shape, base, server, space)):
-        found = search(shape, base, count, server, space, software)
+    for count in reversed(_counts(anatomy, base, server, space)):
+        found = search(anatomy, base, count, server, space, software)
         if found.fitting:
             return found.best
     return None
 
 
-def _counts(shape: Shape, base: Plan, server: Server, space: Space) -> list[int]:
+def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[int]:
     """Numbers of GPUs that some mesh has: inside one server, or whole servers."""
     counts = {
         data * stage * model
         for data in divisors(base.global_batch_size)
-        for stage in divisors(shape.num_layers)
+        for stage in divisors(anatomy.model.num_layers)
         if stage <= space.max_stages
-        for model in divisors(shape.num_heads)
+        for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
     }
     return sorted(n for n in counts if n <= server.gpus or n % server.gpus == 0)
@@ -267,16 +253,11 @@ def _counts(shape: Shape, base: Plan, server: Server, space: Space) -> list[int]
 
 def describe(plan: Plan) -> str:
     """A plan in a few words: mesh, microbatch, and what is switched on."""
-    parts = [f"mesh {plan.ways}", f"microbatch {plan.microbatch_size}", f"recompute {plan.recompute}"]
+    parts = [f"mesh {plan.mesh}", f"microbatch {plan.microbatch_size}", f"recompute {plan.recompute}"]
     if plan.zero:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
-    if plan.ways.stage > 1:
+    if plan.mesh.stage > 1:
         parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
     return ", ".join(parts)
-
-
-def trains_today(plan: Plan) -> bool:
-    """Whether `mtjax train` has every setting of the plan; the rest is an estimate."""
-    return plan.ways.stage == 1

@@ -6,58 +6,63 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
-from mtjax.plan import formulas
-from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
-from mtjax.plan.hardware import Server
 from mtjax.plan.options import Options
-from mtjax.plan.plans import Plan
 from mtjax.plan.report import show, table, time_parts
-from mtjax.plan.search import Candidate, Found, describe, rejections, trains_today
-from mtjax.plan.timing import Machine
+from mtjax.plan.search import Candidate, Found, describe, rejections
 from mtjax.plan.units import days, gib, percent, seconds
+from mtjax.theory import flops
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.flops import SECONDS_PER_DAY
+from mtjax.theory.hardware import Server
+from mtjax.theory.mesh import why_not_trained
+from mtjax.theory.plans import Plan
+from mtjax.theory.timing import Machine
 
 SHOWN = 10
 
 
 def print_search(
-    console: Console, shape: Shape, found: Found, server: Server, options: Options, run: config.Config, source: str
+    console: Console, anatomy: Anatomy, found: Found, server: Server, options: Options, run: config.Config, source: str
 ) -> None:
     """The best ten, the next that fail, and the winner's command."""
-    tables = best_table(shape, found, server, options), failed_table(found), rejected_table(shape, found.best, server)
+    tables = (
+        best_table(anatomy, found, server, options),
+        failed_table(found),
+        rejected_table(anatomy, found.best, server),
+    )
     show(console, *(t for t in tables if t.row_count))
     console.print()
     print_command(console, found, run, source)
 
 
-def best_table(shape: Shape, found: Found, server: Server, options: Options) -> Table:
+def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options) -> Table:
     """The ten fastest plans that fit."""
     first, *_ = found.fitting
-    title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.ways.gpus} x {server.gpu.description}"
+    title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
     note = "source: model. * needs settings that `mtjax train` does not have yet: an estimate"
     lengths = ["days"] if options.tokens else []
     made = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note=note)
     for candidate in found.fitting[:SHOWN]:
-        mark = "" if trains_today(candidate.plan) else " *"
-        row = [describe(candidate.plan) + mark, seconds(candidate.time.total), percent(mfu(shape, candidate, server))]
+        mark = " *" if why_not_trained(candidate.plan.mesh) else ""
+        row = [describe(candidate.plan) + mark, seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
         if options.tokens:
-            row.append(days(length(shape, candidate, options.tokens)))
+            row.append(days(length(anatomy, candidate, options.tokens)))
         made.add_row(*row, reasons(candidate))
     return made
 
 
-def mfu(shape: Shape, candidate: Candidate, server: Server) -> float:
+def mfu(anatomy: Anatomy, candidate: Candidate, server: Server) -> float:
     """Model FLOPs over the peak, attention in full."""
     plan = candidate.plan
-    tokens = plan.global_batch_size * shape.sequence_length
     peak = Machine(server, plan.element_bytes).peak
-    useful = formulas.model_flops_per_token(shape) * tokens
-    return formulas.utilisation(useful, candidate.time.total, plan.ways.gpus, peak)
+    useful = flops.model_flops(anatomy) * plan.global_batch_size
+    return flops.utilisation(useful, candidate.time.total, plan.mesh.size, peak)
 
 
-def length(shape: Shape, candidate: Candidate, tokens: float) -> float:
+def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:
     """Days for `tokens`."""
-    steps = formulas.steps_for_tokens(tokens, candidate.plan.global_batch_size, shape.sequence_length)
+    steps = flops.steps_for_tokens(tokens, candidate.plan.global_batch_size, anatomy.model.sequence_length)
     return steps * candidate.time.total / SECONDS_PER_DAY
 
 
@@ -79,27 +84,24 @@ def failed_table(found: Found) -> Table:
     return made
 
 
-def rejected_table(shape: Shape, best: Candidate, server: Server) -> Table:
+def rejected_table(anatomy: Anatomy, best: Candidate, server: Server) -> Table:
     """Meshes without stages that were not tried, and why."""
     made = table("Not possible", "mesh", "because")
     plan = best.plan
-    for ways, reason in rejections(shape, plan.ways.gpus, plan.global_batch_size, server):
-        made.add_row(str(ways), reason)
+    for mesh, reason in rejections(anatomy, plan, plan.mesh.size, server):
+        made.add_row(str(mesh), reason)
     return made
 
 
 def print_command(console: Console, found: Found, run: config.Config, source: str) -> None:
     """The `mtjax train` command of the winner, and of the best plan that trains today."""
     best = found.best
-    if trains_today(best.plan):
+    reason = why_not_trained(best.plan.mesh)
+    if reason is None:
         console.print(f"Train it:  {train_command(best.plan, run, source)}", soft_wrap=True)
         return
-    console.print(
-        f"Train it:  {train_command(best.plan, run, source)}\n"
-        f"           an estimate: `mtjax train` does not have {best.plan.ways.stage} stages yet",
-        soft_wrap=True,
-    )
-    today = next((c for c in found.fitting if trains_today(c.plan)), None)
+    console.print(f"An estimate: {reason}.", soft_wrap=True)
+    today = next((c for c in found.fitting if not why_not_trained(c.plan.mesh)), None)
     if today is None:
         console.print("No plan without stages fits.")
         return
@@ -116,7 +118,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
       source: the config's name or path, as typed.
     """
     words = ["mtjax train", f"--config {shlex.quote(source)}"]
-    chosen = {"mesh": str(plan.ways), "microbatch_size": plan.microbatch_size}
+    chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size}
     chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))

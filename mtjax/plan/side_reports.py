@@ -3,34 +3,35 @@
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.plan import formulas, inference, published
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import Server
+from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import MODEL, show, table
 from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.counts import parameters
+from mtjax.theory.hardware import Server
 
 BATCHES = (1, 8, 64)
 
 
-def print_inference(console: Console, shape: Shape, server: Server, model_ways: int, context: int) -> None:
+def print_inference(console: Console, anatomy: Anatomy, server: Server, model_ways: int, context: int) -> None:
     """FLOPs, weights, caches and the time of a token."""
-    show(console, weights_table(shape, server), cache_table(shape, server, model_ways, context))
+    show(console, weights_table(anatomy, server), cache_table(anatomy, server, model_ways, context))
 
 
-def weights_table(shape: Shape, server: Server) -> Table:
+def weights_table(anatomy: Anatomy, server: Server) -> Table:
     """Weights by precision."""
     made = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them", "source")
     for precision in inference.WEIGHT_BYTES:
-        size = inference.weight_bytes(shape, precision)
+        size = inference.weight_bytes(anatomy, precision)
         made.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}", MODEL)
-    flops = inference.flops_per_token(shape)
-    made.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({formulas.parameters(shape):,})"
+    flops = inference.flops_per_token(anatomy)
+    made.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({parameters(anatomy):,})"
     return made
 
 
-def cache_table(shape: Shape, server: Server, model_ways: int, context: int) -> Table:
+def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int) -> Table:
     """Cache and speed by batch and length."""
     title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
     note = "bounds by compute and memory; communication between the GPUs is left out"
@@ -38,8 +39,8 @@ def cache_table(shape: Shape, server: Server, model_ways: int, context: int) -> 
     lengths = sorted({context // 4 or 1, context})
     for batch in BATCHES:
         for tokens in lengths:
-            cache = inference.cache_bytes(shape, batch, tokens)
-            speed = inference.generation(shape, server, model_ways, batch, tokens)
+            cache = inference.cache_bytes(anatomy, batch, tokens)
+            speed = inference.generation(anatomy, server, model_ways, batch, tokens)
             made.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
@@ -71,7 +72,7 @@ def relative_table(title: str, points: list[Point]) -> Table:
     made = table(title, "", "published", "model", "gap")
     for p in points:
         gap = f"{100 * p.gap:+.1f} points"
-        made.add_row(f"{p.name} ({p.plan.ways})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
+        made.add_row(f"{p.name} ({p.plan.mesh})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
     return made
 
 

@@ -11,8 +11,8 @@ import jax
 from tensorboardX import SummaryWriter
 
 from mtjax.config import Config
-from mtjax.plan.formulas import Shape, model_flops_per_token
-from mtjax.plan.hardware import by_device_kind
+from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory.hardware import by_device_kind
 
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
 

@@ -11,7 +11,7 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
 from mtjax.errors import UserError
-from mtjax.plan.formulas import Shape, parameters
+from mtjax.theory.flops import Shape, parameters
 from mtjax.sharding.layouts import check_divisible, check_ramp
 from mtjax.sharding.mesh import MeshShape, attach_devices, parse_mesh
 from mtjax.sharding.processes import start_processes

@@ -9,7 +9,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.plan.formulas import Shape, parameters_per_rank
+from mtjax.theory.flops import Shape, parameters_per_rank
 from mtjax.sharding import parameters
 from mtjax.sharding.axes import DATA
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate

@@ -14,8 +14,8 @@ from mtjax.inspect.hook import show_program
 from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.schema import SCHEMA, to_json
-from mtjax.plan.formulas import Shape, parameters_per_rank
-from mtjax.plan.hardware import DGX_2H, DGX_H100
+from mtjax.theory.flops import Shape, parameters_per_rank
+from mtjax.theory.hardware import DGX_2H, DGX_H100
 from tests.inspect.steps import needs_aot, tiny
 
 

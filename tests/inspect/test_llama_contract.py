@@ -6,7 +6,7 @@ import pytest
 
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.plan.formulas import Shape, parameters_per_rank
+from mtjax.theory.flops import Shape, parameters_per_rank
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 

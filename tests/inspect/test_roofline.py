@@ -9,8 +9,8 @@ from mtjax.inspect.collectives import find_collectives
 from mtjax.inspect.products import count_flops, product_of, products_inside
 from mtjax.inspect.roofline import Roofline, Walked
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.plan.hardware import DGX_H100
-from mtjax.plan.timing import Constants
+from mtjax.theory.hardware import DGX_H100
+from mtjax.theory.timing import Constants
 from tests.inspect import snippets
 
 CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0)

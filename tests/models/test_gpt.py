@@ -9,7 +9,7 @@ from mtjax.config import padded_vocab_size
 from mtjax.models.layers import dropout
 from mtjax.models.recompute import Recompute
 from mtjax.models.transformer import Layer, Stack
-from mtjax.plan.formulas import Shape, parameters
+from mtjax.theory.flops import Shape, parameters
 from mtjax.sharding.axes import MODEL, use_rules
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.placement import batch_sharding

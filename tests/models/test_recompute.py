@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from mtjax.config import replace, validate
 from mtjax.errors import UserError
 from mtjax.plan import memory
-from mtjax.plan.formulas import Shape
+from mtjax.theory.flops import Shape
 from tests.tiny import program_of, run_steps, tiny_config
 
 LAYERS = 4

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.plan import formulas
-from mtjax.plan.formulas import Shape
+from mtjax.theory.flops import Shape
 
 GPT_345M = Shape.gpt(24, 1024, 16, 1024, 50_304)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from mtjax.plan import formulas, inference
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import DGX_H100
+from mtjax.theory.flops import Shape
+from mtjax.theory.hardware import DGX_H100
 
 XL = Shape.gpt(48, 1600, 25, 1024, 51_200)
 

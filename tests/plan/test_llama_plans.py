@@ -7,9 +7,9 @@ import pytest
 from mtjax import config
 from mtjax.errors import UserError
 from mtjax.plan import formulas, inference, memory, plans, search, traffic
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import SERVERS
-from mtjax.plan.plans import Plan, Ways
+from mtjax.theory.flops import Shape
+from mtjax.theory.hardware import SERVERS
+from mtjax.theory.plans import Plan, Ways
 
 LLAMA3_70B = Shape.of(config.load("llama3-70b").model)
 LAYER = 2 * 8192 * (8192 + 1024) + 3 * 8192 * 28_672

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from mtjax.plan import formulas, memory, plans
-from mtjax.plan.formulas import Shape
-from mtjax.plan.plans import Plan, Ways
+from mtjax.theory.flops import Shape
+from mtjax.theory.plans import Plan, Ways
 
 GPT_345M = Shape.gpt(24, 1024, 16, 1024, 50_304)
 

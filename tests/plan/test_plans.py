@@ -6,8 +6,8 @@ import pytest
 
 from mtjax import config
 from mtjax.errors import UserError
-from mtjax.plan.formulas import Shape
-from mtjax.plan.plans import Plan, Ways, check, parse_ways
+from mtjax.theory.flops import Shape
+from mtjax.theory.plans import Plan, Ways, check, parse_ways
 
 GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
 

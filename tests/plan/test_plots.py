@@ -4,10 +4,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from mtjax.plan import plots, published
-from mtjax.plan.formulas import Shape, amdahl_speedup
-from mtjax.plan.hardware import DGX_H100
-from mtjax.plan.memory import fullest_stage
-from mtjax.plan.plans import Plan, Ways
+from mtjax.theory.flops import Shape, amdahl_speedup
+from mtjax.theory.hardware import DGX_H100
+from mtjax.theory.memory import fullest_stage
+from mtjax.theory.plans import Plan, Ways
 
 SHAPE = Shape.gpt(24, 1024, 16, 1024, 51_200)
 PLAN = Plan(Ways(8, 1, 2), 64, 8, recompute="full")

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.plan import formulas, memory, plans
-from mtjax.plan.formulas import Shape
+from mtjax.theory.flops import Shape
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
 PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]

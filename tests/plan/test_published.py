@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.plan import published
-from mtjax.plan.timing import Constants
+from mtjax.theory.timing import Constants
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtjax.plan.schedules import bubble, in_flight
+from mtjax.theory.schedules import bubble, in_flight
 
 
 def test_bubbles():

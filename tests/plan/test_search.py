@@ -8,9 +8,9 @@ import pytest
 from mtjax import config
 from mtjax.errors import UserError
 from mtjax.plan import memory, search, timing
-from mtjax.plan.formulas import SECONDS_PER_DAY, Shape
-from mtjax.plan.hardware import DGX_2H, DGX_H100, SERVERS
-from mtjax.plan.plans import Plan, Ways
+from mtjax.theory.flops import SECONDS_PER_DAY, Shape
+from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
+from mtjax.theory.plans import Plan, Ways
 from mtjax.plan.search import Space, best_plan, gpus_within
 from mtjax.plan.search_report import train_command
 

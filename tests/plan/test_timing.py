@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import DGX_2H, DGX_H100
-from mtjax.plan.plans import Plan, Ways
-from mtjax.plan.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
-from mtjax.plan.traffic import Axis, Collective
+from mtjax.theory.flops import Shape
+from mtjax.theory.hardware import DGX_2H, DGX_H100
+from mtjax.theory.plans import Plan, Ways
+from mtjax.theory.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
+from mtjax.theory.traffic import Axis, Collective
 
 GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
 PLAN = Plan(Ways(64, 1, 8), 512, 8, recompute="full")

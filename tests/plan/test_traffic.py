@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from mtjax.plan.formulas import Shape
-from mtjax.plan.memory import stage_parameters
-from mtjax.plan.plans import Plan, Ways
-from mtjax.plan.traffic import Axis, bandwidth_demand, collectives, layer_collectives, ring_factor, sent_by_axis
+from mtjax.theory.flops import Shape
+from mtjax.theory.memory import stage_parameters
+from mtjax.theory.plans import Plan, Ways
+from mtjax.theory.traffic import Axis, bandwidth_demand, collectives, layer_collectives, ring_factor, sent_by_axis
 
 GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
 TENSOR = Plan(Ways(64, 1, 8), 512, 8, recompute="full")

@@ -9,8 +9,8 @@ from mtjax import config
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.plan import formulas, memory
-from mtjax.plan.formulas import Shape
-from mtjax.plan.plans import parse_ways
+from mtjax.theory.flops import Shape
+from mtjax.theory.plans import parse_ways
 from mtjax.plan.verify import Check, compare, plan_of
 from mtjax.sharding.mesh import MeshShape, make_mesh
 from mtjax.train.step import make_program

@@ -14,8 +14,8 @@ PerElement = Callable[[int], float]
 class Traffic:
     """Bytes of one pass over a layer."""
 
-    outside: PerElement
-    """Outside the tensor-parallel regions: norms, dropout, residual adds."""
+    sublayer: PerElement
+    """Outside the tensor-parallel regions, of each sublayer: a norm, dropout, a residual add."""
     inside: PerElement
     """Inside attention, but for the scores."""
     mlp: PerElement
@@ -37,17 +37,17 @@ class ElementWise:
 
 UNFUSED = ElementWise(
     "unfused",
-    # Two norms 2 x 2c, two biases 2 x 2c, two dropouts 2 x (2c+1), two residual adds 2 x 3c.
+    # A norm 2c, a bias 2c, dropout 2c+1, a residual add 3c.
     forward=Traffic(
-        outside=lambda c: 18 * c + 2,
+        sublayer=lambda c: 9 * c + 1,
         # Bias of query, key and value 3 x 2c, their copies 3 x 2c, the context's copy 2c.
         inside=lambda c: 14 * c,
         # Bias 2c, GELU 2c.
         mlp=lambda c: 4 * c,
     ),
-    # Norms 2 x 5c (input and parameter gradients), dropouts 2 x (2c+1), bias sums 2 x c, residual adds 2 x 3c.
+    # A norm 5c (input and parameter gradients), dropout 2c+1, a bias sum c, a residual add 3c.
     backward=Traffic(
-        outside=lambda c: 22 * c + 2,
+        sublayer=lambda c: 11 * c + 1,
         # Bias sums 3c, joining the three gradients 3 x 2c, the context's copy 2c.
         inside=lambda c: 11 * c,
         # GELU 3c, bias sum c.
@@ -60,10 +60,10 @@ UNFUSED = ElementWise(
 )
 FUSED = ElementWise(
     "fused",
-    # Two norms 2 x 2c, bias + dropout + residual add 2 x (3c+1).
-    forward=Traffic(outside=lambda c: 10 * c + 2, inside=lambda c: 6 * c, mlp=lambda c: 2 * c),
-    # Norms 2 x 4c, dropout and residual 2 x (2c+1).
-    backward=Traffic(outside=lambda c: 12 * c + 2, inside=lambda c: 6 * c, mlp=lambda c: 3 * c),
+    # A norm 2c, bias + dropout + residual add 3c+1.
+    forward=Traffic(sublayer=lambda c: 5 * c + 1, inside=lambda c: 6 * c, mlp=lambda c: 2 * c),
+    # A norm 4c, dropout and residual 2c+1.
+    backward=Traffic(sublayer=lambda c: 6 * c + 1, inside=lambda c: 6 * c, mlp=lambda c: 3 * c),
     logits=16,
     optimizer_extra=0,
 )

@@ -3,19 +3,22 @@
 Each kernel takes the longer of its FLOPs at the sustained rate and its bytes at the memory's; each collective follows
 the alpha-beta model of a ring. `Constants` come from public measurements of the parts, and one of them, `training`,
 from ten published training runs on A100; they are the same for every GPU, model and mesh, and none is set to meet the
-points that `mtjax.plan.published` predicts.
+published points that the planner predicts.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import Server
-from mtjax.plan.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
-from mtjax.plan.memory import stage_parameters
-from mtjax.plan.plans import Plan
-from mtjax.plan.schedules import bubble
-from mtjax.plan.traffic import Axis, Collective, collectives, ring_factor
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.counts import fullest_counts
+from mtjax.theory.hardware import Server
+from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
+from mtjax.theory.mesh import AXES
+from mtjax.theory.parts.part import Product, Scores, Touched
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.schedules import bubble
+from mtjax.theory.traffic import Transfer, ring_factor, transfers
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class StepTime:
     bubble: float
     data_axis: float
     optimizer: float
-    hidden: dict[Axis, float] = field(default_factory=dict)
-    """Communication that runs beside computation."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Communication that runs beside computation, by mesh axis."""
 
     @property
     def compute(self) -> float:
@@ -121,7 +124,7 @@ class Machine:
         sustained = self.peak * self.constants.flash_attention * self.constants.training
         return max(flops / sustained, self.constants.launch)
 
-    def collective(self, entry: Collective, inside: int) -> float:
+    def transfer(self, entry: Transfer, inside: int) -> float:
         """Seconds of all of a step's `entry`; `inside` of its ways share a server.
 
         Between servers the rings of one group have the adapters of all its members in a server together.
@@ -136,117 +139,128 @@ class Machine:
         return entry.count * (entry.size * ring_factor(entry.operation, entry.ways) / bandwidth + steps * latency)
 
 
-def members_inside(plan: Plan, axis: Axis, server: Server) -> int:
-    """How many ranks of one group of `axis` sit in the same server, model ways fastest, then stages, then data."""
-    ways = plan.ways
-    stride = {Axis.MODEL: 1, Axis.STAGE: ways.model, Axis.DATA: ways.model * ways.stage}[axis]
-    size = {Axis.MODEL: ways.model, Axis.STAGE: ways.stage, Axis.DATA: ways.data}[axis]
-    return max(1, min(size, server.gpus // stride))
+def members_inside(plan: Plan, axis: str, server: Server) -> int:
+    """How many ranks of one group of a mesh axis sit in the same server: inner axes vary fastest."""
+    stride = plan.mesh.ways(AXES[AXES.index(axis) + 1 :])
+    return max(1, min(plan.mesh.ways((axis,)), server.gpus // stride))
 
 
 def step_time(
-    shape: Shape, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
+    anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
 ) -> StepTime:
     """Seconds of one optimizer step, by cause."""
     machine = Machine(server, plan.element_bytes, constants)
-    layers = shape.num_layers // plan.ways.stage
+    plan = replace(plan, drops_last_reduction=software.drops_last_reduction)
     m = plan.microbatches
-    products, attention, element_wise = (m * layers * x for x in _layer(shape, plan, machine, software))
-    logits = m * _logits(shape, plan, machine, software)
-    entries = collectives(shape, plan, drops_last_reduction=software.drops_last_reduction)
-    spent = dict.fromkeys(Axis, 0.0)
-    for entry in entries:
-        spent[entry.axis] += machine.collective(entry, members_inside(plan, entry.axis, server))
+    products, attention, element_wise = (m * x for x in _layers(anatomy, plan, machine, software))
+    head = m * _head(anatomy, plan, machine, software)
+    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, MODEL), 0.0)
+    for entry in transfers(anatomy, plan):
+        spent[entry.axis] += machine.transfer(entry, members_inside(plan, entry.axis, server))
     exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
-    per_step = products + attention + element_wise + logits + exposed[Axis.MODEL] + exposed[Axis.STAGE]
+    per_step = products + attention + element_wise + head + exposed[MODEL] + exposed[STAGE]
     return StepTime(
         products=products,
         attention=attention,
         element_wise=element_wise,
-        logits=logits,
-        model_axis=exposed[Axis.MODEL],
-        stage_axis=exposed[Axis.STAGE],
-        bubble=per_step * bubble(plan.schedule, plan.ways.stage, m, plan.chunks),
-        data_axis=exposed[Axis.DATA],
-        optimizer=_optimizer(shape, plan, machine, software),
-        hidden={axis: spent[axis] - exposed[axis] for axis in Axis},
+        logits=head,
+        model_axis=exposed[MODEL],
+        stage_axis=exposed[STAGE],
+        bubble=per_step * bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
+        data_axis=exposed[DATA],
+        optimizer=_optimizer(anatomy, plan, machine, software),
+        hidden={axis: spent[axis] - exposed[axis] for axis in spent},
     )
 
 
 def _exposed(
-    spent: dict[Axis, float], plan: Plan, software: Software, products: float, compute: float
-) -> dict[Axis, float]:
+    spent: dict[str, float], plan: Plan, software: Software, products: float, compute: float
+) -> dict[str, float]:
     """The part of each axis' communication that nothing hides."""
     exposed = dict(spent)
     if software.overlaps_model_axis and plan.sequence_parallel:
-        first = spent[Axis.MODEL] / plan.ways.model
-        exposed[Axis.MODEL] = first + max(0.0, spent[Axis.MODEL] - first - products)
+        first = spent[MODEL] / plan.mesh.model
+        exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
     if software.overlaps_data_axis:
         # Gradients of a layer can't leave before its last backward pass, nor parameters arrive after its first use.
-        exposed[Axis.DATA] = max(0.0, spent[Axis.DATA] - compute / plan.microbatches)
+        exposed[DATA] = max(0.0, spent[DATA] - compute / plan.microbatches)
     if plan.schedule == "interleaved":
-        exposed[Axis.STAGE] = 0.0
+        exposed[STAGE] = 0.0
     return exposed
 
 
-def _layer(shape: Shape, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+    """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
+    each = [(stack.layers // plan.mesh.stage, _layer(stack, plan, machine, software)) for stack in anatomy.stacks]
+    products, attention, element_wise = (sum(n * times[i] for n, times in each) for i in range(3))
+    return products, attention, element_wise
+
+
+def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
-    t, b, s, h, f = plan.ways.model, plan.microbatch_size, shape.sequence_length, shape.hidden_size, shape.mlp_size
-    rows, q, k, g = b * s, shape.query_size, shape.kv_size, shape.mlp_inputs
-    sizes = [(h, (q + 2 * k) / t), (q / t, h), (h, g * f / t), (f / t, h)]
-    forward = [machine.product(rows, k, n) for k, n in sizes]
-    backward = sum(machine.product(rows, n, k) + machine.product(k, rows, n) for k, n in sizes)
+    sizes = [product for part in stack.parts for product in part.products(plan.mesh.model)]
+    forward = [_forward(product, plan, machine) for product in sizes]
+    backward = sum(_backward(product, plan, machine) for product in sizes)
     again = 0.0
     if plan.recompute == "full":
-        again = sum(forward) - (forward[-1] if software.drops_last_reduction else 0)
-    core_forward, core_backward = _attention_core(shape, plan, machine, software.kernels)
-    core_again = core_forward if plan.recompute != "none" else 0.0
-    moves = software.kernels
-    outside = rows * h / (t if plan.sequence_parallel else 1)
-    once = machine.passes(_bytes(moves.forward, outside, rows * h / t, f / h, plan.element_bytes))
-    back = machine.passes(_bytes(moves.backward, outside, rows * h / t, f / h, plan.element_bytes))
-    passes = once * (2 if plan.recompute == "full" else 1) + back
-    return sum(forward) + again + backward, core_forward + core_again + core_backward, passes
+        again = sum(forward) - (forward[-1] if software.drops_last_reduction and not stack.is_post_norm else 0)
+    cores = [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
+    times = 1 if plan.recompute == "none" else 2
+    core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
+    moves, touched = software.kernels, [part.touched for part in stack.parts]
+    once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
+    return sum(forward) + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
 
 
-def _bytes(traffic: Traffic, outside: float, inside: float, ratio: float, element: int) -> float:
-    """Bytes of a pass: elements outside and inside the split regions, times what the kernels move of each."""
-    return outside * traffic.outside(element) + inside * (traffic.inside(element) + ratio * traffic.mlp(element))
+def _forward(product: Product, plan: Plan, machine: Machine) -> float:
+    return machine.product(plan.microbatch_size * product.tokens, product.inner, product.outer)
 
 
-def _attention_core(shape: Shape, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
+def _backward(product: Product, plan: Plan, machine: Machine) -> float:
+    """The gradients of what it reads and of its weights."""
+    rows = plan.microbatch_size * product.tokens
+    return machine.product(rows, product.outer, product.inner) + machine.product(product.inner, rows, product.outer)
+
+
+def _bytes(traffic: Traffic, touched: list[Touched], plan: Plan) -> float:
+    """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
+    c, ways = plan.element_bytes, plan.mesh.model
+    outside = sum(t.stream for t in touched) / (ways if plan.sequence_parallel else 1)
+    inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
+    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
+    return plan.microbatch_size * moved
+
+
+def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
     """Seconds of scores, softmax and context of a layer, forward and backward."""
-    s, heads = shape.sequence_length, shape.num_heads / plan.ways.model * plan.microbatch_size
-    width = shape.query_size / shape.num_heads
+    heads = scores.heads / plan.mesh.model * plan.microbatch_size
+    queries, keys, width = scores.queries, scores.keys, scores.width
     if plan.flash_attention:
-        causal_half = 2 * s * s * width * heads
+        causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)
-    scores = heads * s * s
-    both = machine.product(s, width, s, heads) + machine.product(s, s, width, heads)
+    pairs = heads * queries * keys
+    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width, heads)
     core = CORE[kernels.name]
     element = plan.element_bytes
     return (
-        both + machine.passes(scores * core.forward(element, plan.dropout)),
-        2 * both + machine.passes(scores * core.backward(element, plan.dropout)),
+        both + machine.passes(pairs * core.forward(element, plan.dropout)),
+        2 * both + machine.passes(pairs * core.backward(element, plan.dropout)),
     )
 
 
-def _logits(shape: Shape, plan: Plan, machine: Machine, software: Software) -> float:
+def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch; on stages the last one's, shared over none."""
-    rows, h, columns = (
-        plan.microbatch_size * shape.sequence_length,
-        shape.hidden_size,
-        shape.padded_vocab_size / plan.ways.model,
-    )
-    forward = machine.product(rows, h, columns)
-    backward = machine.product(rows, columns, h) + machine.product(h, rows, columns)
-    again = forward if software.recomputes_logits else 0
-    return forward + backward + again + machine.passes(rows * columns * software.kernels.logits)
+    sizes = [product for part in anatomy.head for product in part.products(plan.mesh.model)]
+    seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
+    logits = max(sizes, key=lambda product: product.flops)
+    again = _forward(logits, plan, machine) if software.recomputes_logits else 0
+    columns = plan.microbatch_size * logits.tokens * logits.outer
+    return seconds + again + machine.passes(columns * software.kernels.logits)
 
 
-def _optimizer(shape: Shape, plan: Plan, machine: Machine, software: Software) -> float:
+def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds to read and write what Adam updates on this GPU, and to read the gradients once more for their norm."""
-    precision, shards = plan.precision, plan.ways.data if plan.zero else 1
+    precision, shards = plan.precision, plan.mesh.data if plan.zero else 1
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
-    parameters = max(stage_parameters(shape, plan, i) for i in range(plan.ways.stage))
+    parameters = fullest_counts(anatomy, plan).all
     return machine.passes(parameters / shards * (states + software.kernels.optimizer_extra))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.errors import UserError, nearest
-from mtjax.plan.hardware import SERVERS, Gpu, Server, find_gpu
+from mtjax.theory.hardware import SERVERS, Gpu, Server, find_gpu
 
 
 def parse(target: str) -> Server:

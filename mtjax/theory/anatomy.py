@@ -1,0 +1,62 @@
+"""Of which parts a model is made: what comes before its stacks of layers, the stacks, and what comes after them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.config import Model
+from mtjax.theory.layout import LAYERS
+from mtjax.theory.parts.part import Part, Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Layers that are alike."""
+
+    path: str
+    """Dotted name of the stack's parameters."""
+    layers: int
+    tokens: int
+    """Of a sample."""
+    hidden: int
+    """Width of the residual stream."""
+    parts: tuple[Part, ...]
+    """Of a layer, in the order in which it runs them."""
+    side: str = ""
+    """What the words of its sizes begin with in formulas."""
+    is_post_norm: bool = False
+    """A norm follows each residual add, and needs its input again in the backward pass."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Stacked along `layers`, by their names in the model."""
+        return [
+            Weight(f"{self.path}.layers.{w.name}", (LAYERS, *w.names), (self.layers, *w.shape))
+            for part in self.parts
+            for w in part.weights
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """The parts of a model. `mtjax.theory.families.registry.anatomy_of` makes one for each model, so that it can be
+    compared, and remembered, as an object."""
+
+    model: Model
+    embed: tuple[Part, ...]
+    stacks: tuple[Stack, ...]
+    head: tuple[Part, ...]
+
+    @property
+    def outside(self) -> tuple[Part, ...]:
+        """The parts that are not in layers."""
+        return (*self.embed, *self.head)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Every parameter of the model, by its dotted name, with logical names and shape."""
+        stacked = [w for stack in self.stacks for w in stack.weights]
+        return [*(w for part in self.outside for w in part.weights), *stacked]
+
+    def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
+        """The parts of a layer of every stack."""
+        return ((stack, part) for stack in self.stacks for part in stack.parts)

@@ -1,0 +1,101 @@
+"""How many parameters a model has, and how many of which kind a device holds and sends."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.parts.part import Weight
+from mtjax.theory.plans import Plan
+
+
+def parameters(anatomy: Anatomy) -> int:
+    """All parameters: `12lh^2 (1 + 13/(12h) + (V+s)/(12lh)) + 2h` of GPT-2 (arXiv 2104.04473, equation 2)."""
+    return sum(weight.size for weight in anatomy.weights)
+
+
+def megatron_parameters(anatomy: Anatomy) -> int:
+    """Parameters as Megatron-LM's `theoretical_memory_usage` counts them: no linear biases, no position table."""
+
+    def counts(weight: Weight) -> bool:
+        return weight.name != "positions" and ("norm" in weight.name or is_matrix(weight.names))
+
+    return sum(weight.size for weight in anatomy.weights if counts(weight))
+
+
+def on_device(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+    """Elements of a parameter that one rank of a model-parallel group holds, before ZeRO splits any."""
+    return weight.size // math.prod(mesh.ways(layout.rules.axes(name)) for name in weight.names)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Elements on one model rank, before `data` splits any."""
+
+    all: int = 0
+    unsplit: int = 0
+    """Those that no data way divides, so that ZeRO leaves them whole."""
+    layer_matrices: int = 0
+    """Of those that ZeRO-3 gathers, matrices of the layers; 0 with other stages, and so the next three."""
+    layer_vectors: int = 0
+    """Biases and norms of the layers."""
+    outside_matrices: int = 0
+    """Matrices outside the layers, such as embeddings."""
+    outside_vectors: int = 0
+    """Biases and norms outside the layers."""
+    in_layers: int = 0
+    """Of all, those of the layers."""
+
+
+def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts:
+    """The elements of some parameters by what ZeRO does with them."""
+    found = dict.fromkeys(Counts.__dataclass_fields__, 0)
+    for weight in weights:
+        elements, stacked = on_device(weight, layout, mesh), weight.names[0] == LAYERS
+        found["all"] += elements
+        found["in_layers"] += elements if stacked else 0
+        if layout.zero and split_dimension(weight.names, weight.shape, layout, mesh.data) == UNSPLIT:
+            found["unsplit"] += elements
+        elif layout.zero == 3:
+            found[f"{'layer' if stacked else 'outside'}_{'matrices' if is_matrix(weight.names) else 'vectors'}"] += (
+                elements
+            )
+    return Counts(**found)
+
+
+def stage_weights(anatomy: Anatomy, stages: int, stage: int) -> list[Weight]:
+    """The parameters of a stage: equal shares of every stack, the embeddings on the first, the heads on the last.
+
+    A tied table is on both ends.
+    """
+    if stages == 1:
+        return anatomy.weights
+    stacked = [
+        Weight(w.name, w.names, (w.shape[0] // stages, *w.shape[1:])) for stack in anatomy.stacks for w in stack.weights
+    ]
+    first = [w for part in anatomy.embed for w in part.weights] if stage == 0 else []
+    last = [w for part in anatomy.head for w in part.weights] if stage == stages - 1 else []
+    tied = [w for w in anatomy.embed[0].weights if stage == stages - 1 and anatomy.model.tie_embeddings]
+    return [*stacked, *first, *last, *tied]
+
+
+@cache
+def stage_counts(anatomy: Anatomy, layout: Layout, mesh: MeshShape, stage: int) -> Counts:
+    """The elements that a device of a stage holds."""
+    return counts(stage_weights(anatomy, mesh.stage, stage), layout, mesh)
+
+
+@cache
+def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
+    """The elements that a device holds of one layer of a stack."""
+    return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
+
+
+def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
+    """Those of the stage that holds most."""
+    layout = plan.layout(anatomy.model)
+    each = (stage_counts(anatomy, layout, plan.mesh, stage) for stage in {0, plan.mesh.stage - 1})
+    return max(each, key=lambda c: c.all)

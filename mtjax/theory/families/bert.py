@@ -1,0 +1,31 @@
+"""BERT: a stack of layers that look both ways, the masked-LM head and the sentence-order head."""
+
+from mtjax.config import Model, most_masked, padded_vocab_size
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.families.decoder import mlp, self_attention
+from mtjax.theory.parts.embedding import Lookup, Norm, Positions, TokenTypes
+from mtjax.theory.parts.heads import MaskedOutput, SentenceOrder
+
+
+def bert(model: Model) -> Anatomy:
+    """Post-LN models have a norm on the embeddings, pre-LN ones after the stack (Figure 7 of arXiv 1909.08053)."""
+    rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
+    is_post = model.norm_placement == "post"
+    norm = Norm("embedding_norm" if is_post else "final_norm", model.norm, hidden)
+    parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
+    masked = MaskedOutput(
+        rows,
+        hidden,
+        most_masked(tokens),
+        owns_table=not model.tie_embeddings,
+        norm=model.norm,
+        takes_first=model.sentence_order,
+    )
+    order = (SentenceOrder(hidden),) if model.sentence_order else ()
+    embed = (Lookup(rows, hidden), Positions(tokens, hidden), TokenTypes(model.num_token_types, hidden))
+    return Anatomy(
+        model,
+        embed=(*embed, norm) if is_post else embed,
+        stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, is_post_norm=is_post),),
+        head=(masked, *order) if is_post else (norm, masked, *order),
+    )

@@ -1,0 +1,54 @@
+"""GPT and Llama: a stack of layers that look back."""
+
+from mtjax.config import GATED, Model, head_dim, mlp_size, num_kv_heads, padded_vocab_size
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.parts.attention import Attention
+from mtjax.theory.parts.embedding import Lookup, Norm, Positions
+from mtjax.theory.parts.heads import Output
+from mtjax.theory.parts.mlp import MLP
+
+
+def decoder(model: Model) -> Anatomy:
+    """Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` in GPT-2 (arXiv 2104.04473, equation 2)."""
+    rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
+    positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
+    stack = Stack(
+        "stack",
+        model.num_layers,
+        tokens,
+        hidden,
+        (self_attention(model, tokens, is_causal=True), mlp(model, tokens)),
+    )
+    final = Norm("final_norm", model.norm, hidden)
+    return Anatomy(
+        model,
+        embed=(Lookup(rows, hidden), *positions),
+        stacks=(stack,),
+        head=(final, Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)),
+    )
+
+
+def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
+    """The attention of a model's layers."""
+    return Attention(
+        hidden=model.hidden_size,
+        tokens=tokens,
+        heads=model.num_heads,
+        kv_heads=num_kv_heads(model),
+        head_dim=head_dim(model),
+        norm=model.norm,
+        bias=model.bias,
+        is_causal=is_causal,
+    )
+
+
+def mlp(model: Model, tokens: int) -> MLP:
+    """The MLP of a model's layers."""
+    return MLP(
+        hidden=model.hidden_size,
+        tokens=tokens,
+        inner=mlp_size(model),
+        is_gated=model.activation in GATED,
+        norm=model.norm,
+        bias=model.bias,
+    )

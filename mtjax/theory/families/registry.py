@@ -1,0 +1,37 @@
+"""Family -> the parts of its models."""
+
+from collections.abc import Callable
+from functools import cache
+
+from mtjax.config import Model
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.families.bert import bert
+from mtjax.theory.families.decoder import decoder
+from mtjax.theory.families.t5 import t5
+
+FAMILIES: dict[str, Callable[[Model], Anatomy]] = {"gpt": decoder, "llama": decoder, "bert": bert, "t5": t5}
+
+
+@cache
+def anatomy_of(model: Model) -> Anatomy:
+    """The parts of a model, by its family.
+
+    Raises:
+      UserError: the vocabulary's size is not known yet.
+    """
+    return FAMILIES[model.family](model)
+
+
+def gpt(layers: int, hidden: int, heads: int, sequence: int, vocab: int, *, tied_embeddings: bool = True) -> Anatomy:
+    """A GPT-2 of these sizes, as tables of published runs give them; `vocab` is the padded size."""
+    return anatomy_of(
+        Model(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            sequence_length=sequence,
+            vocab_size=vocab,
+            vocab_multiple=1,
+            tie_embeddings=tied_embeddings,
+        )
+    )

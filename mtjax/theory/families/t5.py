@@ -1,0 +1,53 @@
+"""T5: an encoder and a decoder that share one table; the decoder's layers also read what the encoder made."""
+
+from mtjax.config import Model, decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.families.decoder import mlp, self_attention
+from mtjax.theory.parts.attention import CrossAttention
+from mtjax.theory.parts.embedding import Lookup, Norm, Positions, RelativeBias
+from mtjax.theory.parts.heads import Output
+from mtjax.theory.parts.part import Part
+
+DECODER = "decoder_"
+"""What the words of the decoder's sizes begin with in formulas."""
+
+
+def t5(model: Model) -> Anatomy:
+    """Both stacks have a norm after them, and relative positions of their own where positions are relative."""
+    rows, hidden = padded_vocab_size(model), model.hidden_size
+    read, written = model.sequence_length, decoder_length(model)
+    cross = CrossAttention(
+        hidden=hidden,
+        tokens=written,
+        read=read,
+        heads=model.num_heads,
+        head_dim=head_dim(model),
+        norm=model.norm,
+        bias=model.bias,
+    )
+    encoder = (self_attention(model, read, is_causal=False), mlp(model, read))
+    decoder = (self_attention(model, written, is_causal=True), cross, mlp(model, written))
+    lookups = (
+        Lookup(rows, hidden, has_neighbour=True),
+        Lookup(rows, hidden, side=DECODER, owns_table=False, has_neighbour=True),
+    )
+    return Anatomy(
+        model,
+        embed=(*lookups, *_positions(model)),
+        stacks=(
+            Stack("encoder.stack", model.num_layers, read, hidden, encoder),
+            Stack("decoder.stack", decoder_layers(model), written, hidden, decoder, side=DECODER),
+        ),
+        head=(
+            Norm("encoder.final_norm", model.norm, hidden),
+            Norm("decoder.final_norm", model.norm, hidden),
+            Output(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER),
+        ),
+    )
+
+
+def _positions(model: Model) -> tuple[Part, ...]:
+    if model.position == "relative":
+        return tuple(RelativeBias(model.relative_buckets, model.num_heads, owner) for owner in ("encoder", "decoder"))
+    longest = max(model.sequence_length, decoder_length(model))
+    return (Positions(longest, model.hidden_size, sides=("", DECODER)),)

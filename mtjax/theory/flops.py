@@ -1,0 +1,132 @@
+"""FLOPs of a model by formula, as papers count them and as XLA compiles them; and what follows for days and cost.
+
+Symbols: l layers, h hidden size, V padded vocabulary rows, s sequence length, B global batch; closed forms are GPT-2's,
+with an MLP of 4h. A product [m,k] x [k,n] costs 2mkn.
+"""
+
+import math
+from dataclasses import replace
+
+from mtjax.config import num_kv_heads
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.plans import Plan, Recompute
+
+SECONDS_PER_DAY = 86_400
+
+
+def products_flops(stack: Stack) -> float:
+    """Forward FLOPs of the products with weights of one layer, for a sample."""
+    return sum(product.flops for part in stack.parts for product in part.products())
+
+
+def core_flops(stack: Stack, *, causal: bool = False) -> float:
+    """Forward FLOPs of attention's scores and their use of one layer, for a sample: `4sq` a token and attention."""
+    return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
+
+
+def layer_flops(stack: Stack, *, causal: bool = False) -> float:
+    """Forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
+    return products_flops(stack) + core_flops(stack, causal=causal)
+
+
+def logit_flops(anatomy: Anatomy) -> float:
+    """Forward FLOPs of the output projection, for a sample: `2hV` for each token that has logits."""
+    return max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
+
+
+def outside_flops(anatomy: Anatomy) -> float:
+    """Forward FLOPs of everything outside the layers, for a sample."""
+    return sum(product.flops for part in anatomy.outside for product in part.products())
+
+
+def forward_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
+    """FLOPs of a sample's forward pass: `s (24lh^2 + 4slh + 2hV)` in GPT-2."""
+    layers = sum(stack.layers * layer_flops(stack, causal=causal) for stack in anatomy.stacks)
+    return layers + outside_flops(anatomy)
+
+
+def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
+    """FLOPs that training a sample asks for, recompute never counted: the numerator of MFU.
+
+    Forward once, backward twice: `72 s l h^2 (1 + s/(6h) + V/(12lh))`. With `causal=False` (the convention of the
+    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term.
+    """
+    return 3 * forward_flops(anatomy, causal=causal)
+
+
+def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
+    """FLOPs per trained sample as published, recompute included: the numerator of HFU.
+
+    Full: `96 s l h^2 (1 + s/(6h) + V/(16lh))` (arXiv 2104.04473, equation 3); selective: the attention core a fourth
+    time (arXiv 2205.05198, section 5); none: `model_flops`.
+    """
+    again = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
+    layers = sum(stack.layers * again(stack, causal=causal) for stack in anatomy.stacks)
+    return model_flops(anatomy, causal=causal) + layers
+
+
+def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> float:
+    """FLOPs per trained sample that XLA keeps in the program of a plan.
+
+    Like `hardware_flops`, but with full recompute the last product of a pre-LN layer is not computed again, for nobody
+    needs its result: `s (88lh^2 + 16slh + 8hV)` in GPT-2; where several layers share a group it is. Logits are computed
+    again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
+    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more, and
+    `mtjax.sharding.flash` runs the forward kernel once more.
+    """
+    anatomy = computed_over(anatomy, plan.mesh.model)
+    flops = model_flops(anatomy, causal=causal)
+    tokens = plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
+    if tokens > (plan.loss_chunk or math.inf):
+        flops += logit_flops(anatomy)
+    for stack in anatomy.stacks:
+        core = core_flops(stack, causal=causal)
+        if plan.flash_attention:
+            flops += stack.layers * 1.5 * core
+        elif plan.recompute == "selective":  # the scores alone: attention's output is kept
+            flops += stack.layers * core / 2
+        again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
+        needed = again if stack.is_post_norm else grouped
+        flops += again * layer_flops(stack, causal=causal) - (again - needed) * stack.parts[-1].products()[-1].flops
+    return flops
+
+
+def computed_over(anatomy: Anatomy, model_ways: int) -> Anatomy:
+    """What the model ways compute with: key and value heads that are fewer, once for every way."""
+    model = anatomy.model
+    return anatomy if num_kv_heads(model) >= model_ways else anatomy_of(replace(model, num_kv_heads=model_ways))
+
+
+def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
+    """Share of the peak: MFU when `flops` are model FLOPs, HFU when they are hardware FLOPs."""
+    return flops / (seconds * gpus * peak_flops)
+
+
+# Time and money
+
+
+def training_days(
+    parameters: float,
+    tokens: float,
+    gpus: float,
+    flops_per_second: float,
+    flops_per_parameter_token: float = 6,
+) -> float:
+    """Days by the rule of thumb: 6 FLOPs per parameter and token, 8 with full recompute; sustained FLOP/s per GPU."""
+    return flops_per_parameter_token * parameters * tokens / (gpus * flops_per_second) / SECONDS_PER_DAY
+
+
+def amdahl_speedup(serial_share: float, processors: float) -> float:
+    """Largest speed-up of n processors when a share x of the work stays serial: `1 / (x + (1-x)/n)`."""
+    return 1 / (serial_share + (1 - serial_share) / processors)
+
+
+def cost(gpus: int, days: float, price_per_gpu_hour: float) -> float:
+    """Price of holding `gpus` for `days`, in the currency of the hourly price."""
+    return gpus * days * 24 * price_per_gpu_hour
+
+
+def steps_for_tokens(tokens: float, global_batch_size: int, sequence_length: int) -> int:
+    """Optimizer steps that read `tokens`, rounded up."""
+    return math.ceil(tokens / (global_batch_size * sequence_length))

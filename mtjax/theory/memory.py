@@ -1,0 +1,159 @@
+"""Memory per GPU by formula: model states, activations by kind, logits; stage by stage.
+
+Bytes. Sources: arXiv 2205.05198 (activations), 1910.02054 (ZeRO). What a part keeps and needs at work is said with the
+part, in `mtjax.theory.parts`; here it is added up.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.counts import Counts, layer_counts, stage_counts
+from mtjax.theory.parts.attention import PROBABILITIES
+from mtjax.theory.plans import Plan, Precision
+from mtjax.theory.schedules import in_flight
+
+LAYER_INPUTS = "layer inputs"
+
+
+def bytes_per_parameter(precision: Precision, zero: int, data_ways: int) -> tuple[float, float, float]:
+    """Bytes per parameter of weights, gradients and optimizer: w, g, k.
+
+    ZeRO-1 divides k by the data ways d, ZeRO-2 also g, ZeRO-3 also w (arXiv 1910.02054, section 5).
+    """
+    w, g, k = precision.weights, precision.gradients, precision.optimizer
+    d = data_ways
+    return (w / d if zero >= 3 else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
+
+
+def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
+    """What one layer keeps of one microbatch for its backward pass, by kind, where nothing is computed again.
+
+    Megatron's fused kernels: `sbh (10 + 24/t + 5as/(ht))` in GPT-2; all of it over t with sequence parallelism; flash
+    attention leaves out the last term (arXiv 2205.05198, equations 1 to 4). Masks have one byte, all else the compute
+    type's. Gated MLPs keep one array more; key and value heads fewer than the ways are counted as if split.
+
+    JAX: products, masks, attention's output and float32 probabilities, and the rest is computed again
+    (`mtjax.models.recompute`): `sbh (6 + 16/t + 5as/(ht))` bytes; the stacks of the compiled scan.
+    """
+    kinds: Counter[str] = Counter()
+    for part in stack.parts:
+        kinds.update(part.keeps(plan))  # pyright: ignore[reportArgumentType] - a Counter adds any numbers
+    return dict(kinds)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU of a stage, at the fullest moment of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: Mapping[str, float]
+    """Of all layers and microbatches in flight, by kind."""
+    working: float
+    """The layer at work: what it computes again, its scores' gradients, and the gathered weights of ZeRO-3."""
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it; the logits are gone when the layers' backward pass begins."""
+        return self.states + self.kept + max(self.working, self.logits)
+
+    @property
+    def states(self) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kept(self) -> float:
+        """All activations that wait for the backward pass."""
+        return sum(self.activations.values())
+
+
+def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
+    """Bytes on a GPU of a stage by formula."""
+    mesh = plan.mesh
+    counts = stage_counts(anatomy, plan.layout(anatomy.model), mesh, stage)
+    copies = in_flight(plan.schedule, mesh.stage, plan.microbatches, stage, plan.chunks)
+    kept: Counter[str] = Counter()
+    for stack in anatomy.stacks:
+        for name, size in _kept(stack, plan).items():
+            kept[name] += copies * size  # pyright: ignore[reportArgumentType]
+    w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
+    gradients = g / mesh.data if plan.zero == 1 and plan.reduces_at_once else g
+    head = max((part.working(plan) for part in anatomy.head), default=0.0)
+    return Memory(
+        weights=w * counts.all,
+        gradients=gradients * counts.all + g * _added_whole(plan, counts),
+        optimizer=k * counts.all,
+        activations=dict(kept),
+        working=max(_working(anatomy, stack, plan) for stack in anatomy.stacks),
+        logits=head if stage == mesh.stage - 1 else 0,
+    )
+
+
+def _kept(stack: Stack, plan: Plan) -> dict[str, float]:
+    """What stays of a stage's layers of one microbatch between their passes."""
+    layers, kinds = stack.layers // plan.mesh.stage, layer_activations(stack, plan)
+    if plan.recompute != "full":
+        return {n: layers * size for n, size in kinds.items() if plan.recompute == "none" or n != PROBABILITIES}
+    again = plan.recomputed_layers(layers)
+    inputs = 0 if plan.recompute_offload else _stream_bytes(stack, plan) * again / plan.recompute_group
+    rest = kinds if again < layers else {}
+    return {LAYER_INPUTS: inputs} | {name: (layers - again) * size for name, size in rest.items()}
+
+
+def _stream_bytes(stack: Stack, plan: Plan) -> float:
+    """The residual stream of a microbatch, between sublayers."""
+    return plan.element_bytes * plan.microbatch_size * _stream_elements(stack, plan)
+
+
+def _stream_elements(stack: Stack, plan: Plan) -> float:
+    return stack.tokens * stack.hidden / (plan.mesh.model if plan.sequence_parallel else 1)
+
+
+def _added_whole(plan: Plan, counts: Counts) -> float:
+    """Parameters of which a microbatch's gradients live beside the sum: those outside the layers; not Megatron's."""
+    outside = counts.all - counts.in_layers
+    return outside if plan.residuals == "jax" and plan.microbatches > 1 and plan.zero < 2 else 0
+
+
+def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Bytes that the layer at work needs beside what it kept."""
+    kinds = layer_activations(stack, plan)
+    gathered = 2 * plan.element_bytes * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    gathered = gathered if plan.zero == 3 else 0
+    if plan.residuals == "megatron":
+        held = {} if plan.recompute == "full" else _kept(stack, plan)
+        return gathered + sum(size for name, size in kinds.items() if name not in held) + _group(plan, kinds)
+    return gathered + _jax_working(stack, plan, kinds) + _group(plan, kinds)
+
+
+def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
+    """What the layers of a group keep for each other while their backward pass is at work."""
+    is_grouped = plan.recompute == "full" and plan.recompute_group > 1
+    return plan.recompute_group * sum(kinds.values()) if is_grouped else 0
+
+
+def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
+    """The fullest moment of a layer's backward pass: in attention, or in the MLP before it.
+
+    Scores are read or computed again; float32 programs hoist two constants of their shape. Norms and activations are
+    computed again whatever is kept: one norm's three float32 arrays, the residual stream's float32 gradient, two arrays
+    in the compute type, two masks.
+    """
+    c, hoisted = plan.element_bytes, 0.0
+    if c == 4 and not plan.flash_attention:
+        pairs = sum(part.scores.pairs for part in stack.parts if part.scores)
+        hoisted = 8 * pairs * plan.microbatch_size / plan.mesh.model
+    near = 3 * 4 + 4 + 2 * c + (2 if plan.dropout else 0)
+    stream = near * plan.microbatch_size * _stream_elements(stack, plan)
+    return hoisted + stream + kinds.get(PROBABILITIES, 0) + max(part.working(plan) for part in stack.parts)
+
+
+def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:
+    """The memory of the stage that needs most."""
+    stages = range(plan.mesh.stage)
+    return max((stage_memory(anatomy, plan, i) for i in stages), key=lambda m: m.total)

@@ -1,0 +1,1 @@
+"""The parts of models: what each holds, computes, keeps and sends."""

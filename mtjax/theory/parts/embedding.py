@@ -1,0 +1,111 @@
+"""What turns tokens into the residual stream."""
+
+from dataclasses import dataclass, field
+
+from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
+from mtjax.theory.parts.part import NORM_VECTORS, Part, Stream, Weight, norm, over_model, weight
+from mtjax.theory.parts.sublayer import own_token_sums
+
+
+@dataclass(frozen=True)
+class Lookup(Part):
+    """Rows of the vocabulary-parallel table, added up over the ranks that own them."""
+
+    rows: int
+    hidden: int
+    side: str = ""
+    """Whose tokens: what the words of their number begin with."""
+    owns_table: bool = True
+    """False where another lookup's table is read."""
+    has_neighbour: bool = False
+    """Whether another lookup stands beside it in the program, so that the compiler may send the rows of both as one."""
+    name: str = field(default="embedding", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        elements, why = f"batch*{self.side}sequence*hidden", "rows that other ranks own"
+        if stream.split:
+            return [
+                over_model(EMBEDDING_FORWARD, "reduce-scatter", "microbatches", elements, why),
+                over_model(
+                    EMBEDDING_BACKWARD, "all-gather", "microbatches", elements, "gradient of what was scattered"
+                ),
+            ]
+        packed = {"pooled": True, "also": LOSS_FORWARD} if self.has_neighbour else {}
+        return [over_model(EMBEDDING_FORWARD, "all-reduce", "microbatches", elements, why, **packed)]
+
+
+@dataclass(frozen=True)
+class Positions(Part):
+    """A table of learned positions, which every rank holds."""
+
+    tokens: int
+    hidden: int
+    sides: tuple[str, ...] = ("",)
+    """Of the streams that it is added to."""
+    name: str = field(default="positions", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("positions", {"seq": self.tokens, "embed": self.hidden})]
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        why = "gradient of the positions"
+        gathers = [
+            over_model(EMBEDDING_BACKWARD, "all-gather", "microbatches", f"{side}sequence*hidden", why)
+            for side in self.sides
+        ]
+        return gathers if stream.split else []
+
+
+@dataclass(frozen=True)
+class TokenTypes(Part):
+    """A table of kinds of tokens, which every rank holds."""
+
+    kinds: int
+    hidden: int
+    name: str = field(default="token types", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        return [own_token_sums(f"{self.kinds}*hidden", "token types")] if stream.split and self.kinds else []
+
+
+@dataclass(frozen=True)
+class RelativeBias(Part):
+    """A number per head and kind of distance, added to the scores of every layer of a stack (arXiv 1910.10683)."""
+
+    buckets: int
+    heads: int
+    owner: str
+    """`encoder` or `decoder`."""
+    name: str = field(default="relative positions", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """A norm outside the layers: on the embeddings, or after a stack."""
+
+    path: str
+    """Its dotted name."""
+    kind: str
+    hidden: int
+    name: str = field(default="norm", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return norm(self.path, self.kind, self.hidden)
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        vectors = len(NORM_VECTORS[self.kind])
+        return [own_token_sums(f"{vectors}*hidden", f"the norm {self.path}")] if stream.split else []

@@ -1,0 +1,116 @@
+"""What turns hidden states into losses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mtjax.theory.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
+from mtjax.theory.parts.part import Part, Product, Stream, Weight, linear, norm, over_model, weight
+from mtjax.theory.plans import Plan
+
+
+@dataclass(frozen=True)
+class Output(Part):
+    """The output projection with its vocabulary-parallel cross-entropy, of whole sequences."""
+
+    rows: int
+    """Of the padded vocabulary."""
+    hidden: int
+    tokens: int
+    """Of a sample, whose logits are computed."""
+    owns_table: bool
+    """False where the embedding's is read."""
+    side: str = ""
+    name: str = field(default="output", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("output", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, self.rows / model_ways)]
+
+    def working(self, plan: Plan) -> float:
+        """float32 logits of the tokens that are alive at a time, with their gradients.
+
+        Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside
+        them lies the table in the compute type.
+        """
+        rows = self.tokens * plan.microbatch_size
+        tokens = min(rows, plan.loss_chunk or rows)
+        columns = self.rows / plan.mesh.model
+        if plan.residuals == "megatron":
+            return 2 * 4 * tokens * columns
+        gradients = plan.element_bytes * tokens * columns if tokens < rows else 0
+        return 4 * tokens * columns + gradients + plan.element_bytes * columns * self.hidden
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        tokens = f"batch*{self.side}sequence"
+        lines = [_scalars(tokens, stream, "max, sum, target logit")]
+        why = "gradient of the hidden states"
+        if not stream.split:
+            return [*lines, over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{tokens}*hidden", why)]
+        gathered = "hidden states of whole sequences"
+        return [
+            *lines,
+            over_model(LOSS_FORWARD, "all-gather", "microbatches", f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
+            over_model(LOSS_BACKWARD, "reduce-scatter", "microbatches", f"{tokens}*hidden", why),
+        ]
+
+
+@dataclass(frozen=True)
+class MaskedOutput(Output):
+    """BERT's: dense, activation and norm, which every rank holds, then logits of the masked tokens alone."""
+
+    norm: str = "layernorm"
+    takes_first: bool = True
+    """Whether the first token's hidden state is taken too, for the sentence order."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        dense = linear("head.dense", {"embed": self.hidden}, {"features": self.hidden})
+        bias = weight("head.bias", {"vocab": self.rows})
+        return [*dense, *norm("head.norm", self.norm, self.hidden), bias, *super().weights]
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, self.hidden), *super().products(model_ways)]
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        return {"masked_tokens": self.tokens}
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        masked, why = "batch*masked_tokens", "gradient of the masked tokens' hidden states"
+        lines = [
+            _scalars(masked, stream, "max, sum, target logit of the masked tokens"),
+            over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{masked}*hidden", why),
+        ]
+        if stream.split:
+            first, taken = f"batch*(masked_tokens + {int(self.takes_first)})*hidden", "hidden states of masked tokens"
+            why = f"{taken}{' and of the first' if self.takes_first else ''}, from all parts of the sequence"
+            lines.append(over_model(LOSS_FORWARD, "all-reduce", "microbatches", first, why, pooled=True))
+        return lines
+
+
+@dataclass(frozen=True)
+class SentenceOrder(Part):
+    """BERT's second head: a pooler on the first token and a classifier, which every rank holds."""
+
+    hidden: int
+    name: str = field(default="sentence order", init=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        embed = {"embed": self.hidden}
+        return [
+            *linear("order.pooler", embed, {"features": self.hidden}),
+            *linear("order.classifier", embed, {"classes": 2}),
+        ]
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        return [Product(1, self.hidden, self.hidden), Product(1, self.hidden, 2)]
+
+
+def _scalars(tokens: str, stream: Stream, why: str) -> Expectation:
+    """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all."""
+    count = f"{4 if stream.label_smoothing else 3}*microbatches"
+    return over_model(LOSS_FORWARD, "all-reduce", count, tokens, why, dtype="float32")

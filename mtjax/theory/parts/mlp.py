@@ -1,0 +1,67 @@
+"""The MLP: column-parallel, activation, row-parallel (Figure 3a of arXiv 1909.08053)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mtjax.theory.contract import Expectation
+from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm
+from mtjax.theory.parts.sublayer import own_vector_sums, sublayer_keeps, sublayer_sends
+from mtjax.theory.plans import Plan
+
+
+@dataclass(frozen=True)
+class MLP(Part):
+    """A norm, a projection to the inner width, or two where it is gated, an activation, and a projection back."""
+
+    hidden: int
+    tokens: int
+    """Of a sample."""
+    inner: int
+    """f: the inner width."""
+    is_gated: bool
+    norm: str
+    bias: bool
+    name: str = field(default="mlp", init=False)
+
+    @property
+    def inputs(self) -> int:
+        """g: projections into the inner width."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def weights(self) -> list[Weight]:
+        embed, inner = {"embed": self.hidden}, {"mlp": self.inner}
+        gate = {"gate": 2} if self.is_gated else {}
+        return [
+            *norm("mlp_norm", self.norm, self.hidden),
+            *linear("mlp.up", embed, {**gate, **inner}, bias=self.bias),
+            *linear("mlp.down", inner, embed, bias=self.bias),
+        ]
+
+    @property
+    def touched(self) -> Touched:
+        return Touched(stream=self.tokens * self.hidden, mlp=self.tokens * self.inner)
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        inner = self.inner / model_ways
+        return [
+            Product(self.tokens, self.hidden, self.inputs * inner),
+            Product(self.tokens, inner, self.hidden),
+        ]
+
+    def keeps(self, plan: Plan) -> Mapping[str, float]:
+        """Of JAX the first product, of Megatron also the activation's result."""
+        arrays = self.inputs + (plan.residuals == "megatron")
+        kept = sublayer_keeps(self.tokens, self.hidden, plan)
+        return {**kept, "MLP": arrays * self._array(plan)}
+
+    def working(self, plan: Plan) -> float:
+        """The activation's derivative has six arrays where one is kept."""
+        return 6 * self._array(plan)
+
+    def _array(self, plan: Plan) -> float:
+        return plan.element_bytes * plan.microbatch_size * self.tokens * self.inner / plan.mesh.model
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        lines = sublayer_sends(stream, "the MLP")
+        return [*lines, own_vector_sums(stream, self.norm, self.bias)] if stream.split else lines

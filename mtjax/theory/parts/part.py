@@ -1,0 +1,178 @@
+"""What is said of a part of a model: the weights it holds, and what it computes, keeps and sends.
+
+Symbols of the docstrings: b samples of a microbatch, s tokens of the stream, h hidden size, q and k the widths of all
+query and of all key heads together, f MLP width, g projections into the MLP (1, gated 2), a heads, V padded vocabulary
+rows, t model ways, c bytes of an element. A product [m,k] x [k,n] costs 2mkn FLOPs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.theory.contract import Expectation
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import MODEL
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter; of a part of a layer, one layer of it."""
+
+    name: str
+    """Dotted, within the part."""
+    names: tuple[str, ...]
+    """Logical names of its dimensions."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def weight(name: str, sizes: Mapping[str, int]) -> Weight:
+    """A weight with these dimensions: logical name -> size."""
+    return Weight(name, tuple(sizes), tuple(sizes.values()))
+
+
+def linear(name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True) -> list[Weight]:
+    """The weights of `mtjax.models.layers.Linear`: a matrix over named dimensions, and a bias."""
+    return [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
+
+
+NORM_VECTORS = {"layernorm": ("scale", "bias"), "rmsnorm": ("scale",)}
+"""Norm -> vectors of h parameters that it has."""
+
+
+def norm(name: str, kind: str, width: int) -> list[Weight]:
+    """The vectors of a norm."""
+    return [weight(f"{name}.{vector}", {"embed": width}) for vector in NORM_VECTORS[kind]]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a sample's tokens with weights, on one device: [tokens, inner] x [inner, outer]."""
+
+    tokens: float
+    inner: float
+    outer: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs."""
+        return 2 * self.tokens * self.inner * self.outer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Attention's scores and their use: queries x keys for every head of a sample."""
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    """Of a head."""
+    is_causal: bool
+
+    @property
+    def pairs(self) -> int:
+        """Scores of a sample."""
+        return self.heads * self.queries * self.keys
+
+    def flops(self, *, causal: bool = False) -> float:
+        """Forward FLOPs of a sample: 4 s q for each query; where `causal`, of the half that a causal model needs."""
+        return 4 * self.pairs * self.width * (0.5 if causal and self.is_causal else 1)
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Elements of a sample that element-wise kernels go over, of one layer, before any split over the model ways."""
+
+    stream: float = 0
+    """Of the residual stream: a norm, a dropout and a residual add."""
+    inside: float = 0
+    """Of attention's heads."""
+    mlp: float = 0
+    """Of the MLP's inner width."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream that a part reads and writes."""
+
+    side: str = ""
+    """What the words of its sizes begin with in formulas: `decoder_` makes `decoder_sequence`."""
+    split: bool = False
+    """Whether each model rank has its own part of every sequence."""
+    needed_again: bool = False
+    """Whether a layer that is computed again needs this part's output: all but the last one's of a pre-LN layer."""
+    shares_heads: bool = False
+    """Whether key and value heads are fewer than the model ways, so that several ranks share one."""
+    label_smoothing: bool = False
+
+    @property
+    def elements(self) -> str:
+        """Of a microbatch on a data rank."""
+        return f"batch*{self.side}sequence*hidden"
+
+    @property
+    def times(self) -> str:
+        """Layers that the part stands in, in all microbatches."""
+        return f"{self.side}layers*microbatches"
+
+
+def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:
+    """A line of a contract over the model ways."""
+    return Expectation(phase, kind, MODEL, count, elements, why=why, **settings)  # pyright: ignore[reportArgumentType]
+
+
+class Part:
+    """A part of a model. Sizes are of the whole part; what a device has of it follows from mesh and rules.
+
+    A part that has nothing of a kind inherits the answer from here.
+    """
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Its parameters; of a part of a layer, those of one layer."""
+        return []
+
+    @property
+    def scores(self) -> Scores | None:
+        """Attention's scores, where it has any."""
+        return None
+
+    @property
+    def touched(self) -> Touched:
+        """What its element-wise kernels go over."""
+        return Touched()
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        """Forward products of one sample with its weights, on one of `model_ways` devices; the last one comes last."""
+        del model_ways
+        return []
+
+    def keeps(self, plan: Plan) -> Mapping[str, float]:
+        """Bytes on a device that wait for the backward pass, of one layer and microbatch, by kind."""
+        del plan
+        return {}
+
+    def working(self, plan: Plan) -> float:
+        """Bytes on a device at the fullest moment of its backward pass, beside what it keeps."""
+        del plan
+        return 0.0
+
+    def cached(self, context: int) -> int:
+        """Elements of a sequence of `context` tokens that generating the next token reads: keys and values."""
+        del context
+        return 0
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        """Words of its lines beside those that every stream has, with their values."""
+        return {}
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        """What it sends over the model ways in a step."""
+        del stream
+        return []

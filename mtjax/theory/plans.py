@@ -1,0 +1,121 @@
+"""A plan: the mesh, the microbatch, and what is recomputed, sharded and kept - of a run, or of one thought of."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtjax.config import Config, Model
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.layout import Layout, layout_of
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.schedules import Schedule
+
+Recompute = Literal["none", "selective", "full"]
+"""What the backward pass computes again: nothing, the attention core, or whole layers."""
+Residuals = Literal["jax", "megatron"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter of the model's states."""
+
+    name: str
+    weights: int
+    gradients: int
+    optimizer: int
+    """Moments, and master weights where the weights are 16-bit."""
+    reduced: int
+    """Bytes per element of gradients on the wire."""
+    gathered: int
+    """Bytes per element of updated parameters on the wire."""
+
+
+MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
+"""float32 parameters are their own master; products cast them."""
+MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
+MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
+"""The float32 copy of the gradients counts with the optimizer."""
+FP32 = Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is spread and trained, as far as communication, time and memory are concerned."""
+
+    mesh: MeshShape
+    global_batch_size: int
+    microbatch_size: int
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    """ZeRO stage over the data ways: 1 shards the optimizer, 2 also gradients, 3 also parameters."""
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    """Chunks of layers per stage of the interleaved schedule."""
+    flash_attention: bool = False
+    dropout: bool = True
+    label_smoothing: bool = False
+    loss_chunk: int | None = None
+    """Tokens whose logits are alive at a time; the microbatch's when None."""
+    precision: Precision = MTJAX
+    element_bytes: int = 2
+    """Bytes of an activation."""
+    recompute_group: int = 1
+    """Layers of full recompute that share one kept input; times know neither this nor the next two."""
+    recompute_first: int | None = None
+    """Full recompute of so many layers and none of the others; of all when None."""
+    recompute_offload: bool = False
+    """Layer inputs wait in the host's memory."""
+    residuals: Residuals = "jax"
+    """What waits for the backward pass: what JAX's autodiff keeps of mtjax's model, or what Megatron's kernels keep."""
+    drops_last_reduction: bool = True
+    """The recomputed forward pass leaves out its last product and that one's reduction, whose result nobody needs (XLA
+    does; PyTorch's checkpoint does not)."""
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that a data rank accumulates in a step."""
+        return self.global_batch_size // (self.mesh.data * self.microbatch_size)
+
+    @property
+    def reduces_at_once(self) -> bool:
+        """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
+        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1)
+
+    def layout(self, model: Model) -> Layout:
+        """Which mesh axes split which dimensions of a model."""
+        return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)
+
+    def recomputed_layers(self, count: int) -> int:
+        """How many of `count` layers the backward pass computes again from their input."""
+        if self.recompute != "full":
+            return 0
+        return count if self.recompute_first is None else min(self.recompute_first, count)
+
+    def grouped_layers(self, count: int) -> int:
+        """How many of them it computes again in groups of several.
+
+        JAX computes a layer of a group twice again: with its group, up to the last product, and by itself.
+        """
+        return self.recomputed_layers(count) if self.recompute_group > 1 else 0
+
+    @classmethod
+    def of(cls, run: Config, mesh: MeshShape, **settings: object) -> "Plan":
+        """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
+        training = run.training
+        plan = cls(
+            mesh,
+            training.global_batch_size,
+            training.microbatch_size or max(training.global_batch_size // mesh.data, 1),
+            recompute=training.recompute,
+            sequence_parallel=run.parallel.sequence_parallel,
+            zero=run.parallel.zero,
+            recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
+            recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
+            recompute_offload=training.recompute_offload,
+            flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
+            dropout=run.model.hidden_dropout > 0,
+            label_smoothing=run.optimizer.label_smoothing > 0,
+            loss_chunk=training.loss_chunk,
+            element_bytes=4 if training.compute_dtype == "float32" else 2,
+        )
+        return replace(plan, **settings)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,102 @@
+"""What a GPU sends in a step, by mesh axis and purpose: the lines of the contract worked out for a plan, and stages."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.communication import contract_of, symbols_of
+from mtjax.theory.contract import GRADIENTS, PARAMETERS, Expectation, requirements
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import DATA, MODEL, STAGE
+
+AXIS_NAMES = {DATA: "data ways", STAGE: "stages", MODEL: "model ways"}
+"""How people call the ways of a mesh axis."""
+
+
+def ring_factor(operation: str, ways: int) -> float:
+    """Bytes that a device sends per byte of the full array, by the ring algorithms.
+
+    All-reduce 2(n-1)/n; gather, scatter and all-to-all (n-1)/n; point to point 1 (arXiv 2104.04473, section 3).
+    """
+    if ways <= 1:
+        return 0.0
+    if operation == "all-reduce":
+        return 2 * (ways - 1) / ways
+    shared = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
+    return (ways - 1) / ways if operation in shared else 1.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective of a step."""
+
+    axis: str
+    """The mesh axis that it crosses."""
+    ways: int
+    operation: str
+    """`send`, or a kind of collective."""
+    purpose: str
+    count: float
+    """Per GPU and step."""
+    elements: float
+    """Of the full array (the gathered side of gather and scatter)."""
+    element_bytes: int
+
+    @property
+    def size(self) -> float:
+        """Bytes of the full array."""
+        return self.elements * self.element_bytes
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a GPU sends in a step, ring factor included."""
+        return self.count * self.size * ring_factor(self.operation, self.ways)
+
+
+def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
+    """Everything a GPU sends in a step; on stages, a GPU of the stage with the layers and both ends' extras."""
+    found = [
+        Transfer(
+            required.line.axis,
+            plan.mesh.ways((required.line.axis,)),
+            required.line.kind,
+            f"{required.line.phase}: {required.line.why}",
+            required.count,
+            required.elements,
+            _element_bytes(required.line, plan),
+        )
+        for required in requirements(contract_of(anatomy, plan), symbols_of(anatomy, plan), plan.mesh, "float32")
+        if required.elements
+    ]
+    return [*found, *_between_stages(anatomy, plan)]
+
+
+def _element_bytes(line: Expectation, plan: Plan) -> int:
+    if line.axis == DATA and line.phase == GRADIENTS:
+        return plan.precision.reduced
+    if line.axis == DATA and line.phase == PARAMETERS and plan.zero < 3:
+        return plan.precision.gathered
+    return plan.element_bytes if line.dtype == "compute" else 4
+
+
+def _between_stages(anatomy: Anatomy, plan: Plan) -> Iterator[Transfer]:
+    """Activations forward and their gradients back, split over the model ways with the sequence."""
+    stages = plan.mesh.stage
+    if stages == 1:
+        return
+    hidden = plan.microbatch_size * sum(stack.tokens * stack.hidden for stack in anatomy.stacks)
+    split = plan.mesh.model if plan.sequence_parallel else 1
+    count = 2 * plan.microbatches * plan.chunks
+    purpose = "activations and their gradients"
+    yield Transfer(STAGE, stages, "send", purpose, count, hidden / split, plan.element_bytes)
+
+
+def sent_by_axis(entries: list[Transfer]) -> dict[str, float]:
+    """Bytes that a GPU sends in a step over each mesh axis that is used."""
+    axes = dict.fromkeys(entry.axis for entry in entries)
+    return {axis: sum(e.sent for e in entries if e.axis == axis) for axis in axes}
+
+
+def bandwidth_demand(sent: float, compute_seconds: float, exposed_share: float) -> float:
+    """Bytes per second that keep communication under `exposed_share` of the compute time it serves."""
+    return sent / (compute_seconds * exposed_share)
