@@ -13,7 +13,8 @@ from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
 from mtjax.sharding.contract import PHASES
 from mtjax.sharding.layouts import check_divisible
-from mtjax.sharding.mesh import MeshShape, parse_mesh
+from mtjax.theory.layout import TENSOR_RULES
+from mtjax.theory.mesh import MeshShape, parse_mesh
 
 
 def other_config(base: Config, words: Sequence[str]) -> Config:
@@ -143,8 +144,8 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
     A microbatch too large for a mesh's share of the batch becomes the largest that divides it.
     """
     for model in (n for n in range(1, devices + 1) if devices % n == 0):
-        mesh = MeshShape(devices // model, model)
-        share, rest = divmod(base.training.global_batch_size, mesh.data)
+        mesh = MeshShape(data=devices // model, model=model)
+        share, rest = divmod(base.training.global_batch_size, mesh.ways(TENSOR_RULES.batch))
         wanted = min(base.training.microbatch_size or share, share)
         micro = next((n for n in range(wanted, 0, -1) if share % n == 0), None)
         run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)

@@ -11,7 +11,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect import hlo
 from mtjax.inspect.targets import Target
-from mtjax.sharding.mesh import MeshShape, parse_mesh
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.step import Program, make_program
 
 

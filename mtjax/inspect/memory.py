@@ -72,7 +72,8 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
 
 def plan_of(step: CompiledStep) -> Plan:
     """The planner's view of a step."""
-    ways = Ways(data=step.mesh.data, model=step.mesh.model)
+    rules = step.program.layout.rules
+    ways = Ways(data=step.mesh.ways(rules.batch), model=step.mesh.ways(rules.heads))
     return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
 
 

@@ -134,7 +134,10 @@ def formula_flops(step: CompiledStep, sizes: Sizes) -> float:
     (2sq a token and layer), and `sharding.flash` runs the forward kernel once more (4sq). A microbatch of one chunk
     keeps its logits: XLA finds that the backward pass would compute the same again.
     """
-    shape, training = Shape.of(step.config.model).computed_over(step.mesh.model), step.config.training
+    shape, training = (
+        Shape.of(step.config.model).computed_over(step.mesh.ways(step.program.layout.rules.heads)),
+        step.config.training,
+    )
     again = sizes.b * sizes.s > training.loss_chunk
     is_flash = "__cudnn$fmha" in step.text
     recompute = "none" if is_flash and training.recompute == "selective" else training.recompute
@@ -185,7 +188,7 @@ def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
 
 def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     """Parameters with a dimension that the contract splits over `model`, and that every device holds whole."""
-    ways = step.mesh.model
+    ways = step.mesh.ways(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
     leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
     shapes = parameter_shapes(step)

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from mtjax.errors import UserError
 from mtjax.plan import target as plan_target
 from mtjax.plan.hardware import SERVERS, Server, by_device_kind
-from mtjax.sharding.mesh import MeshShape, attach_devices, has_gpu, make_mesh
+from mtjax.sharding.mesh import attach_devices, has_gpu, make_mesh
+from mtjax.theory.mesh import MeshShape
 
 CPU = "cpu"
 ATTACHED = "attached"

@@ -44,7 +44,8 @@ def counted_parameters(step: CompiledStep) -> int:
 
 def plan_of(step: CompiledStep) -> Plan:
     """The planner's view of a compiled step; the attention kernel as compiled."""
-    ways = Ways(data=step.mesh.data, model=step.mesh.model)
+    rules = step.program.layout.rules
+    ways = Ways(data=step.mesh.ways(rules.batch), model=step.mesh.ways(rules.heads))
     return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
 
 

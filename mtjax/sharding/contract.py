@@ -24,10 +24,11 @@ from mtjax.config import (
     padded_vocab_size,
 )
 from mtjax.errors import UserError, nearest
-from mtjax.sharding.axes import DATA, MODEL
-from mtjax.sharding.layouts import Layout, num_microbatches
-from mtjax.sharding.mesh import AXES, MeshShape
+from mtjax.sharding.layouts import num_microbatches
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.theory.layout import TENSOR_RULES, Layout
+from mtjax.theory.mesh import AXES, MeshShape
+from mtjax.theory.rules import DATA, MODEL
 
 EMBEDDING_FORWARD = "embedding forward"
 EMBEDDING_BACKWARD = "embedding backward"
@@ -128,20 +129,20 @@ class Sizes:
         """The sizes of a run on a mesh, its parameters placed so."""
         count = num_microbatches(config, mesh)
         return cls(
-            b=config.training.global_batch_size // (mesh.data * count),
+            b=config.training.global_batch_size // (mesh.ways(TENSOR_RULES.batch) * count),
             s=config.model.sequence_length,
             h=config.model.hidden_size,
             f=mlp_size(config.model),
             l=config.model.num_layers,
             V=padded_vocab_size(config.model),
             m=count,
-            data=mesh.data,
-            model=mesh.model,
+            data=mesh.ways(TENSOR_RULES.batch),
+            model=mesh.ways(TENSOR_RULES.heads),
             again=layers_again(config.model.num_layers, config.training),
             nested=layers_nested(config.model.num_layers, config.training),
             smoothing=int(config.optimizer.label_smoothing > 0),
             k=num_kv_heads(config.model) * head_dim(config.model),
-            r=int(num_kv_heads(config.model) % mesh.model > 0),
+            r=int(num_kv_heads(config.model) % mesh.ways(TENSOR_RULES.heads) > 0),
             n=2 if config.model.norm == "layernorm" else 1,
             c=int(config.model.bias),
             p=int(config.model.position == "learned"),
@@ -308,7 +309,7 @@ def due(contract: Contract, sizes: Sizes, compute_dtype: str) -> list[Due]:
         if line.axis not in AXES:
             raise UserError(f"contract {contract.name}: no mesh axis is called {line.axis!r}{nearest(line.axis, AXES)}")
         asked = Due(line, evaluate(line.count, sizes), evaluate(line.elements, sizes), types[line.dtype])
-        if asked.count and getattr(sizes, line.axis) > 1:
+        if asked.count and getattr(sizes, line.axis, 1) > 1:
             found.append(asked)
     return found
 

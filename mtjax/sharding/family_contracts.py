@@ -3,7 +3,6 @@
 import dataclasses
 
 from mtjax.config import Config
-from mtjax.sharding.axes import MODEL
 from mtjax.sharding.contract import (
     EMBEDDING_BACKWARD,
     EMBEDDING_FORWARD,
@@ -17,7 +16,8 @@ from mtjax.sharding.contract import (
     Expectation,
     contract_of,
 )
-from mtjax.sharding.layouts import Layout
+from mtjax.theory.layout import Layout
+from mtjax.theory.rules import MODEL
 
 _DECODER_AGAIN = "(2*decoder_again + decoder_nested)*m"
 """Sums of layers that are computed again: two of a layer's three; all in a group, whose next layer needs the last."""

@@ -1,53 +1,19 @@
-"""Layouts: which mesh axis splits which logical axis, and which sizes that divides."""
+"""The layout of a config, and which sizes it divides."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mtjax.config import Config, decoder_length, mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.sharding.axes import DATA, MODEL, Rules
-from mtjax.sharding.mesh import MeshShape
-
-TENSOR_RULES = Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
-"""The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way of spreading a model over the mesh."""
-
-    rules: Rules = TENSOR_RULES
-    """Of activations, and of parameters but for what `zero` adds."""
-    zero: int = 0
-    """What is split over `data` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
-
-    @property
-    def sequence(self) -> bool:
-        """Whether the residual stream is split along the sequence."""
-        return self.rules.act_seq is not None
-
-    @property
-    def name(self) -> str:
-        """For people: "tensor + sequence + ZeRO-1"."""
-        parts = ("tensor", "sequence" if self.sequence else "", f"ZeRO-{self.zero}" if self.zero else "")
-        return " + ".join(part for part in parts if part)
-
-
-TENSOR = Layout()
-"""The paper's own."""
+from mtjax.theory.layout import TENSOR_RULES, Layout
+from mtjax.theory.layout import layout_of as of_model
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import Axes
 
 
 def layout_of(config: Config, mesh: MeshShape) -> Layout:
-    """The layout that a config asks for.
-
-    Grouped-query attention may have fewer key and value heads than the mesh has model ways: then each rank has them
-    whole, and `mtjax.sharding.kv_heads` is what ranks do with them.
-    """
-    rules = dataclasses.replace(TENSOR_RULES, act_seq=MODEL if config.parallel.sequence_parallel else None)
-    if num_kv_heads(config.model) % mesh.ways(rules.kv_heads):
-        rules = dataclasses.replace(rules, kv_heads=None)
-    return Layout(rules, config.parallel.zero)
+    """The layout that a config asks for."""
+    parallel = config.parallel
+    return of_model(config.model, mesh, sequence_parallel=parallel.sequence_parallel, zero=parallel.zero)
 
 
 def check_divisible(config: Config, mesh: MeshShape) -> None:
@@ -64,17 +30,17 @@ def check_divisible(config: Config, mesh: MeshShape) -> None:
     if model.vocab_size is not None:  # else the tokenizer will say
         sizes["vocab"] = ("the padded vocabulary", padded_vocab_size(model))
     for axis, (name, size) in sizes.items():
-        ways = mesh.ways(layout.rules.mesh_axis(axis))
+        ways = mesh.ways(layout.rules.axes(axis))
         if size % ways:
             raise UserError(
-                f"{name} {size} does not divide over {ways} {layout.rules.mesh_axis(axis)} ways of the mesh; "
+                f"{name} {size} does not divide over {ways} {_called(layout.rules.axes(axis))} ways of the mesh; "
                 f"{_fitting(axis, size, ways, model.hidden_size)}"
             )
-    ways, shared = mesh.ways(layout.rules.heads), num_kv_heads(model)
+    ways, shared, over = mesh.ways(layout.rules.heads), num_kv_heads(model), _called(layout.rules.heads)
     if shared % ways and ways % shared:
         raise UserError(
-            f"num_kv_heads {shared} is neither a multiple nor a divisor of the {ways} {layout.rules.heads} ways of the "
-            f"mesh; take model ways among the divisors or multiples of {shared}"
+            f"num_kv_heads {shared} is neither a multiple nor a divisor of the {ways} {over} ways of the mesh; "
+            f"take model ways among the divisors or multiples of {shared}"
         )
     check_batch(config, mesh)
 
@@ -85,16 +51,18 @@ def check_batch(config: Config, mesh: MeshShape) -> None:
     Raises:
       UserError: names global batch, microbatch and data ways, and the nearest batch that fits.
     """
-    batch, ways, micro = config.training.global_batch_size, mesh.data, config.training.microbatch_size
+    batch, micro = config.training.global_batch_size, config.training.microbatch_size
+    ways = mesh.ways(TENSOR_RULES.batch)
+    each = (micro or 1) * ways
     if micro is None and batch % ways:
         raise UserError(
             f"global_batch_size {batch} does not divide over {ways} data ways of the mesh; "
             f"the nearest that do are {_nearest_multiples(batch, ways)}"
         )
-    if micro is not None and batch % (micro * ways):
+    if micro is not None and batch % each:
         raise UserError(
-            f"global_batch_size {batch} is no multiple of microbatch_size {micro} x {ways} data ways = {micro * ways}; "
-            f"the nearest that are: {_nearest_multiples(batch, micro * ways)}"
+            f"global_batch_size {batch} is not a multiple of microbatch_size {micro} x {ways} data ways = {each}; "
+            f"the nearest that are: {_nearest_multiples(batch, each)}"
         )
 
 
@@ -109,14 +77,14 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
     Raises:
       UserError: names the ramp, the first batch that does not fit, and what START and INCREMENT must be multiples of.
     """
-    micro, ways = config.training.microbatch_size, mesh.data
+    micro, ways = config.training.microbatch_size, mesh.ways(TENSOR_RULES.batch)
     unit = (micro or 1) * ways
     wrong = next((size for size in sizes if size % unit), None)
     if wrong is not None:
         ramp = " ".join(map(str, config.training.rampup_batch_size or ()))
         needs = f"microbatch_size {micro} x {ways} data ways = {unit}" if micro else f"the {ways} data ways of the mesh"
         raise UserError(
-            f"rampup_batch_size {ramp} passes through a global batch of {wrong}, which is no multiple of {needs}; "
+            f"rampup_batch_size {ramp} passes through a global batch of {wrong}, which is not a multiple of {needs}; "
             f"take multiples of {unit} for START and INCREMENT"
         )
 
@@ -124,8 +92,12 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
 def num_microbatches(config: Config, mesh: MeshShape, global_batch_size: int | None = None) -> int:
     """Microbatches that a data rank accumulates in a step."""
     batch = global_batch_size or config.training.global_batch_size
-    micro = config.training.microbatch_size or batch // mesh.data
-    return batch // (micro * mesh.data)
+    micro = config.training.microbatch_size or batch // mesh.ways(TENSOR_RULES.batch)
+    return batch // (micro * mesh.ways(TENSOR_RULES.batch))
+
+
+def _called(axes: Axes) -> str:
+    return " x ".join(axes)
 
 
 def _nearest_multiples(size: int, of: int) -> str:

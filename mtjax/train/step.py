@@ -23,10 +23,11 @@ from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.layouts import Layout, check_divisible, layout_of, num_microbatches
-from mtjax.sharding.mesh import MeshShape
+from mtjax.sharding.layouts import check_divisible, layout_of, num_microbatches
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.theory.layout import Layout
+from mtjax.theory.mesh import MeshShape
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer, make_schedule

@@ -11,9 +11,9 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.plan.formulas import Shape, parameters_per_rank
 from mtjax.sharding import parameters
-from mtjax.sharding.axes import DATA
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
-from mtjax.sharding.layouts import TENSOR
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.rules import DATA
 from mtjax.train.step import make_program
 from tests.inspect.steps import SIZES, has_cudnn, needs_aot, tiny
 from tests.tiny import mesh_of

@@ -8,7 +8,7 @@ from mtjax.inspect import __main__ as command
 from mtjax.inspect import report as reports
 from mtjax.inspect.contract_file import load_contract
 from mtjax.sharding.contract import contract_of
-from mtjax.sharding.layouts import TENSOR
+from mtjax.theory.layout import TENSOR
 from tests.inspect.steps import needs_aot
 
 CONTRACT = """

@@ -13,10 +13,11 @@ from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import find_target
 from mtjax.models.gpt import GPT
 from mtjax.models.transformer import MLP
-from mtjax.sharding.axes import DATA, MODEL, Rules, spec
+from mtjax.sharding.axes import spec
 from mtjax.sharding.contract import Contract, Expectation, contract_of, due
-from mtjax.sharding.layouts import TENSOR, Layout
-from mtjax.sharding.mesh import parse_mesh
+from mtjax.theory.layout import TENSOR, Layout
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.rules import DATA, MODEL, Rules
 from mtjax.train.step import Program
 from tests.inspect.steps import SIZES, needs_aot, tiny
 
@@ -50,7 +51,7 @@ def test_an_extra_gather_in_a_program_for_h100(monkeypatch):
 
 
 def test_a_replicated_weight():
-    layout = Layout(Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, vocab=MODEL))
+    layout = Layout(Rules(batch=(DATA,), heads=(MODEL,), kv_heads=(MODEL,), vocab=(MODEL,)))
     violations = inspect_tiny(layout).verdict.violations
     assert any("the weight stack.layers.mlp.up.weight is whole on every device" in v for v in violations)
 

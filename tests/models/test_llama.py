@@ -12,7 +12,7 @@ from mtjax.config import Config
 from mtjax.models.registry import model_class
 from mtjax.plan.formulas import Shape, parameters, parameters_per_rank
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.layouts import TENSOR
+from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, program_of, run_steps, tiny_config
 
 GROUPED: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -12,7 +12,8 @@ from mtjax.plan import formulas, memory
 from mtjax.plan.formulas import Shape
 from mtjax.plan.plans import parse_ways
 from mtjax.plan.verify import Check, compare, plan_of
-from mtjax.sharding.mesh import MeshShape, make_mesh
+from mtjax.sharding.mesh import make_mesh
+from mtjax.theory.mesh import MeshShape
 from mtjax.train.step import make_program
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
@@ -24,7 +25,7 @@ needs_aot = pytest.mark.skipif(
 @pytest.mark.parametrize("name", PRESETS)
 def test_formula_counts_exactly_what_the_model_has(name):
     run = config.replace(config.load(name), global_batch_size=1, microbatch_size=None)
-    program = make_program(run, make_mesh(MeshShape(1, 1), jax.devices()))
+    program = make_program(run, make_mesh(MeshShape(), jax.devices()))
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
     assert formulas.parameters(Shape.of(run.model)) == counted
 
@@ -33,7 +34,7 @@ def test_formula_counts_exactly_what_the_model_has(name):
 def test_formula_counts_exactly_what_a_rank_holds(mesh):
     run = config.replace(config.load("gpt2-tiny"), mesh=mesh)
     ways = parse_ways(mesh)
-    program = make_program(run, make_mesh(MeshShape(ways.data, ways.model), jax.devices()))
+    program = make_program(run, make_mesh(MeshShape(data=ways.data, model=ways.model), jax.devices()))
     leaves, places = jax.tree.leaves((program.abstract_parameters, program.state_sharding.parameters)), None
     count = len(leaves) // 2
     leaves, places = leaves[:count], leaves[count:]

@@ -1,0 +1,76 @@
+"""Layouts: which mesh axes split which logical axis, and what ZeRO splits besides."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from mtjax.config import Model, num_kv_heads
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import DATA, MODEL, Rules
+
+TENSOR_RULES = Rules(batch=(DATA,), heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
+"""The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
+
+UNSPLIT = -1
+"""Stands for the dimension when `data` splits none."""
+
+LAYERS = "layers"
+"""Logical name of the dimension along which the layers of a stack are stacked: the first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way of spreading a model over the mesh."""
+
+    rules: Rules = TENSOR_RULES
+    """Of activations, and of parameters but for what `zero` adds."""
+    zero: int = 0
+    """What is split over `data` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the residual stream is split along the sequence."""
+        return bool(self.rules.act_seq)
+
+    @property
+    def name(self) -> str:
+        """For people: "tensor + sequence + ZeRO-1"."""
+        parts = ("tensor", "sequence" if self.sequence else "", f"ZeRO-{self.zero}" if self.zero else "")
+        return " + ".join(part for part in parts if part)
+
+
+TENSOR = Layout()
+"""The paper's own."""
+
+
+def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False, zero: int = 0) -> Layout:
+    """The layout of a model on a mesh.
+
+    Grouped-query attention may have fewer key and value heads than the mesh has model ways: then each rank has all of
+    them, and `mtjax.sharding.kv_heads` is what ranks do with them.
+    """
+    rules = dataclasses.replace(TENSOR_RULES, act_seq=(MODEL,) if sequence_parallel else ())
+    if num_kv_heads(model) % mesh.ways(rules.kv_heads):
+        rules = dataclasses.replace(rules, kv_heads=())
+    return Layout(rules, zero)
+
+
+def is_matrix(names: tuple[str, ...]) -> bool:
+    """Whether a parameter maps the residual stream to or from something else.
+
+    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
+    """
+    return "embed" in names and any(name not in ("embed", LAYERS) for name in names)
+
+
+def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
+    """The dimension of a parameter that ZeRO splits over `data`: the largest that divides and that nothing splits yet.
+
+    `layers` is taken last, and by stage 1 alone: the others need a part of every layer on every rank.
+    """
+    if not layout.zero or ways == 1:
+        return UNSPLIT
+    free = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % ways == 0]
+    inside = [i for i in free if names[i] != LAYERS]
+    if inside:
+        return max(inside, key=lambda i: shape[i])
+    return free[0] if free and layout.zero == 1 else UNSPLIT
