@@ -18,12 +18,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import Array
+from mtjax.sharding.layouts import TENSOR
 from train_step import processor
 
 from mtjax.models.layers import dropout
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.layouts import TENSOR
-from mtjax.sharding.mesh import attach_devices, parse_mesh
+from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.mesh import parse_mesh
 
 RATE = 0.1
 REPEATS = 9

@@ -26,7 +26,7 @@ from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.dump import write
 from mtjax.inspect.report import report
 from mtjax.inspect.targets import find_target
-from mtjax.sharding.mesh import parse_mesh
+from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import make_program
 from mtjax.train.xla_options import Chosen
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import jax
 import tyro
+from mtjax.sharding.contract import LAYER_PHASES
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +32,6 @@ from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
 from mtjax.theory.flops import Shape, hardware_flops_per_token
 from mtjax.theory.hardware import DGX_2H
-from mtjax.sharding.contract import LAYER_PHASES
 
 COMPILED_FOR = "h100x16"
 BASELINE_TFLOPS = 39.0

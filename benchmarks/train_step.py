@@ -102,8 +102,9 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
     """Our step: the program that `mtjax train` runs."""
     import jax
 
-    from mtjax.sharding.mesh import attach_devices, parse_mesh
+    from mtjax.sharding.mesh import attach_devices
     from mtjax.sharding.placement import global_batch
+    from mtjax.theory.mesh import parse_mesh
     from mtjax.train.metrics import device_memory
     from mtjax.train.step import make_program
 

@@ -8,10 +8,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtjax.config import Config, decoder_length, most_masked, replace
-from mtjax.sharding.layouts import TENSOR
-from mtjax.sharding.mesh import make_mesh, parse_mesh
+from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import global_batch
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import Program, State, make_program
 
 VOCAB = 250

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from mtjax.config import Config
-from mtjax.sharding.mesh import MeshShape, make_mesh
+from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import is_names
+from mtjax.theory.mesh import MeshShape
 from mtjax.train.step import make_program
 
 STACKED = "layers"

@@ -18,8 +18,8 @@ from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
+from mtjax.theory.contract import Contract
 from mtjax.theory.hardware import GB, Server
-from mtjax.sharding.contract import Contract
 
 GPT2_VOCABULARY = 50_257
 

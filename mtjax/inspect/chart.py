@@ -6,7 +6,7 @@ from html import escape
 
 from mtjax.inspect.roofline import Event
 from mtjax.inspect.text import duration
-from mtjax.sharding.contract import PHASES
+from mtjax.theory.contract import PHASES
 
 WIDTH = 1060
 LABELS = 150

@@ -8,7 +8,7 @@ from typing import Literal
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, Collective
 from mtjax.inspect.hlo import Array, dtype_bits
 from mtjax.inspect.phases import combined_paths, phase_of
-from mtjax.sharding.contract import (
+from mtjax.theory.contract import (
     EMBEDDING_BACKWARD,
     GRADIENTS,
     LAYER_BACKWARD,
@@ -18,8 +18,8 @@ from mtjax.sharding.contract import (
     OPTIMIZER,
     OTHER,
     SMALL_BYTES,
-    Due,
     Expectation,
+    Requirement,
 )
 
 Status = Literal["holds", "missing", "differs"]
@@ -52,7 +52,7 @@ class Entry:
 class Line:
     """A line of the contract beside what was compiled."""
 
-    due: Due
+    required: Requirement
     found: int
     """Arrays; of a pooled line, operations."""
     found_elements: int
@@ -86,7 +86,9 @@ class Landmarks:
     """Elements of a microbatch's logits, whole."""
 
 
-def check(collectives: Sequence[Collective], dues: Sequence[Due], landmarks: Landmarks, *, is_gpu: bool) -> Verdict:
+def check(
+    collectives: Sequence[Collective], requirements: Sequence[Requirement], landmarks: Landmarks, *, is_gpu: bool
+) -> Verdict:
     """Compares collectives with a contract.
 
     On GPUs operations, elements and types must be the contract's. Programs for CPUs widen bf16 and write a
@@ -94,12 +96,12 @@ def check(collectives: Sequence[Collective], dues: Sequence[Due], landmarks: Lan
 
     Args:
       collectives: all of the program.
-      dues: the contract, worked out for the run's sizes.
+      requirements: the contract, worked out for the run's sizes.
       landmarks: what extra arrays are compared with, to name them.
       is_gpu: whether the program is for GPUs.
     """
     entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
-    lines = tuple(_claim(entries, d, is_gpu) for d in sorted(_pools(dues, is_gpu), key=_claiming_order))
+    lines = tuple(_claim(entries, d, is_gpu) for d in sorted(_pools(requirements, is_gpu), key=_claiming_order))
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     left = [e for e in entries if e.left]
     tolerated = _tolerate(left)
@@ -107,7 +109,7 @@ def check(collectives: Sequence[Collective], dues: Sequence[Due], landmarks: Lan
 
 
 @dataclass(frozen=True)
-class _Pool(Due):
+class _Pool(Requirement):
     """Pooled lines that the program does not tell apart, as one."""
 
     floor: int = 0
@@ -117,21 +119,21 @@ class _Pool(Due):
         return self.floor
 
 
-def _pools(dues: Sequence[Due], is_gpu: bool) -> list[Due]:
-    """`dues` with pooled lines made one where they ask for the same kind, axis and phase.
+def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requirement]:
+    """`requirements` with pooled lines made one where they ask for the same kind, axis and phase.
 
     For GPUs their types must be the same too; CPU programs widen the narrower, and reduce where they could scatter.
     """
-    merged: dict[tuple, Due] = {}
-    for number, due in enumerate(dues):
-        line = due.line
+    merged: dict[tuple, Requirement] = {}
+    for number, required in enumerate(requirements):
+        line = required.line
         kind = ALL_REDUCE if line.kind == REDUCE_SCATTER and not is_gpu else line.kind
-        key = (line.phase, kind, line.axis, due.dtype if is_gpu else "") if line.pooled else (number,)
+        key = (line.phase, kind, line.axis, required.dtype if is_gpu else "") if line.pooled else (number,)
         if key in merged:
             before = merged[key]
             both = dataclasses.replace(line, count="1", elements=f"{_product(before.line)} + {_product(line)}")
-            due = _Pool(both, 1, before.total + due.total, due.dtype, before.least + due.least)
-        merged[key] = due
+            required = _Pool(both, 1, before.total + required.total, required.dtype, before.least + required.least)
+        merged[key] = required
     return list(merged.values())
 
 
@@ -139,40 +141,45 @@ def _product(line: Expectation) -> str:
     return line.elements if line.count == "1" else f"{line.count}*({line.elements})"
 
 
-def _claiming_order(due: Due) -> tuple[bool, bool, int]:
-    """Exact lines first, what may stand anywhere last; large arrays before small ones, of which they are multiples."""
-    return due.line.pooled, due.line.hoisted, -due.elements
+def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
+    """Exact lines first, what may stand anywhere last; large arrays before small ones, of which they are multiples.
+
+    Of lines that ask for arrays of one size, that with the smaller count comes first: what is left is the other's.
+    """
+    return required.line.pooled, required.line.hoisted, -required.elements, required.count
 
 
-def _claim(entries: list[Entry], due: Due, is_gpu: bool) -> Line:
+def _claim(entries: list[Entry], required: Requirement, is_gpu: bool) -> Line:
     """Takes what fulfils a line out of the entries."""
-    kinds = {due.line.kind} | ({ALL_REDUCE} if due.line.kind == REDUCE_SCATTER and not is_gpu else set())
+    kinds = {required.line.kind} | ({ALL_REDUCE} if required.line.kind == REDUCE_SCATTER and not is_gpu else set())
     fitting = [
         e
         for e in entries
         if e.left
-        and _stands_right(e, due.line)
-        and e.collective.axes == (due.line.axis,)
+        and _stands_right(e, required.line)
+        and e.collective.axes == (required.line.axis,)
         and e.collective.kind in kinds
     ]
-    if due.line.pooled and is_gpu and any(e.array.dtype == due.dtype for e in fitting):
-        fitting = [e for e in fitting if e.array.dtype == due.dtype]  # another line, or none, asks for the others
-    claimed = _pool(fitting) if due.line.pooled else _match(fitting, due)
+    if required.line.pooled and is_gpu and any(e.array.dtype == required.dtype for e in fitting):
+        fitting = [e for e in fitting if e.array.dtype == required.dtype]  # another line, or none, asks for the others
+    claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)
     elements = sum(e.array.elements * e.collective.count for e, _ in claimed)
-    notes = _type_notes([e for e, _ in claimed], due, is_gpu)
-    if due.line.pooled:
-        riders = max(elements - due.total, 0)
-        if elements >= due.least and riders <= SMALL_BYTES // 4:
-            status, extra = "holds", [f"{riders} scalars ride along"] if riders else []
+    notes = _type_notes([e for e, _ in claimed], required, is_gpu)
+    if required.line.pooled:
+        extra_scalars = max(elements - required.total, 0)
+        if elements >= required.least and extra_scalars <= SMALL_BYTES // 4:
+            status, extra = "holds", [f"{extra_scalars} scalars ride along"] if extra_scalars else []
         else:
-            status, extra = "differs", [_total_note(due, elements)]
+            status, extra = "differs", [_total_note(required, elements)]
         wrong = [n for n in notes if is_gpu]
-        return Line(due, found, elements, "differs" if wrong else status, (*wrong, *extra))
-    if found < due.count:
-        return Line(due, found, found * due.elements, "missing", (_missing_note(due, found),))
+        return Line(required, found, elements, "differs" if wrong else status, (*wrong, *extra))
+    if found < required.count:
+        return Line(required, found, found * required.elements, "missing", (_missing_note(required, found),))
     wrong = notes if is_gpu else []
-    return Line(due, found, found * due.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes))
+    return Line(
+        required, found, found * required.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes)
+    )
 
 
 def _stands_right(entry: Entry, line: Expectation) -> bool:
@@ -187,13 +194,13 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
     return claimed
 
 
-def _match(fitting: list[Entry], due: Due) -> list[tuple[Entry, int]]:
+def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int]]:
     """Entries of the right size, the most frequent first; then those in which several of that size are packed."""
     claimed: list[tuple[Entry, int]] = []
-    need = due.count
+    need = required.count
     by_packing = sorted(fitting, key=lambda e: (e.array.elements, -e.left))
     for entry in by_packing:
-        packed, rest = divmod(entry.array.elements, due.elements)
+        packed, rest = divmod(entry.array.elements, required.elements)
         if rest or not packed or packed * entry.left > need:
             continue
         claimed.append((entry, packed * entry.left))
@@ -202,36 +209,41 @@ def _match(fitting: list[Entry], due: Due) -> list[tuple[Entry, int]]:
     return claimed
 
 
-def _type_notes(claimed: list[Entry], due: Due, is_gpu: bool) -> list[str]:
+def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> list[str]:
     """What travels in another type than the contract's."""
     notes = []
-    for dtype in sorted({e.array.dtype for e in claimed} - {due.dtype}):
-        ratio = dtype_bits(dtype) / dtype_bits(due.dtype)
+    for dtype in sorted({e.array.dtype for e in claimed} - {required.dtype}):
+        ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
         example = next(e for e in claimed if e.array.dtype == dtype)
         notes.append(
-            f"{due.line.kind} over {due.line.axis} in {due.line.phase} carries {dtype} instead of {due.dtype}, "
-            f"{ratio:g}x the bytes: {example.array}, from {_origin(example.collective)}"
+            f"{_what(required)} carries {dtype} instead of {required.dtype}, {ratio:g}x the bytes: "
+            f"{example.array}, from {_origin(example.collective)}"
             if is_gpu
-            else f"{dtype} for {due.dtype}: CPU programs widen it"
+            else f"{dtype} for {required.dtype}: CPU programs widen it"
         )
-    if not is_gpu and any(e.collective.kind != due.line.kind for e in claimed):
+    if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
         notes.append("all-reduce and slice: CPU programs write a reduce-scatter so")
     return notes
 
 
-def _missing_note(due: Due, found: int) -> str:
-    number = due.count - found
+def _what(required: Requirement) -> str:
+    line = required.line
+    return f"{line.kind} over {line.axis} in {line.phase}"
+
+
+def _missing_note(required: Requirement, found: int) -> str:
+    line, number = required.line, required.count - found
     return (
-        f"{number} of {due.count} {due.line.kind} over {due.line.axis} missing in {due.line.phase}: "
-        f"{due.elements:,} elements each ({due.line.elements})"
+        f"{number} of {required.count} {line.kind} over {line.axis} missing in {line.phase}: "
+        f"{required.elements:,} elements each ({line.elements})"
     )
 
 
-def _total_note(due: Due, elements: int) -> str:
-    difference = elements - due.total
+def _total_note(required: Requirement, elements: int) -> str:
+    difference = elements - required.total
     return (
-        f"{due.line.kind} over {due.line.axis} in {due.line.phase} carries {elements:,} elements a step instead of "
-        f"{due.total:,}: {abs(difference):,} too {'many' if difference > 0 else 'few'} ({due.line.elements})"
+        f"{_what(required)} carries {elements:,} elements a step instead of {required.total:,}: "
+        f"{abs(difference):,} too {'many' if difference > 0 else 'few'} ({required.line.elements})"
     )
 
 

@@ -9,7 +9,8 @@ from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.walk import Site, walk
-from mtjax.sharding.contract import phase_over
+from mtjax.theory.contract import phase_over
+from mtjax.theory.traffic import ring_factor
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
@@ -77,18 +78,6 @@ class Collective:
     def is_known(self) -> bool:
         """Whether kind, axes and count are all certain."""
         return self.kind in KINDS and self.axes is not None and self.is_exact
-
-
-def ring_factor(kind: str, n: int) -> float:
-    """Bytes sent per device and byte of payload, over n devices.
-
-    All-reduce 2(n-1)/n, gather, scatter and all-to-all (n-1)/n, point to point 1 (arXiv 2104.04473, section 3).
-    """
-    if n <= 1:
-        return 0.0
-    if kind == ALL_REDUCE:
-        return 2 * (n - 1) / n
-    return (n - 1) / n if kind in (ALL_GATHER, REDUCE_SCATTER, "all-to-all", "ragged-all-to-all") else 1.0
 
 
 def find_collectives(module: Module, mesh: Mapping[str, int], devices_per_server: int) -> list[Collective]:

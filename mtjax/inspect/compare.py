@@ -11,9 +11,10 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
-from mtjax.sharding.contract import PHASES
-from mtjax.sharding.layouts import check_divisible
-from mtjax.sharding.mesh import MeshShape, parse_mesh
+from mtjax.theory.contract import PHASES
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.layout import TENSOR_RULES
+from mtjax.theory.mesh import MeshShape, parse_mesh
 
 
 def other_config(base: Config, words: Sequence[str]) -> Config:
@@ -112,9 +113,9 @@ def comparison_table(first: Report, second: Report) -> Table:
 
 
 def _title(report: Report) -> str:
-    sizes = report.sizes
-    recompute = report.config.training.recompute
-    return f"{sizes.l} x {sizes.h} on {report.step.mesh}\nrecompute {recompute}, {sizes.m} x {sizes.b}"
+    model, plan = report.config.model, report.step.plan
+    shape = f"{model.num_layers} x {model.hidden_size} on {report.step.mesh}"
+    return f"{shape}\nrecompute {plan.recompute}, {plan.microbatches} x {plan.microbatch_size}"
 
 
 def _holds(report: Report) -> str:
@@ -143,13 +144,13 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
     A microbatch too large for a mesh's share of the batch becomes the largest that divides it.
     """
     for model in (n for n in range(1, devices + 1) if devices % n == 0):
-        mesh = MeshShape(devices // model, model)
-        share, rest = divmod(base.training.global_batch_size, mesh.data)
+        mesh = MeshShape(data=devices // model, model=model)
+        share, rest = divmod(base.training.global_batch_size, mesh.ways(TENSOR_RULES.batch))
         wanted = min(base.training.microbatch_size or share, share)
         micro = next((n for n in range(wanted, 0, -1) if share % n == 0), None)
         run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)
         try:
-            check_divisible(run, mesh)
+            check_config(run, mesh)
         except UserError as e:
             yield mesh, e
         else:
@@ -185,11 +186,11 @@ def sweep_notes(tries: Sequence[Try]) -> list[str]:
 
 
 def _sweep_row(report: Report, is_best: bool) -> list[str]:
-    sizes, t = report.sizes, report.time
+    plan, t = report.step.plan, report.time
     crossing = sum(r.wire_bytes * r.count for r in report.rows if r.servers > 1)
     cells = [
         str(report.step.mesh),
-        f"{sizes.m} of {sizes.b}",
+        f"{plan.microbatches} of {plan.microbatch_size}",
         size(report.memory.peak),
         {True: "fits", False: "[red]does not fit[/]", None: ""}[report.memory.fits],
         size(sent_bytes(report)),

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 
@@ -11,7 +12,10 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect import hlo
 from mtjax.inspect.targets import Target
-from mtjax.sharding.mesh import MeshShape, parse_mesh
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
 
 
@@ -49,6 +53,16 @@ class CompiledStep:
     def mesh(self) -> MeshShape:
         """The mesh it is compiled for."""
         return self.program.shape
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model."""
+        return anatomy_of(self.config.model)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the theory is asked about; the attention kernel as compiled."""
+        return Plan.of(self.config, self.mesh, flash_attention="fmha" in self.text)
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:

@@ -21,8 +21,8 @@ from typing import Any, get_args, get_type_hints
 
 from mtjax.errors import UserError, nearest
 from mtjax.inspect.collectives import KINDS
-from mtjax.sharding.axes import Rules
-from mtjax.sharding.contract import PHASES, Contract, Expectation
+from mtjax.theory.contract import PHASES, Contract, Expectation
+from mtjax.theory.rules import Rules
 
 _REQUIRED = ("phase", "kind", "axis", "count", "elements")
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from mtjax.config import describe_recompute
+from mtjax.config import describe_recompute, padded_vocab_size
 from mtjax.inspect.chart import Bar, Part, bars, timeline
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
 from mtjax.inspect.text import axes_text, duration, shapes_text, size
-from mtjax.sharding.contract import PHASES
+from mtjax.theory.contract import PHASES
 
 STYLE = """
 :root { --ink: #1a1d21; --soft: #5c6670; --line: #d9dee3; --paper: #fff; --card: #f5f7f9; --good: #1a7f37;
@@ -41,7 +41,8 @@ svg .soft { fill: var(--soft) } svg .axis { stroke: var(--line) } svg .mark { st
 
 def page(report: Report, others: Sequence[Report] = ()) -> str:
     """The page of a report; `others` are compared with it."""
-    title = f"{report.sizes.l} x {report.sizes.h} on {report.step.mesh}, {report.target.name}"
+    model = report.config.model
+    title = f"{model.num_layers} x {model.hidden_size} on {report.step.mesh}, {report.target.name}"
     sections = [_cards(report), _contract(report), _sent(report), _memory(report)]
     if report.time:
         sections.append(_time(report.time))
@@ -57,13 +58,13 @@ def page(report: Report, others: Sequence[Report] = ()) -> str:
 
 
 def _subtitle(report: Report) -> str:
-    sizes, step = report.sizes, report.step
-    pieces = "microbatches" if sizes.m > 1 else "microbatch"
+    step, plan, model = report.step, report.step.plan, report.config.model
+    pieces = "microbatches" if plan.microbatches > 1 else "microbatch"
     text = (
-        f"{step.config.model.num_heads} heads, sequence {sizes.s}, vocabulary {sizes.V:,}, "
+        f"{model.num_heads} heads, sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}, "
         f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}; "
-        f"{sizes.m} {pieces} of {sizes.b} samples on each of "
-        f"{sizes.data} data ranks, {sizes.model} model ways. Compiled in {step.compile_seconds:.1f} s."
+        f"{plan.microbatches} {pieces} of {plan.microbatch_size} samples on each data rank of mesh {step.mesh}. "
+        f"Compiled in {step.compile_seconds:.1f} s."
     )
     return f"<p>{escape(text)}</p>"
 
@@ -89,15 +90,15 @@ def _cards(report: Report) -> str:
 def _contract(report: Report) -> str:
     rows = []
     for line in report.verdict.lines:
-        asked, good = line.due.line, line.status == "holds"
+        asked, good = line.required.line, line.status == "holds"
         found = f"{line.found_elements:,} in {line.found}" if asked.pooled else f"{line.found:,}"
         mark = f'<span class="{"good" if good else "bad"}">{"ok" if good else line.status}</span>'
         rows.append(
             [
                 escape(asked.phase),
                 f"{escape(asked.kind)} over {escape(asked.axis)}",
-                f"{line.due.count:,} = {escape(asked.count)}",
-                f"{line.due.elements:,} = {escape(asked.elements)}",
+                f"{line.required.count:,} = {escape(asked.count)}",
+                f"{line.required.elements:,} = {escape(asked.elements)}",
                 found,
                 f"{mark} {escape('; '.join(line.notes))}",
             ]
@@ -191,7 +192,7 @@ def _others(reports: Sequence[Report]) -> str:
     rows = [
         [
             escape(str(r.step.mesh)),
-            f"{r.sizes.m} of {r.sizes.b}",
+            f"{r.step.plan.microbatches} of {r.step.plan.microbatch_size}",
             size(r.memory.peak),
             size(sum(x.wire_bytes * x.count for x in r.rows)),
             duration(r.time.seconds) if r.time else "-",

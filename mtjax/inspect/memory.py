@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.theory.flops import Shape
 from mtjax.theory.memory import Memory, stage_memory
-from mtjax.theory.plans import Plan, Ways
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
     arguments = argument_arrays(step.module)
     parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
-    plan = plan_of(step)
+    plan = step.plan
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
     whole = plan.zero == 0 or not plan.reduces_at_once
     gradients = min(parameters if whole else int(optimizer / moments), stats.temporaries)
@@ -66,14 +64,8 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
         gradients=gradients,
         activations=stats.temporaries - gradients,
         capacity=capacity,
-        formula=stage_memory(Shape.of(step.config.model), plan),
+        formula=stage_memory(step.anatomy, plan),
     )
-
-
-def plan_of(step: CompiledStep) -> Plan:
-    """The planner's view of a step."""
-    ways = Ways(data=step.mesh.data, model=step.mesh.model)
-    return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
 
 
 def argument_arrays(module: Module) -> list[tuple[str, Array]]:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from mtjax.inspect.hlo import Computation, Instruction
-from mtjax.sharding.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS
+from mtjax.theory.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS
 
 _SCOPES = {
     "embedding": "embedding",

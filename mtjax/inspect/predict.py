@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.roofline import Event, Roofline, Spent
-from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory import flops as formulas
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.theory.hardware import Server
-from mtjax.sharding.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
     for spent in walked.phases.values():
         total.add(spent)
     config = step.config
-    model_flops = model_flops_per_token(Shape.of(config.model)) * config.model.sequence_length
-    model_flops *= config.training.global_batch_size / step.mesh.size
+    model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(
         server=server,

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 import jax
 
-from mtjax.config import Config
+from mtjax.config import Config, padded_vocab_size
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.hlo import Array
+from mtjax.inspect.letters import letters
 from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.targets import Target
-from mtjax.theory.flops import Shape, compiled_flops_per_token, flops_per_step
+from mtjax.theory.communication import contract_of, symbols_of
+from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
+from mtjax.theory.flops import compiled_flops
 from mtjax.theory.hardware import Server
-from mtjax.sharding.contract import PHASES, Contract, Sizes, due
-from mtjax.sharding.family_contracts import contract_of_run
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Report:
     """What a compiled step sends, needs and takes."""
 
     step: CompiledStep
-    sizes: Sizes
+    symbols: Symbols
+    """The words of the contract's formulas, worked out, and the letters that were their names before."""
     contract: Contract
     collectives: tuple[Collective, ...]
     rows: tuple[Row, ...]
@@ -106,43 +108,31 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
     """The report on a step that is compiled already."""
     start = time.perf_counter()
     server = time_on or step.target.server
-    sizes = Sizes.of(step.config, step.mesh, step.program.placed)
-    contract = contract or contract_of_run(step.config, step.program.layout)
-    dues = due(contract, sizes, step.config.training.compute_dtype)
+    words = symbols_of(step.anatomy, step.plan)
+    symbols = {**words, **letters(step, words)}
+    contract = contract or contract_of(step.anatomy, step.plan)
+    required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
     found = find_collectives(step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server)
-    verdict = check(found, dues, landmarks(step, sizes), is_gpu=step.target.is_gpu)
+    verdict = check(found, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = unsplit_parameters(step, contract)
     counted = count_flops(step.module)
     return Report(
         step=step,
-        sizes=sizes,
+        symbols=symbols,
         contract=contract,
         collectives=tuple(found),
         rows=tuple(table(found)),
         verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
         memory=memory_report(step, server.gpu.memory if server else None),
-        flops=Flops(counted * step.mesh.size, formula_flops(step, sizes)),
+        flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, found, counted, server) if server else None,
         analysis_seconds=time.perf_counter() - start,
     )
 
 
-def formula_flops(step: CompiledStep, sizes: Sizes) -> float:
-    """FLOPs that the formulas give for the products of a compiled step.
-
-    Beside what XLA keeps of a pre-LN decoder, flash attention computes its scores once more in the backward kernel
-    (2sq a token and layer), and `sharding.flash` runs the forward kernel once more (4sq). A microbatch of one chunk
-    keeps its logits: XLA finds that the backward pass would compute the same again.
-    """
-    shape, training = Shape.of(step.config.model).computed_over(step.mesh.model), step.config.training
-    again = sizes.b * sizes.s > training.loss_chunk
-    is_flash = "__cudnn$fmha" in step.text
-    recompute = "none" if is_flash and training.recompute == "selective" else training.recompute
-    token = compiled_flops_per_token(
-        shape, recompute, recompute_logits=again, layers_again=sizes.again, layers_nested=sizes.nested
-    )
-    flash = 6 * sizes.s * shape.query_size * sizes.l if is_flash else 0
-    return flops_per_step(token + flash, training.global_batch_size, sizes.s)
+def formula_flops(step: CompiledStep) -> float:
+    """FLOPs that the formulas give for the products of a compiled step."""
+    return compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size
 
 
 def table(collectives: Sequence[Collective]) -> list[Row]:
@@ -172,9 +162,11 @@ def _row(alike: list[Collective]) -> Row:
     )
 
 
-def landmarks(step: CompiledStep, sizes: Sizes) -> Landmarks:
+def landmarks(step: CompiledStep) -> Landmarks:
     """By what unexpected arrays of this step are recognised."""
-    return Landmarks(parameter_shapes(step), sizes.b * sizes.s * sizes.V)
+    model = step.config.model
+    logits = step.plan.microbatch_size * model.sequence_length * padded_vocab_size(model)
+    return Landmarks(parameter_shapes(step), logits)
 
 
 def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
@@ -185,7 +177,7 @@ def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
 
 def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     """Parameters with a dimension that the contract splits over `model`, and that every device holds whole."""
-    ways = step.mesh.model
+    ways = step.mesh.ways(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
     leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
     shapes = parameter_shapes(step)

@@ -18,8 +18,7 @@ from mtjax.inspect.traffic import bytes_moved
 from mtjax.inspect.walk import executions
 from mtjax.theory.hardware import Server
 from mtjax.theory.timing import Constants, Machine
-from mtjax.theory.traffic import Axis
-from mtjax.theory.traffic import Collective as Sent
+from mtjax.theory.traffic import Transfer
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ class Roofline:
         if ways <= 1:
             return 0.0
         operation = collective.kind if collective.kind in KINDS[:4] else "send"
-        sent = Sent(Axis.MODEL, ways, operation, "", 1, collective.payload_bytes, 1)  # pyright: ignore[reportArgumentType]
-        return self.machines[2].collective(sent, inside=max(1, ways // collective.servers))
+        transfer = Transfer("", ways, operation, "", 1, collective.payload_bytes, 1)
+        return self.machines[2].transfer(transfer, inside=max(1, ways // collective.servers))
 
 
 class _Clock:

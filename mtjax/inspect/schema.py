@@ -27,7 +27,7 @@ def to_json(report: Report) -> dict[str, Any]:
             "layout": step.program.layout.name,
             "compute_dtype": step.config.training.compute_dtype,
             "recompute": step.config.training.recompute,
-            "sizes": asdict(report.sizes),
+            "sizes": dict(report.symbols),
             "xla_options": dict(step.program.xla.options),
         },
         "target": _target(report.target),
@@ -84,15 +84,15 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _line(line: Line) -> dict[str, Any]:
-    asked = line.due.line
+    asked = line.required.line
     return {
         "phase": asked.phase,
         "kind": asked.kind,
         "axis": asked.axis,
-        "dtype": line.due.dtype,
-        "count": line.due.count,
+        "dtype": line.required.dtype,
+        "count": line.required.count,
         "count_formula": asked.count,
-        "elements": line.due.elements,
+        "elements": line.required.elements,
         "elements_formula": asked.elements,
         "pooled": asked.pooled,
         "found": line.found,

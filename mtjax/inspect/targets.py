@@ -12,9 +12,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from mtjax.errors import UserError
+from mtjax.sharding.mesh import attach_devices, has_gpu, make_mesh
 from mtjax.theory import target as server_files
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
-from mtjax.sharding.mesh import MeshShape, attach_devices, has_gpu, make_mesh
+from mtjax.theory.mesh import MeshShape
 
 CPU = "cpu"
 ATTACHED = "attached"
@@ -64,7 +65,7 @@ def find_target(name: str, link: float | None = None, network: float | None = No
         if link or network:
             raise UserError("--intra-bandwidth and --inter-bandwidth describe servers of GPUs, and the target is cpu")
         return Target(name, None, is_gpu=False)
-    server = attached_server() if name == ATTACHED else plan_target.parse(name)
+    server = attached_server() if name == ATTACHED else server_files.parse(name)
     speeds = {"link": link, "network": network}
     changed = dataclasses.replace(server, **{k: v for k, v in speeds.items() if v is not None})
     return Target(name, changed, is_gpu=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.config import describe_recompute
+from mtjax.config import describe_recompute, padded_vocab_size
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, Row
@@ -25,12 +25,13 @@ def show(report: Report, console: Console) -> None:
 
 def heading(report: Report) -> str:
     """What was compiled, for what, and how long that took."""
-    step, sizes = report.step, report.sizes
+    step, plan, model = report.step, report.step.plan, report.config.model
     return (
-        f"{step.config.model.num_layers} layers x {sizes.h}, {step.config.model.num_heads} heads, "
-        f"sequence {sizes.s}, vocabulary {sizes.V:,}; {step.config.training.compute_dtype}, "
-        f"{describe_recompute(step.config.training)}\n"
-        f"mesh {step.mesh} (data x model), {sizes.m} microbatch{'es' if sizes.m > 1 else ''} of {sizes.b} "
+        f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
+        f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}; "
+        f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}\n"
+        f"mesh {step.mesh} (data x model), "
+        f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
         f"samples on each data rank; target {step.target.name}\n"
         f"{asked_of_xla(step.program.xla)}"
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
@@ -81,9 +82,9 @@ def contract_table(report: Report) -> Table:
     table.add_column("compiled", justify="right")
     table.add_column("")
     for line in report.verdict.lines:
-        asked = line.due.line
-        what = f"{line.due.count} {asked.kind} over {asked.axis} ({asked.count})"
-        table.add_row(asked.phase, what, f"{line.due.elements:,} ({asked.elements})", _compiled(line), _mark(line))
+        asked = line.required.line
+        what = f"{line.required.count} {asked.kind} over {asked.axis} ({asked.count})"
+        table.add_row(asked.phase, what, f"{line.required.elements:,} ({asked.elements})", _compiled(line), _mark(line))
     return table
 
 
@@ -95,7 +96,7 @@ def contract_notes(report: Report) -> list[str]:
 
 
 def _compiled(line: Line) -> str:
-    if line.due.line.pooled:
+    if line.required.line.pooled:
         return f"{line.found_elements:,} in {line.found}"
     return str(line.found)
 

@@ -12,12 +12,11 @@ from mtjax.errors import UserError
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.plan import flops, memory, traffic
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.plans import Plan, MeshShape
 from mtjax.plan.report import COMPILED, MODEL, show, table
-from mtjax.theory.timing import step_time
 from mtjax.plan.units import gib, seconds, si
+from mtjax.theory import memory, traffic
+from mtjax.theory.counts import parameters
+from mtjax.theory.timing import step_time
 
 
 @dataclass(frozen=True)
@@ -42,31 +41,24 @@ def counted_parameters(step: CompiledStep) -> int:
     return sum(leaf.size for leaf in leaves)
 
 
-def plan_of(step: CompiledStep) -> Plan:
-    """The planner's view of a compiled step; the attention kernel as compiled."""
-    ways = MeshShape(data=step.mesh.data, model=step.mesh.model)
-    return Plan.of(step.config, ways, flash_attention="fmha" in step.text)
-
-
 def compare(report: Report) -> list[Check]:
     """Every formula that the compiled program can tell about."""
     step = report.step
-    anatomy, plan = Shape.of(step.config.model), plan_of(step)
     checks = [
-        Check("parameters, whole model", counts.parameters(anatomy), counted_parameters(step), "", "counted"),
+        Check("parameters, whole model", parameters(step.anatomy), counted_parameters(step), "", "counted"),
         Check("FLOPs of a step", report.flops.formula, report.flops.counted, "FLOP", "products of the program"),
-        *_memory(report, anatomy, plan),
-        *_traffic(report, anatomy, plan),
+        *_memory(report),
+        *_traffic(report),
     ]
     if report.time is not None:
         server = report.time.server
-        walk = step_time(anatomy, plan, server).total
+        walk = step_time(step.anatomy, step.plan, server).total
         checks.append(Check("step time", walk, report.time.seconds, "s", "a walk over the program: also a model"))
     return checks
 
 
-def _memory(report: Report, anatomy: Anatomy, plan: Plan) -> Iterator[Check]:
-    formula, compiled = memory.stage_memory(anatomy, plan), report.memory
+def _memory(report: Report) -> Iterator[Check]:
+    formula, compiled = memory.stage_memory(report.step.anatomy, report.step.plan), report.memory
     yield Check("weights", formula.weights, compiled.parameters, "B")
     yield Check("optimizer", formula.optimizer, compiled.optimizer, "B", "and Adam's step counter")
     temporaries = formula.total - formula.weights - formula.optimizer
@@ -75,15 +67,11 @@ def _memory(report: Report, anatomy: Anatomy, plan: Plan) -> Iterator[Check]:
     yield Check("peak", formula.total, compiled.peak, "B")
 
 
-def _traffic(report: Report, anatomy: Anatomy, plan: Plan) -> Iterator[Check]:
-    by_axis = traffic.sent_by_axis(traffic.transfers(anatomy, plan))
-    names = {traffic.Axis.MODEL: plan.mesh.model, traffic.Axis.DATA: plan.mesh.data}
-    for axis, ways in names.items():
-        compiled = [c for c in report.collectives if c.axes is not None and len(c.axes) == 1]
-        mesh_axis = {traffic.Axis.MODEL: list(report.step.mesh_axes)[-1]}.get(axis, next(iter(report.step.mesh_axes)))
-        sent = sum(c.wire_bytes * c.count for c in compiled if c.axes == (mesh_axis,))
-        if ways > 1:
-            yield Check(f"sent over {axis.value}", by_axis.get(axis, 0.0), sent, "B", "per GPU and step")
+def _traffic(report: Report) -> Iterator[Check]:
+    by_axis = traffic.sent_by_axis(traffic.transfers(report.step.anatomy, report.step.plan))
+    for axis, formula in by_axis.items():
+        sent = sum(c.wire_bytes * c.count for c in report.collectives if c.axes == (axis,))
+        yield Check(f"sent over {traffic.AXIS_NAMES[axis]}", formula, sent, "B", "per GPU and step")
 
 
 def verification_table(checks: list[Check]) -> Table:

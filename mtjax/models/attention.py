@@ -1,7 +1,6 @@
 """Multi-head self-attention, split by heads: no communication between its two projections (Figure 3b of the paper)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.config import Config, Model, head_dim, num_kv_heads
+from mtjax.config import Model, head_dim, num_kv_heads
 from mtjax.models.layers import Linear, constant, dropout, normal, project
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.rotary import Rotation, rotate
@@ -125,30 +124,6 @@ class SelfAttention(nnx.Module):
             mask = attention_mask(x.shape[1], context)
             mixed = core_attention(query, key, value, mask, self.rate, keys, bias=context.bias, scale=context.scale)
         return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT))
-
-
-def choose_kernel(config: Config, platform: str) -> tuple[Literal["cudnn", "xla"], str | None]:
-    """The attention kernel of a run on devices of `platform`, and why it is not the one that was asked for, if so."""
-    wanted, model = config.model.attention, config.model
-    width = head_dim(model)
-    obstacles = {
-        "it runs on GPUs only": platform not in ("gpu", "cuda"),
-        f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}": (
-            model.attention_dropout > 0
-        ),
-        f"it computes in 16 bits, and compute_dtype is {config.training.compute_dtype}": (
-            config.training.compute_dtype == "float32"
-        ),
-        f"it takes head sizes up to 128 that are multiples of 8, and this one is {width}": (
-            width % 8 != 0 or width > 128
-        ),
-        "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
-        f"it is causal and sees padding, which is not for the family {model.family}": (model.family in ("bert", "t5")),
-    }
-    reason = next((reason for reason, holds in obstacles.items() if holds), None)
-    if wanted == "xla" or reason:
-        return "xla", reason if wanted == "cudnn" else None
-    return "cudnn", None
 
 
 def core_attention(

@@ -25,11 +25,8 @@ def print_search(
     console: Console, anatomy: Anatomy, found: Found, server: Server, options: Options, run: config.Config, source: str
 ) -> None:
     """The best ten, the next that fail, and the winner's command."""
-    tables = (
-        best_table(anatomy, found, server, options),
-        failed_table(found),
-        rejected_table(anatomy, found.best, server),
-    )
+    tables = [best_table(anatomy, found, server, options), failed_table(found)]
+    tables.append(rejected_table(anatomy, found.best, server))
     show(console, *(t for t in tables if t.row_count))
     console.print()
     print_command(console, found, run, source)

@@ -1,75 +1,24 @@
-"""Logical axis names, the table that maps them to mesh axes, and `spec`, which models use to place an array.
+"""`spec`, with which models place an array by the logical names of its dimensions, and what varies over which axes.
 
 A model says `spec("batch", "act_seq", "embed")`; which mesh axes that means is decided by the `Rules` in force, set
 once by `use_rules` around tracing. Mesh axes have the type `Explicit`: a sharding is part of an array's type, so
 that a cotangent is placed like its primal and the backward pass needs no hints of its own.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.errors import nearest
+from mtjax.theory.rules import MANUAL, Axes, Rules
 
-MODEL = "model"
-DATA = "data"
 WHOLE = PartitionSpec()
 """Not split: every device has all of it."""
 
-
-@dataclass(frozen=True)
-class Rules:
-    """Logical axis -> mesh axis that splits it; None is not split."""
-
-    batch: str | None = None
-    seq: str | None = None
-    act_seq: str | None = None
-    """The sequence in the residual stream between blocks."""
-    embed: str | None = None
-    heads: str | None = None
-    head_dim: str | None = None
-    qkv: str | None = None
-    """Query, key and value, stacked so that they are one product."""
-    kv_heads: str | None = None
-    """Key and value heads that groups of query heads share; whole on each rank where there are fewer than ranks."""
-    kv: str | None = None
-    """Key and value, stacked."""
-    mlp: str | None = None
-    gate: str | None = None
-    """Gate and up projection of a gated MLP, stacked so that they are one product."""
-    vocab: str | None = None
-    layers: str | None = None
-    features: str | None = None
-    """Width of a projection that every rank has whole: BERT's heads."""
-    token_types: str | None = None
-    buckets: str | None = None
-    """Kinds of distance of relative positions."""
-    classes: str | None = None
-    """Answers of a classifier."""
-
-    def mesh_axis(self, name: str | None) -> str | None:
-        """The mesh axis of a logical name; None, a dimension without a name, is not split.
-
-        Raises:
-          AttributeError: no logical axis has this name.
-        """
-        if name is None:
-            return None
-        if name not in _NAMES:
-            raise AttributeError(f"no logical axis is called {name!r}{nearest(name, _NAMES)}")
-        return getattr(self, name)
-
-    def spec(self, names: Sequence[str | None]) -> PartitionSpec:
-        """Where an array whose dimensions have these names lives."""
-        return PartitionSpec(*(self.mesh_axis(name) for name in names))
-
-
-_NAMES = tuple(f.name for f in fields(Rules))
 _in_force: ContextVar[Rules] = ContextVar("rules in force")
 
 
@@ -90,11 +39,40 @@ def spec(*names: str | None) -> PartitionSpec:
 
     Raises:
       LookupError: no rules are in force.
-      AttributeError: a name is no logical axis.
+      AttributeError: a name is not a logical axis.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    full = _in_force.get().spec(names)
-    return PartitionSpec(*(None if axis in manual else axis for axis in full))
+    rules = _in_force.get()
+    return PartitionSpec(*(_entry(tuple(a for a in rules.axes(name) if a not in manual)) for name in names))
+
+
+def partition_spec(rules: Rules, names: Sequence[str | None]) -> PartitionSpec:
+    """Where an array whose dimensions have these names lives, outside of any `shard_map`."""
+    return PartitionSpec(*(_entry(rules.axes(name)) for name in names))
+
+
+def dimension_axes(place: PartitionSpec, dim: int) -> Axes:
+    """The mesh axes that split a dimension of an array that lives at `place`."""
+    entry = place[dim] if dim < len(place) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def only_axes(place: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """`place` on the mesh axes `axes` alone: what a `shard_map` over these wants to know."""
+    dims = range(len(place))
+    return PartitionSpec(*(_entry(tuple(a for a in dimension_axes(place, i) if a in axes)) for i in dims))
+
+
+def with_axes(place: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
+    """`place` with dimension `dim`, which nothing splits there, split over `axes`."""
+    entries = list(place)
+    entries[dim] = _entry(axes)
+    return PartitionSpec(*entries)
+
+
+def _entry(axes: Axes) -> str | Axes | None:
+    """Of a `PartitionSpec`. A lone axis stands by itself: jax takes ("data",) for something else than "data"."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def explicit_axes() -> frozenset[str]:
@@ -112,18 +90,19 @@ def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def sum_ranks(x: jax.Array) -> jax.Array:
-    """The sum of the data ranks' values; `x` itself where it is the same on all of them."""
-    return lax.psum(x, DATA) if DATA in _varying(x) else x
+def sum_ranks(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
+    """The sum of `x` over those of `axes` over which it varies; `x` itself where it is the same on all ranks."""
+    varying = tuple(axis for axis in axes if axis in _varying(x))
+    return lax.psum(x, varying) if varying else x
 
 
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """Dimensions `start` to `stop` of `x` as one; None where any but the very first of them is split over several."""
     sharding = jax.typeof(x).sharding
-    axes = sharding.spec
-    if any(axis is not None and sharding.mesh.shape[axis] > 1 for axis in axes[start + 1 : stop]):
+    ways = [math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, i)) for i in range(x.ndim)]
+    if any(n > 1 for n in ways[start + 1 : stop]):
         return None
-    place = PartitionSpec(*axes[: start + 1], *axes[stop:])
+    place = PartitionSpec(*sharding.spec[: start + 1], *sharding.spec[stop:])
     return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=place)
 
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
 
-from mtjax.sharding.axes import DATA, MODEL, sum_ranks, varying_like
+from mtjax.sharding.axes import sum_ranks, varying_like
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.theory.rules import DATA, MODEL
 
 Tree = Any
 LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]

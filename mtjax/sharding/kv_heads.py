@@ -1,29 +1,32 @@
-"""Key and value heads that are fewer than the model ways: whole on every rank, of which each uses the one it needs.
+"""Key and value heads that are fewer than the model ways: every rank has all of them and uses the one it needs.
 
 The query heads of a rank then belong to a single group, so that a rank computes with one key and one value head. Their
 gradient comes in parts, one from each rank, and is summed over the ranks in float32.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.sharding.axes import spec
+from mtjax.sharding.axes import dimension_axes, spec
 
 
 def heads_in_use(parameter: Array) -> Array:
     """Splits a parameter of key and value heads over the ranks that compute with them.
 
     Args:
-      parameter: [..., kv_heads, head_dim], split over the ranks or whole on each.
+      parameter: [..., kv_heads, head_dim], split over the ranks or replicated on each.
 
     Returns:
       Itself when it is split; else [..., ranks, head_dim], split, where rank r has head r * kv_heads / ranks.
     """
-    split = spec("heads")[0]
-    if split is None or spec("kv_heads")[0] == split:
+    split = dimension_axes(spec("heads"), 0)
+    if not split or dimension_axes(spec("kv_heads"), 0) == split:
         return parameter
-    ranks, heads = jax.sharding.get_abstract_mesh().shape[split], parameter.shape[-2]
+    sizes = jax.sharding.get_abstract_mesh().shape
+    ranks, heads = math.prod(sizes[axis] for axis in split), parameter.shape[-2]
     # A product with zeros and ones is a slice, and its transpose a sum over the ranks. A shard_map that asks for its
     # rank would not lower here: the scan over layers hoists the rank's number out of the map, and out of the region
     # where `data` is manual.

@@ -5,8 +5,8 @@ from jax import Array, lax
 from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import DATA
 from mtjax.sharding.parameters import sum_over_data
+from mtjax.theory.rules import DATA
 
 
 def gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) -> list[Array]:

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import DATA, explicit_axes, spec, sum_ranks, varying_like
+from mtjax.sharding.axes import explicit_axes, spec, sum_ranks, varying_like
+from mtjax.theory.layout import UNSPLIT
+from mtjax.theory.rules import DATA
 
 Tree = Any
 T = TypeVar("T")
-
-UNSPLIT = -1
-"""Dimension of a parameter that no dimension of is split over `data`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "dim"])

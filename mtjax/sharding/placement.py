@@ -10,7 +10,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtjax.sharding.axes import DATA, WHOLE
+from mtjax.sharding.axes import WHOLE
+from mtjax.theory.rules import DATA
 
 Tree = Any
 
@@ -96,14 +97,6 @@ def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.A
 def with_sharding(abstract: Tree, placed: Tree) -> Tree:
     """Abstract arrays that know where they live: enough to lower a program without a device."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, placed)
-
-
-def is_matrix(names: tuple[str, ...]) -> bool:
-    """Whether a parameter maps the residual stream to or from something else.
-
-    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
-    """
-    return "embed" in names and any(name not in ("embed", "layers") for name in names)
 
 
 def is_names(x: Any) -> bool:

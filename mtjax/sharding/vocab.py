@@ -19,7 +19,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import MODEL, explicit_axes, spec, varying_like
+from mtjax.sharding.axes import dimension_axes, explicit_axes, spec, sum_ranks, varying_like
+from mtjax.theory.rules import Axes
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
@@ -39,25 +40,33 @@ class _Specs:
         return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, "embed"))
 
     @property
-    def splits_sequence(self) -> bool:
-        """Whether each model rank holds its own part of the residual stream's sequence."""
-        return self.hidden[1] is not None
+    def rows(self) -> Axes:
+        """Axes that split the table's rows: over these lookups and logits are partial."""
+        return dimension_axes(self.table, 0)
+
+    @property
+    def sequence(self) -> Axes:
+        """Axes that split the residual stream's sequence, some of `rows`."""
+        return dimension_axes(self.hidden, 1)
+
+    @property
+    def samples(self) -> Axes:
+        """Axes over which the samples are split here, so that a table's gradient is summed over them here."""
+        return dimension_axes(self.tokens, 0)
 
     def gather_sequence(self, x: Array) -> Array:
         """Whole sequences of what is split like the residual stream."""
-        return lax.all_gather(x, MODEL, axis=1, tiled=True) if self.splits_sequence else x
+        return lax.all_gather(x, self.sequence, axis=1, tiled=True) if self.sequence else x
 
     def sum_into_residual(self, x: Array) -> Array:
-        """Partial sums over `model` of whole sequences, placed as the residual stream."""
-        if self.splits_sequence:
-            return lax.psum_scatter(x, MODEL, scatter_dimension=1, tiled=True)
-        return lax.psum(x, MODEL)
+        """Sums of what is partial over `rows`, from whole sequences to where the residual stream is."""
+        rest = tuple(axis for axis in self.rows if axis not in self.sequence)
+        x = lax.psum(x, rest) if rest else x
+        return lax.psum_scatter(x, self.sequence, scatter_dimension=1, tiled=True) if self.sequence else x
 
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Axes over which the tokens are split here, so that a table's gradient is summed over them here."""
-        axis = self.tokens[0]
-        return () if axis is None else (axis,)
+    def first_row(self, rows: int) -> Array:
+        """The number, in the whole table, of the first of this rank's `rows`."""
+        return lax.axis_index(self.rows) * rows
 
 
 def _map(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -91,7 +100,7 @@ def vocab_parallel_embedding(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _embedding(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
     def local(table_VH: Array, tokens_BS: Array) -> Array:
-        row, owned = _own_rows(tokens_BS, table_VH.shape[0])
+        row, owned = _own_rows(places, tokens_BS, table_VH.shape[0])
         found = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
         return places.sum_into_residual(found)
 
@@ -107,11 +116,11 @@ def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: 
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
         gradient_BSH = places.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
-        row, owned = _own_rows(tokens_BS, rows)
+        row, owned = _own_rows(places, tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped
         zeros = varying_like(jnp.zeros((rows, width), jnp.float32), table_VH, gradient_BSH, tokens_BS)
         flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
-        return _sum(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.batch_axes)
+        return sum_ranks(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.samples)
 
     with jax.named_scope("embedding"):
         table, tokens = saved
@@ -122,9 +131,9 @@ def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: 
 _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
-def _own_rows(tokens: Array, rows: int) -> tuple[Array, Array]:
+def _own_rows(places: _Specs, tokens: Array, rows: int) -> tuple[Array, Array]:
     """Row of each token in this rank's slice, clipped into it, and whether it is really there."""
-    row = tokens - lax.axis_index(MODEL) * rows
+    row = tokens - places.first_row(rows)
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
 
@@ -191,19 +200,19 @@ def _cross_entropy_forward(
 
         def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
             hidden_CH, labels_C = chunk
-            logits_CV, column_V = _logits(hidden_CH, table_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = _logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
             highest = logits_CV.max(-1)
             scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-            row, owned = _own_rows(labels_C, table_VH.shape[0])
+            row, owned = _own_rows(places, labels_C, table_VH.shape[0])
             target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
             return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
 
         _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
         highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
-        top = lax.pmax(highest, MODEL)
+        top = lax.pmax(highest, places.rows)
         sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
         # As one array: apart, the compiler may sum one of them after the mean over tokens, another time than expected.
-        scale, target, *rest = lax.psum(jnp.stack(sums), MODEL)
+        scale, target, *rest = lax.psum(jnp.stack(sums), places.rows)
         log_z = jnp.log(scale) + top
         mean = rest[0] / options.vocab_size if rest else 0.0
         loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean
@@ -229,7 +238,7 @@ def _cross_entropy_backward(
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = _logits(hidden_CH, cast_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = _logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -248,8 +257,8 @@ def _cross_entropy_backward(
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
         hidden_gradient = places.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
-        bias_gradient = None if bias_gradient is None else _sum(bias_gradient, places.batch_axes)
-        return hidden_gradient, _sum(table_gradient, places.batch_axes), bias_gradient
+        bias_gradient = None if bias_gradient is None else sum_ranks(bias_gradient, places.samples)
+        return hidden_gradient, sum_ranks(table_gradient, places.samples), bias_gradient
 
     with jax.named_scope("loss"):
         parameters, tokens = (places.hidden, places.table, places.bias), places.tokens
@@ -260,14 +269,16 @@ def _cross_entropy_backward(
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _logits(hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int) -> tuple[Array, Array]:
+def _logits(
+    places: _Specs, hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int
+) -> tuple[Array, Array]:
     """float32 logits of this rank's columns, and which columns of the whole vocabulary they are."""
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
-    column = lax.axis_index(MODEL) * rows + jnp.arange(rows)
+    column = places.first_row(rows) + jnp.arange(rows)
     # Padding comes last: overwritten where it may be, lest XLA write all logits a second time, on CPUs.
-    start = max(0, vocab_size - (lax.axis_size(MODEL) - 1) * rows)
+    start = max(0, vocab_size - (lax.axis_size(places.rows) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
         logits = lax.dynamic_update_slice_in_dim(logits, tail, start, axis=1)
@@ -308,7 +319,3 @@ class _Chunks:
     def join(self, a: Array, shape: tuple[int, ...]) -> Array:
         """[chunks, C, ...] -> [B, S, ...], without the filling."""
         return a.reshape(-1, *a.shape[2:])[: self.tokens].reshape(shape)
-
-
-def _sum(x: Array, axes: tuple[str, ...]) -> Array:
-    return lax.psum(x, axes) if axes else x

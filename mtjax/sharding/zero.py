@@ -16,30 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import DATA, Rules, spec
+from mtjax.sharding.axes import partition_spec, spec
 from mtjax.sharding.layer_by_layer import gather_layers, scatter_layers
-from mtjax.sharding.layouts import Layout
-from mtjax.sharding.mesh import MeshShape
-from mtjax.sharding.parameters import UNSPLIT, Accumulated, Gathered, Reduced, is_wrapped, sum_over_data, whole
-from mtjax.sharding.placement import is_matrix, is_names
+from mtjax.sharding.parameters import Accumulated, Gathered, Reduced, is_wrapped, sum_over_data, whole
+from mtjax.sharding.placement import is_names
+from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import DATA, Rules
 
 Tree = Any
-
-LAYERS = "layers"
-
-
-def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
-    """The dimension of a parameter that ZeRO splits over `data`: the largest that divides and that nothing splits yet.
-
-    `layers` is taken last, and by stage 1 alone: the others need a part of every layer on every rank.
-    """
-    if not layout.zero or ways == 1:
-        return UNSPLIT
-    free = [i for i, name in enumerate(names) if layout.rules.mesh_axis(name) is None and shape[i] % ways == 0]
-    inside = [i for i in free if names[i] != LAYERS]
-    if inside:
-        return max(inside, key=lambda i: shape[i])
-    return free[0] if free and layout.zero == 1 else UNSPLIT
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class ParameterLayout:
     @cached_property
     def whole(self) -> Tree:
         """Specs of parameters as products take them: every data rank has them."""
-        return self._map(self.layout.rules.spec)
+        return self._map(partial(partition_spec, self.layout.rules))
 
     @cached_property
     def split(self) -> Tree:
@@ -95,7 +80,7 @@ class ParameterLayout:
         counts = dict.fromkeys("PUWSEN", 0)
 
         def add(names: tuple[str, ...], array: Any, dim: int) -> None:
-            ways = math.prod(self.mesh.ways(self.layout.rules.mesh_axis(name)) for name in names)
+            ways = math.prod(self.mesh.ways(self.layout.rules.axes(name)) for name in names)
             elements = math.prod(array.shape) // ways
             counts["P"] += elements
             if self.layout.zero and dim == UNSPLIT:
@@ -234,7 +219,7 @@ def _adds_up(names: tuple[str, ...], num_microbatches: int) -> bool:
 
 
 def _with_data(rules: Rules, names: tuple[str, ...], dim: int) -> PartitionSpec:
-    axes = list(rules.spec(names))
+    axes = list(partition_spec(rules, names))
     if dim != UNSPLIT:
         axes[dim] = DATA
     return PartitionSpec(*axes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, layout_of, split_dimension
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
 from mtjax.theory.plans import Plan
@@ -99,3 +99,9 @@ def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     layout = plan.layout(anatomy.model)
     each = (stage_counts(anatomy, layout, plan.mesh, stage) for stage in {0, plan.mesh.stage - 1})
     return max(each, key=lambda c: c.all)
+
+
+def rank_parameters(anatomy: Anatomy, model_ways: int) -> int:
+    """Parameters that one rank of a tensor-parallel group holds, without stages (section 3 of arXiv 1909.08053)."""
+    mesh = MeshShape(model=model_ways)
+    return stage_counts(anatomy, layout_of(anatomy.model, mesh), mesh, 0).all

@@ -33,6 +33,8 @@ def problems(model: Model, plan: Plan) -> Iterator[str]:
     yield from _model_problems(model, plan)
     yield from _batch_problems(plan.global_batch_size, plan.microbatch_size, plan.mesh.data)
     yield from _stage_problems(model, plan)
+    if plan.zero not in range(4):
+        yield f"ZeRO has stages 0 to 3, not {plan.zero}"
 
 
 def check_config(config: Config, mesh: MeshShape) -> None:
@@ -78,7 +80,7 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
     if batch % each == 0:
         return
     near = _nearest_multiples(batch, each)
-    if microbatch is None:
+    if microbatch in (None, 1):
         yield (
             f"global_batch_size {batch} does not divide over {ways} data ways of the mesh; "
             f"the nearest that do are {near}"

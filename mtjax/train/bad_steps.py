@@ -16,7 +16,7 @@ from jax import Array
 
 from mtjax.sharding.axes import split_like_rows
 from mtjax.sharding.placement import is_names, least_of_parts
-from mtjax.sharding.zero import LAYERS
+from mtjax.theory.layout import LAYERS
 from mtjax.training_config import Training
 
 Tree = Any

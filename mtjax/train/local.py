@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from mtjax.config import Config
-from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu, parse_mesh
+from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import detect_launcher
+from mtjax.theory.mesh import parse_mesh
 
 
 def processes_needed(config: Config, environment: Mapping[str, str]) -> int:

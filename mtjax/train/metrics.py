@@ -11,7 +11,8 @@ import jax
 from tensorboardX import SummaryWriter
 
 from mtjax.config import Config
-from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
 
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
@@ -36,7 +37,8 @@ class Rates:
         """The rates of a run on these devices."""
         gpu = by_device_kind(devices[0].device_kind)
         peak = gpu.peak_flops(config.training.compute_dtype) if gpu else None
-        return cls(model_flops_per_token(Shape.of(config.model)), len(devices), peak)
+        flops = model_flops(anatomy_of(config.model)) / config.model.sequence_length
+        return cls(flops, len(devices), peak)
 
     def tflops(self, tokens_per_second: float) -> float:
         """Model TFLOP/s of one device."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from mtjax.config import Config, Optimizer
-from mtjax.sharding.placement import is_matrix, is_names
+from mtjax.sharding.placement import is_names
+from mtjax.theory.layout import is_matrix
 
 
 def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:

@@ -36,7 +36,7 @@ def continue_text(
     tokens = np.full((1, window), tokenizer.eod, np.int32)
     tokens[0, : len(ids)] = ids
     # One sample does not split over data ranks, nor do a few tokens over model ranks: all of them do the same.
-    rules = dataclasses.replace(program.layout.rules, batch=None, act_seq=None)
+    rules = dataclasses.replace(program.layout.rules, batch=(), act_seq=())
 
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
         with use_rules(rules):

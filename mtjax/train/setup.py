@@ -11,10 +11,12 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
 from mtjax.errors import UserError
-from mtjax.theory.flops import Shape, parameters
-from mtjax.sharding.layouts import check_divisible, check_ramp
-from mtjax.sharding.mesh import MeshShape, attach_devices, parse_mesh
+from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.processes import start_processes
+from mtjax.theory.counts import parameters
+from mtjax.theory.divisibility import check_config, check_ramp
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import CONVENTION
 from mtjax.train.progress import ProgressLine
@@ -54,7 +56,8 @@ def find_place(config: Config, name: str) -> Place:
     """
     num_processes = start_processes(config.parallel)
     shape = parse_mesh(config.parallel.mesh)
-    check_divisible(config, shape)
+    check_implemented(shape)
+    check_config(config, shape)
     schedule = data.batch_schedule(config.training)
     check_ramp(config, schedule.batch_sizes(), shape)
     mesh = attach_devices(shape, num_processes)
@@ -101,7 +104,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
     device = jax.devices()[0]
     kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    count = parameters(Shape.of(model))
+    count = parameters(anatomy_of(model))
     progress.say(
         f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
         f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
@@ -116,10 +119,10 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
-        progress.say(f"note    a step may take longer than it has to, for this XLA does not know {names}")
+        progress.say(f"note    steps may be slower: this XLA does not support {names}")
     if program.placed.unsplit:
-        names = ", ".join(program.placed.unsplit)
-        progress.say(f"note    whole on every data rank, for no dimension divides {shape.data} ways: {names}")
+        names, ways = ", ".join(program.placed.unsplit), shape.ways(program.layout.rules.batch)
+        progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
 
 
 def restore_or_initialize(

@@ -17,16 +17,18 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config, replace
-from mtjax.models.attention import choose_kernel
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.registry import LanguageModel, model_class
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.layouts import Layout, check_divisible, layout_of, num_microbatches
-from mtjax.sharding.mesh import MeshShape
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import ParameterLayout
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.divisibility import check_config, num_microbatches
+from mtjax.theory.layout import Layout
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer, make_schedule
@@ -73,8 +75,8 @@ class Program:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         self.config = replace(config, attention=kernel)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
-        check_divisible(config, self.shape)
-        self.layout = layout or layout_of(config, self.shape)
+        check_config(config, self.shape)
+        self.layout = layout or Plan.of(config, self.shape).layout(config.model)
         self.xla = xla_options.choose(config, mesh)
         self.family = model_class(config)
         with jax.set_mesh(mesh):
@@ -269,7 +271,7 @@ class Program:
     @property
     def _loss_options(self) -> LossOptions:
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
-        assert vocab_size is not None  # check_divisible has asked for it
+        assert vocab_size is not None  # check_config has asked for it
         return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
 
     def _build(self, key: Array) -> LanguageModel:

@@ -7,35 +7,30 @@ import pytest
 from mtjax import config
 from mtjax.config import Config
 from mtjax.inspect.targets import PLUGIN
-from mtjax.sharding.contract import Sizes
-
-SIZES = Sizes(
-    b=2,
-    s=64,
-    h=64,
-    f=256,
-    l=3,
-    V=256,
-    m=2,
-    data=2,
-    model=4,
-    again=3,
-    nested=0,
-    smoothing=0,
-    P=46672,
-    U=0,
-    W=0,
-    S=0,
-    E=0,
-    N=0,
-)
-"""The symbols of the formulas for `tiny()`."""
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.communication import contract_of, symbols_of
+from mtjax.theory.contract import Contract, Requirement, requirements
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
 
 needs_aot = pytest.mark.skipif(
     importlib.util.find_spec(PLUGIN) is None, reason="compiling for GPUs that are not there needs the extra aot"
 )
 
 has_cudnn = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+
+
+def theory_of(run: Config) -> tuple[Anatomy, Plan]:
+    """What the contract of a run is made from."""
+    return anatomy_of(run.model), Plan.of(run, parse_mesh(run.parallel.mesh))
+
+
+def required_of(run: Config, contract: Contract | None = None) -> list[Requirement]:
+    """What a run's contract asks of a step."""
+    anatomy, plan = theory_of(run)
+    symbols = symbols_of(anatomy, plan)
+    return requirements(contract or contract_of(anatomy, plan), symbols, plan.mesh, run.training.compute_dtype)
 
 
 def tiny(**values) -> Config:

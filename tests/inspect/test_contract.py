@@ -5,18 +5,13 @@ import re
 import pytest
 from jax import lax
 
-from mtjax.config import Config
-from mtjax.errors import UserError
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.flops import Shape, parameters_per_rank
 from mtjax.sharding import parameters
-from mtjax.sharding.axes import DATA
-from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
-from mtjax.sharding.layouts import TENSOR
-from mtjax.train.step import make_program
-from tests.inspect.steps import SIZES, has_cudnn, needs_aot, tiny
-from tests.tiny import mesh_of
+from mtjax.theory.counts import rank_parameters
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.rules import DATA
+from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
 
 BSH = 2 * 64 * 64
 
@@ -62,7 +57,7 @@ def test_data_parallel_sends_each_gradient_once_a_step(data_parallel_report):
     assert report.verdict.violations == ()
     assert {c.axes for c in report.collectives} == {("data",)}
     gradients = sum(e * n for (_, e, _), n in sent(report, "gradients", ("data",)).items())
-    scalars = gradients - parameters_per_rank(Shape.of(report.config.model), 1)
+    scalars = gradients - rank_parameters(anatomy_of(report.config.model), 1)
     assert 0 <= scalars <= 2
 
 
@@ -93,47 +88,15 @@ def test_the_contract_holds_on_cpus_whatever_the_run(settings):
     }
 
 
-def sizes_of(config: Config) -> Sizes:
-    program = make_program(config, mesh_of(config.parallel.mesh))
-    return Sizes.of(config, program.shape, program.placed)
-
-
 def test_gradients_of_the_contract_are_the_parameters_of_a_rank():
     for ways in (1, 2, 4):
-        config = tiny(mesh=f"2x{ways}")
-        sizes = sizes_of(config)
-        (line,) = (d for d in due(contract_of(TENSOR), sizes, "bfloat16") if d.line.phase == "gradients")
-        assert line.elements == parameters_per_rank(Shape.of(config.model), ways)
+        run = tiny(mesh=f"2x{ways}")
+        (line,) = (required for required in required_of(run) if required.line.phase == "gradients")
+        assert line.elements == rank_parameters(anatomy_of(run.model), ways)
 
 
 def test_axes_of_one_way_ask_for_nothing():
-    sizes = sizes_of(tiny(mesh="1x1"))
-    assert due(contract_of(TENSOR), sizes, "bfloat16") == []
-
-
-@pytest.mark.parametrize(
-    ("formula", "value"), [("2*l*m", 12), ("b*s*h", 8192), ("(4*h*h + h)/model", 4112), ("7-2", 5)]
-)
-def test_formulas(formula, value):
-    assert evaluate(formula, SIZES) == value
-
-
-@pytest.mark.parametrize(
-    ("formula", "message"),
-    [
-        ("2*q", "uses 'q'"),
-        ("h/3", "no whole number"),
-        ("h/(s-h)", "no whole number"),
-        ("h - 2*s", "comes out at -64"),
-        ("2*", "no formula"),
-        ("__import__('os')", "no formula"),
-        ("h**9", "no formula"),
-        ("1.5*h", "no formula"),
-    ],
-)
-def test_formulas_that_are_none(formula, message):
-    with pytest.raises(UserError, match=message):
-        evaluate(formula, SIZES)
+    assert required_of(tiny(mesh="1x1")) == []
 
 
 ONE_MICROBATCH = {"sequence_parallel": True, "microbatch_size": None, "hidden_size": 1024}

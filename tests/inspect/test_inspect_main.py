@@ -1,15 +1,15 @@
 """The command: exit codes, files, and errors in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mtjax.inspect import __main__ as command
 from mtjax.inspect import report as reports
 from mtjax.inspect.contract_file import load_contract
-from mtjax.sharding.contract import contract_of
-from mtjax.sharding.layouts import TENSOR
-from tests.inspect.steps import needs_aot
+from mtjax.theory.communication import contract_of
+from tests.inspect.steps import needs_aot, theory_of, tiny
 
 CONTRACT = """
 name = "mine"
@@ -130,14 +130,15 @@ def test_broken_contract_files(capsys, compiled_once, tmp_path, change, message)
 
 
 def test_the_layouts_contract_written_down_is_the_layouts_contract(tmp_path):
+    theirs = replace(contract_of(*theory_of(tiny())), name="tensor")
     lines = [
         f'[[expect]]\nphase = "{e.phase}"\nkind = "{e.kind}"\naxis = "{e.axis}"\ncount = "{e.count}"\n'
         f'elements = "{e.elements}"\ndtype = "{e.dtype}"\npooled = {str(e.pooled).lower()}\nwhy = "{e.why}"\n'
-        for e in contract_of(TENSOR).lines
+        for e in theirs.lines
     ]
     file = tmp_path / "tensor.toml"
     file.write_text('split = ["heads", "mlp", "vocab"]\n' + "".join(lines))
-    assert load_contract(file) == contract_of(TENSOR)
+    assert load_contract(file) == theirs
 
 
 @needs_aot

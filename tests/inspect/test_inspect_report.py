@@ -14,7 +14,8 @@ from mtjax.inspect.hook import show_program
 from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.schema import SCHEMA, to_json
-from mtjax.theory.flops import Shape, parameters_per_rank
+from mtjax.theory.counts import rank_parameters
+from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_2H, DGX_H100
 from tests.inspect.steps import needs_aot, tiny
 
@@ -47,7 +48,7 @@ def test_counted_flops_on_cpus(cpu_report):
 @needs_aot
 def test_memory_of_the_state_is_exact(gpu_report):
     memory = gpu_report.memory
-    parameters = 4 * parameters_per_rank(Shape.of(gpu_report.config.model), 4)
+    parameters = 4 * rank_parameters(anatomy_of(gpu_report.config.model), 4)
     assert memory.parameters == parameters == memory.formula.weights
     assert memory.optimizer == pytest.approx(2 * parameters, abs=16)  # two moments and two counters
     assert memory.arguments == memory.parameters + memory.optimizer + memory.other_arguments

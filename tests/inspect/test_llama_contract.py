@@ -6,7 +6,8 @@ import pytest
 
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.flops import Shape, parameters_per_rank
+from mtjax.theory.counts import rank_parameters
+from mtjax.theory.families.registry import anatomy_of
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 
@@ -32,7 +33,7 @@ def test_a_layer_sends_figure_4_and_the_shared_heads_on_h100() -> None:
         "backward": {("all-reduce", BSH, "bf16"): 12, ("all-reduce", SHARED, "f32"): 6},
     }
     gradients = sum(e * n for (_, e, _), n in sent(report, "gradients", ("data",)).items())
-    assert gradients - parameters_per_rank(Shape.of(report.config.model), 4) in range(3)
+    assert gradients - rank_parameters(anatomy_of(report.config.model), 4) in range(3)
     assert abs(report.flops.difference) < 0.01
 
 

@@ -13,12 +13,13 @@ from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import find_target
 from mtjax.models.gpt import GPT
 from mtjax.models.transformer import MLP
-from mtjax.sharding.axes import DATA, MODEL, Rules, spec
-from mtjax.sharding.contract import Contract, Expectation, contract_of, due
-from mtjax.sharding.layouts import TENSOR, Layout
-from mtjax.sharding.mesh import parse_mesh
+from mtjax.sharding.axes import spec
+from mtjax.theory.contract import Contract, Expectation
+from mtjax.theory.layout import TENSOR, Layout
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.rules import DATA, MODEL, Rules
 from mtjax.train.step import Program
-from tests.inspect.steps import SIZES, needs_aot, tiny
+from tests.inspect.steps import needs_aot, required_of, tiny
 
 
 def inspect_tiny(layout: Layout = TENSOR, target_name: str = "cpu", **values) -> Report:
@@ -50,7 +51,7 @@ def test_an_extra_gather_in_a_program_for_h100(monkeypatch):
 
 
 def test_a_replicated_weight():
-    layout = Layout(Rules(batch=DATA, heads=MODEL, kv_heads=MODEL, vocab=MODEL))
+    layout = Layout(Rules(batch=(DATA,), heads=(MODEL,), kv_heads=(MODEL,), vocab=(MODEL,)))
     violations = inspect_tiny(layout).verdict.violations
     assert any("the weight stack.layers.mlp.up.weight is whole on every device" in v for v in violations)
 
@@ -70,14 +71,17 @@ def test_gathered_logits(monkeypatch):
 # --- single lines, on collectives made by hand
 
 
+RUN = tiny()
+
+
 def collective(phase="layer forward", kind="all-reduce", axes=(MODEL,), count=12, arrays=((2, 64, 64),), dtype="bf16"):
     shapes = tuple(Array(dtype, dims) for dims in arrays)
     return Collective(kind, "c", axes, 4, 1, phase, f"jit(step)/{phase}/dot", True, count, True, shapes, False, ())
 
 
 def whole_program() -> list[Collective]:
-    """What the tensor contract asks for with SIZES."""
-    gradients = next(d.elements for d in due(contract_of(TENSOR), SIZES, "bfloat16") if d.line.pooled)
+    """What the contract of `RUN` asks for."""
+    gradients = next(required.elements for required in required_of(RUN) if required.line.pooled)
     return [
         collective(),
         collective("layer recompute", count=6),
@@ -93,7 +97,7 @@ def whole_program() -> list[Collective]:
 
 def violations(collectives, is_gpu=True):
     landmarks = Landmarks({"mlp.up": (3, 64, 256)}, logits=2 * 64 * 256)
-    return check(collectives, due(contract_of(TENSOR), SIZES, "bfloat16"), landmarks, is_gpu=is_gpu).violations
+    return check(collectives, required_of(RUN), landmarks, is_gpu=is_gpu).violations
 
 
 def test_the_whole_program_holds():
@@ -120,7 +124,7 @@ def test_what_is_too_much(extra, message):
 def test_what_is_missing():
     program = [c for c in whole_program() if c.phase != "layer recompute"]
     assert violations(program) == (
-        "6 of 6 all-reduce over model missing in layer recompute: 8,192 elements each (b*s*h)",
+        "6 of 6 all-reduce over model missing in layer recompute: 8,192 elements each (batch*sequence*hidden)",
     )
 
 
@@ -146,8 +150,8 @@ def test_gradients_reduced_once_per_microbatch_are_too_many():
 
 
 def test_cpu_programs_may_write_a_reduce_scatter_as_all_reduce_and_slice():
-    line = Expectation("layer forward", "reduce-scatter", MODEL, "2*l*m", "b*s*h")
-    asked = due(Contract("sequence", (line,)), SIZES, "bfloat16")
+    line = Expectation("layer forward", "reduce-scatter", MODEL, "2*layers*microbatches", "batch*sequence*hidden")
+    asked = required_of(RUN, Contract("sequence", (line,)))
     whole = [collective(kind="all-reduce", dtype="f32")]
     on_cpu = check(whole, asked, Landmarks(), is_gpu=False)
     assert on_cpu.holds

@@ -6,9 +6,10 @@ import pytest
 
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
-from mtjax.models.attention import choose_kernel
-from mtjax.theory.flops import Shape, parameters
 from mtjax.sharding.axes import use_rules
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.counts import parameters
+from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import batch_of, program_of, run_steps, tiny_config
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
@@ -23,7 +24,7 @@ def parameters_of(**fields):
     """As the model has them, and as the formula counts them."""
     program = bert("1x1", **fields)
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
-    assert counted == parameters(Shape.of(program.config.model))
+    assert counted == parameters(anatomy_of(program.config.model))
     return counted
 
 

@@ -9,10 +9,12 @@ from mtjax.config import padded_vocab_size
 from mtjax.models.layers import dropout
 from mtjax.models.recompute import Recompute
 from mtjax.models.transformer import Layer, Stack
-from mtjax.theory.flops import Shape, parameters
-from mtjax.sharding.axes import MODEL, use_rules
-from mtjax.sharding.layouts import TENSOR
+from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import batch_sharding
+from mtjax.theory.counts import parameters
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.rules import MODEL
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 MESHES = ("1x1", "8x1", "1x8", "2x4")
@@ -25,7 +27,7 @@ def flat(tree):
 def test_parameters_count_what_the_formula_says():
     program = program_of("1x1")
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
-    assert counted == parameters(Shape.of(program.config.model))
+    assert counted == parameters(anatomy_of(program.config.model))
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:])
@@ -90,7 +92,7 @@ def masks(mesh, samples, rules=TENSOR.rules):
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_dropout_masks_do_not_depend_on_the_mesh(mesh):
     samples = list(range(40, 48))
-    for rules in (TENSOR.rules, dataclasses.replace(TENSOR.rules, act_seq=MODEL)):
+    for rules in (TENSOR.rules, dataclasses.replace(TENSOR.rules, act_seq=(MODEL,))):
         for here, there in zip(masks("1x1", samples), masks(mesh, samples, rules), strict=True):
             np.testing.assert_array_equal(here, there)
 

@@ -10,9 +10,10 @@ from flax import nnx
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.models.registry import model_class
-from mtjax.theory.flops import Shape, parameters, parameters_per_rank
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.layouts import TENSOR
+from mtjax.theory.counts import parameters, rank_parameters
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, program_of, run_steps, tiny_config
 
 GROUPED: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -43,10 +44,10 @@ def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: d
 def test_parameters_count_what_the_formulas_say(fields: dict[str, Any]) -> None:
     program = program_of("2x4", recompute="full", microbatch_size=2, **fields)
     leaves = jax.tree.leaves(program.abstract_state.parameters)
-    shape = Shape.of(program.config.model)
+    shape = anatomy_of(program.config.model)
     assert sum(leaf.size for leaf in leaves) == parameters(shape)
     held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    assert held == parameters_per_rank(shape, 4)
+    assert held == rank_parameters(shape, 4)
 
 
 def abstract_size(config: Config) -> int:
@@ -69,7 +70,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_sizes(name: str) -> None:
     config = configs.load(name)
-    assert abstract_size(config) == parameters(Shape.of(config.model)) == PUBLISHED[name]
+    assert abstract_size(config) == parameters(anatomy_of(config.model)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -93,4 +94,4 @@ def test_presets_are_the_sizes_of_transformers(name: str) -> None:
 def test_megatrons_example_counts_6240() -> None:
     sizes = {"num_layers": 2, "hidden_size": 12, "num_heads": 4, "vocab_size": 100, "sequence_length": 4}
     config = tiny_config(**sizes, vocab_multiple=1, tie_embeddings=False)
-    assert abstract_size(config) == parameters(Shape.of(config.model)) == 6240
+    assert abstract_size(config) == parameters(anatomy_of(config.model)) == 6240

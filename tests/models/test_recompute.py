@@ -11,8 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from mtjax.config import replace, validate
 from mtjax.errors import UserError
-from mtjax.plan import memory
-from mtjax.theory.flops import Shape
+from mtjax.theory import memory
+from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import program_of, run_steps, tiny_config
 
 LAYERS = 4
@@ -69,7 +69,7 @@ def test_products_and_masks_are_kept_and_nothing_else(recompute):
     large = Counter({k: n for k, n in kept.items() if k[1] > 64})
     assert turns == LAYERS and large == expected
     by_formula = memory.kept_by(
-        memory.layer_activations(Shape.of(tiny_config(num_layers=LAYERS).model), 8, 1, residuals="jax"), recompute, 0
+        memory.layer_activations(anatomy_of(tiny_config(num_layers=LAYERS).model), 8, 1, residuals="jax"), recompute, 0
     )
     width = {"bfloat16": 2, "float32": 4, "bool": 1}
     assert sum(by_formula.values()) == sum(width[dtype] * size * n for (dtype, size), n in large.items())

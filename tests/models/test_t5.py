@@ -6,8 +6,9 @@ import pytest
 
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
-from mtjax.theory.flops import Shape, parameters
 from mtjax.sharding.axes import use_rules
+from mtjax.theory.counts import parameters
+from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import batch_of, program_of, run_steps
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
@@ -106,4 +107,4 @@ def test_settings_that_do_not_fit(fields, message):
 def test_parameters_count_what_the_formula_says(settings):
     program = t5("1x1", **settings)
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
-    assert counted == parameters(Shape.of(program.config.model))
+    assert counted == parameters(anatomy_of(program.config.model))

@@ -2,24 +2,24 @@
 
 import pytest
 
-from mtjax.plan import formulas, inference
-from mtjax.theory.flops import Shape
+from mtjax.plan import inference
+from mtjax.theory import counts, flops
+from mtjax.theory.families.registry import gpt
 from mtjax.theory.hardware import DGX_H100
 
-XL = Shape.gpt(48, 1600, 25, 1024, 51_200)
+XL = gpt(48, 1600, 25, 1024, 51_200)
 
 
 def test_two_flops_per_parameter():
-    parameters = formulas.parameters(XL) - 1024 * 1600
+    parameters = counts.parameters(XL) - 1024 * 1600
     assert inference.flops_per_token(XL) == 2 * parameters
     assert inference.flops_per_token(XL, 1000) - 2 * parameters == 4 * 1000 * 48 * 1600
-    assert inference.flops_per_token(XL) == pytest.approx(
-        formulas.forward_flops_per_token(XL) - 48 * 4 * 1024 * 1600, rel=2e-3
-    )
+    forward = flops.forward_flops(XL) / 1024
+    assert inference.flops_per_token(XL) == pytest.approx(forward - 48 * 4 * 1024 * 1600, rel=2e-3)
 
 
 def test_weights_by_precision():
-    parameters = formulas.parameters(XL)
+    parameters = counts.parameters(XL)
     sizes = [inference.weight_bytes(XL, p) for p in ("float32", "bfloat16", "int8", "int4")]
     assert sizes == [4 * parameters, 2 * parameters, parameters, parameters / 2]
 

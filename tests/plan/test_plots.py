@@ -1,16 +1,18 @@
-"""Plots show the numbers of the formulas."""
+"""Plots show the numbers of the flops."""
 
 import pytest
 from matplotlib.figure import Figure
 
 from mtjax.plan import plots, published
-from mtjax.theory.flops import Shape, amdahl_speedup
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.flops import amdahl_speedup
 from mtjax.theory.hardware import DGX_H100
 from mtjax.theory.memory import fullest_stage
-from mtjax.theory.plans import Plan, Ways
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
 
-SHAPE = Shape.gpt(24, 1024, 16, 1024, 51_200)
-PLAN = Plan(Ways(8, 1, 2), 64, 8, recompute="full")
+SHAPE = gpt(24, 1024, 16, 1024, 51_200)
+PLAN = Plan(parse_mesh("8x1x2"), 64, 8, recompute="full")
 
 
 def axes():
@@ -21,7 +23,7 @@ def test_bars_stack_to_the_total():
     found = axes()
     plots.memory_by_mesh(found, SHAPE, PLAN, DGX_H100, 0.9)
     choices = plots.mesh_choices(SHAPE, PLAN, DGX_H100)
-    assert [str(p.ways) for p in choices] == ["16x1", "8x2", "4x4", "2x8"]
+    assert [str(p.mesh) for p in choices] == ["16x1", "8x2", "4x4", "2x8"]
     tops = [max(bar.get_y() + bar.get_height() for bar in group) for group in zip(*found.containers, strict=True)]
     for plan, top in zip(choices, tops, strict=True):
         memory = fullest_stage(SHAPE, plan)

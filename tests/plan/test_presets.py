@@ -5,8 +5,10 @@ import re
 import pytest
 
 from mtjax import config
-from mtjax.plan import formulas, memory, plans
-from mtjax.theory.flops import Shape
+from mtjax.theory import counts, memory, plans
+from mtjax.theory.divisibility import check
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import parse_mesh
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
 PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
@@ -29,24 +31,24 @@ def test_every_published_model_is_there():
 
 @pytest.mark.parametrize(("name", "published"), [("bert-336m", 336e6), ("bert-1.3b", 1.3e9), ("bert-3.9b", 3.9e9)])
 def test_bert_is_as_large_as_table_4_says(name, published):
-    assert formulas.parameters(Shape.of(config.load(name).model)) == pytest.approx(published, rel=0.02)
+    assert counts.parameters(anatomy_of(config.load(name).model)) == pytest.approx(published, rel=0.02)
 
 
 def test_bert_base_is_as_large_as_hugging_faces():
     """110,106,428 for BertForPreTraining, and the rows of the vocabulary that are padding, with their biases."""
     model = config.load("bert-base").model
-    assert formulas.parameters(Shape.of(model)) == 110_106_428 + (30_720 - 30_522) * (768 + 1)
+    assert counts.parameters(anatomy_of(model)) == 110_106_428 + (30_720 - 30_522) * (768 + 1)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_divides_over_its_mesh_and_states_its_size(path):
     run = config.load(path)
-    shape = Shape.of(run.model)
-    plan = plans.Plan.of(run, plans.parse_ways(run.parallel.mesh))
-    plans.check(shape, plan)
+    shape = anatomy_of(run.model)
+    plan = plans.Plan.of(run, parse_mesh(run.parallel.mesh))
+    check(run.model, plan)
     header = path.read_text()
     stated = re.search(r"# Parameters: ([\d,]+)", header)
-    assert stated and int(stated[1].replace(",", "")) == formulas.parameters(shape)
+    assert stated and int(stated[1].replace(",", "")) == counts.parameters(shape)
     if gib := re.search(r"by formula: ([\d.]+) GiB, of which ([\d.]+) GiB", header):
         whole = memory.fullest_stage(shape, plan)
         assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")
@@ -64,4 +66,4 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     ],
 )
 def test_t5_is_as_large_as_hugging_faces(name, published):
-    assert formulas.parameters(Shape.of(config.load(name).model)) == published
+    assert counts.parameters(anatomy_of(config.load(name).model)) == published

@@ -7,25 +7,29 @@ import pytest
 
 from mtjax import config
 from mtjax.errors import UserError
-from mtjax.plan import memory, search, timing
-from mtjax.theory.flops import SECONDS_PER_DAY, Shape
-from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
-from mtjax.theory.plans import Plan, Ways
+from mtjax.plan import search
 from mtjax.plan.search import Space, best_plan, gpus_within
 from mtjax.plan.search_report import train_command
+from mtjax.theory import memory, timing
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.flops import SECONDS_PER_DAY
+from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
+from mtjax.theory.mesh import MeshShape, why_not_trained
+from mtjax.theory.plans import Plan
 
-SHAPE = Shape.gpt(6, 1536, 12, 1024, 51_200)
-BASE = Plan(Ways(), 24, 1)
+SHAPE = gpt(6, 1536, 12, 1024, 51_200)
+BASE = Plan(MeshShape(), 24, 1)
 
 
-def brute_force(shape: Shape, base: Plan, gpus: int, server, limit: float) -> dict[tuple, float]:
+def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> dict[tuple, float]:
     """Every combination by nested loops over all numbers, kept when everything divides and fits."""
     found = {}
     numbers = range(1, gpus + 1)
     for data, stage, model in itertools.product(numbers, numbers, numbers):
         if data * stage * model != gpus or model > server.gpus:
             continue
-        if shape.num_heads % model or shape.num_layers % stage or shape.padded_vocab_size % model:
+        if shape.model.num_heads % model or shape.model.num_layers % stage or 51_200 % model:
             continue
         for micro in range(1, base.global_batch_size + 1):
             if base.global_batch_size % (data * micro):
@@ -36,14 +40,21 @@ def brute_force(shape: Shape, base: Plan, gpus: int, server, limit: float) -> di
             ):
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue
-                if shape.num_layers % (stage * chunks) or (chunks > 1 and count % stage):
+                if shape.model.num_layers % (stage * chunks) or (chunks > 1 and count % stage):
                     continue
                 is_power = micro & (micro - 1) == 0
                 if not is_power and micro != base.global_batch_size // data:
                     continue
                 schedule = "interleaved" if chunks > 1 else "1f1b"
                 plan = Plan(
-                    Ways(data, stage, model), base.global_batch_size, micro, recompute, split, zero, schedule, chunks
+                    MeshShape(data=data, stage=stage, model=model),
+                    base.global_batch_size,
+                    micro,
+                    recompute,
+                    split,
+                    zero,
+                    schedule,
+                    chunks,
                 )
                 if memory.fullest_stage(shape, plan).total <= limit:
                     key = (data, stage, model, micro, recompute, split, zero, chunks)
@@ -59,7 +70,7 @@ def test_against_brute_force(gpus, server):
     expected = brute_force(SHAPE, BASE, gpus, small, 0.9 * 6 * 2**30)
     got = {}
     for c in found.fitting:
-        p, w = c.plan, c.plan.ways
+        p, w = c.plan, c.plan.mesh
         key = (w.data, w.stage, w.model, p.microbatch_size, p.recompute, p.sequence_parallel, p.zero, p.chunks)
         got[key] = c.time.total
     assert got == expected
@@ -79,7 +90,7 @@ def test_days_find_the_fewest_gpus():
     found = gpus_within(SHAPE, BASE, tokens, days, DGX_H100)
     steps = -(-tokens // (24 * 1024))
     assert found.time.total * steps <= days * SECONDS_PER_DAY
-    for fewer in range(1, found.plan.ways.gpus):
+    for fewer in range(1, found.plan.mesh.size):
         if fewer > DGX_H100.gpus and fewer % DGX_H100.gpus:
             continue
         others = search.search(SHAPE, BASE, fewer, DGX_H100).fitting
@@ -92,11 +103,11 @@ def test_too_few_days_name_the_fastest():
 
 
 def test_a_model_that_does_not_fit_names_the_nearest_that_does():
-    huge = Shape.gpt(96, 12_288, 96, 2048, 51_200)
+    huge = gpt(96, 12_288, 96, 2048, 51_200)
     with pytest.raises(
         UserError, match=r"no plan for 8 GPUs fits 71.2 GiB each: the smallest.*the nearest plan that fits"
     ):
-        best_plan(huge, Plan(Ways(), 64, 1), 8, DGX_H100)
+        best_plan(huge, Plan(MeshShape(), 64, 1), 8, DGX_H100)
 
 
 def test_a_number_of_gpus_that_divides_nothing():
@@ -105,27 +116,27 @@ def test_a_number_of_gpus_that_divides_nothing():
 
 
 def test_a_model_that_fits_nowhere():
-    monster = Shape.gpt(1, 400_000, 1, 1024, 51_200)
+    monster = gpt(1, 400_000, 1, 1024, 51_200)
     with pytest.raises(UserError, match="no number of GPUs up to 64 times as many fits"):
-        best_plan(monster, Plan(Ways(), 1, 1), 1, SERVERS["v100"])
+        best_plan(monster, Plan(MeshShape(), 1, 1), 1, SERVERS["v100"])
 
 
 def test_rejected_meshes_say_why():
-    reasons = {str(w): why for w, why in search.rejections(SHAPE, 48, 24, DGX_H100)}
-    assert "global batch 24 does not divide over 48 data ways" in reasons["48x1"]
-    assert "12 heads don't divide over 8 model ways" in reasons["6x8"]
+    reasons = {str(w): why for w, why in search.rejections(SHAPE, BASE, 48, DGX_H100)}
+    assert "global_batch_size 24 does not divide over 48 data ways" in reasons["48x1"]
+    assert "num_heads 12 does not divide over 8 model ways" in reasons["6x8"]
     assert "would leave a server of 8" in reasons["4x12"] or "divide" in reasons["4x12"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_the_command_has_the_plans_recompute(recompute):
     plan = dataclasses.replace(BASE, recompute=recompute)
-    assert search.trains_today(plan)
+    assert why_not_trained(plan.mesh) is None
     assert f"--recompute {recompute}" in train_command(plan, config.load("gpt2-small"), "gpt2-small")
 
 
 def test_space_is_respected():
     space = Space(recomputes=("full",), zeros=(0,), sequence=(False,), max_stages=1)
     found = search.search(SHAPE, BASE, 8, DGX_H100, space)
-    assert found.fitting and all(search.trains_today(c.plan) for c in found.fitting)
+    assert found.fitting and all(why_not_trained(c.plan.mesh) is None for c in found.fitting)
     assert {c.plan.recompute for c in found.fitting} == {"full"}

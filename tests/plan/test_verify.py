@@ -8,11 +8,11 @@ import pytest
 from mtjax import config
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
-from mtjax.plan import formulas, memory
-from mtjax.theory.flops import Shape
-from mtjax.theory.plans import parse_ways
-from mtjax.plan.verify import Check, compare, plan_of
-from mtjax.sharding.mesh import MeshShape, make_mesh
+from mtjax.inspect.verify import Check, compare
+from mtjax.sharding.mesh import make_mesh
+from mtjax.theory import counts, memory
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.step import make_program
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
@@ -24,23 +24,23 @@ needs_aot = pytest.mark.skipif(
 @pytest.mark.parametrize("name", PRESETS)
 def test_formula_counts_exactly_what_the_model_has(name):
     run = config.replace(config.load(name), global_batch_size=1, microbatch_size=None)
-    program = make_program(run, make_mesh(MeshShape(1, 1), jax.devices()))
+    program = make_program(run, make_mesh(MeshShape(), jax.devices()))
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
-    assert formulas.parameters(Shape.of(run.model)) == counted
+    assert counts.parameters(anatomy_of(run.model)) == counted
 
 
 @pytest.mark.parametrize("mesh", ["1x2", "2x4", "1x8"])
 def test_formula_counts_exactly_what_a_rank_holds(mesh):
     run = config.replace(config.load("gpt2-tiny"), mesh=mesh)
-    ways = parse_ways(mesh)
-    program = make_program(run, make_mesh(MeshShape(ways.data, ways.model), jax.devices()))
+    shape = parse_mesh(mesh)
+    program = make_program(run, make_mesh(shape, jax.devices()))
     leaves, places = jax.tree.leaves((program.abstract_parameters, program.state_sharding.parameters)), None
     count = len(leaves) // 2
     leaves, places = leaves[:count], leaves[count:]
     held = sum(
         jax.numpy.prod(jax.numpy.array(s.shard_shape(a.shape))).item() for a, s in zip(leaves, places, strict=True)
     )
-    assert formulas.parameters_per_rank(Shape.of(run.model), ways.model) == held
+    assert counts.rank_parameters(anatomy_of(run.model), shape.model) == held
 
 
 def errors(report) -> dict[str, Check]:
@@ -84,7 +84,7 @@ def test_compiled_memory_is_as_planned(mesh, changes):
     # float32 is for CPUs and tests: the formula knows less of what XLA makes of it on GPUs.
     tolerance = 0.12 if run.training.compute_dtype == "float32" else 0.06
     assert checks["peak"].error == pytest.approx(0, abs=tolerance), checks
-    planned = memory.stage_memory(Shape.of(run.model), plan_of(report.step))
+    planned = memory.stage_memory(report.step.anatomy, report.step.plan)
     assert planned.weights + planned.optimizer == pytest.approx(report.memory.arguments, rel=0.01)
     for name in ("sent over model ways", "sent over data ways"):
         assert name not in checks or checks[name].error == pytest.approx(0, abs=0.01)

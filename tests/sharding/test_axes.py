@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtjax.sharding.axes import Rules, merge, spec, use_rules
-from mtjax.sharding.layouts import TENSOR
+from mtjax.sharding.axes import merge, only_axes, partition_spec, spec, use_rules, with_axes
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.rules import Rules
 from tests.tiny import mesh_of
 
 NAMES = sorted(vars(Rules()))
-AXES = st.sampled_from([None, "data", "model"])
+AXES = st.sampled_from([(), ("data",), ("model",), ("data", "model")])
 RULES = st.builds(Rules, **dict.fromkeys(NAMES, AXES))
 
 
@@ -21,7 +22,10 @@ RULES = st.builds(Rules, **dict.fromkeys(NAMES, AXES))
 def test_spec_maps_each_name_by_its_field(rules, names):
     with use_rules(rules):
         found = spec(*names)
-    assert tuple(found) == tuple(None if name is None else getattr(rules, name) for name in names)
+    assert found == partition_spec(rules, names)
+    for entry, name in zip(found, names, strict=True):
+        axes = () if name is None else getattr(rules, name)
+        assert entry == {0: None, 1: axes[0] if axes else None}.get(len(axes), axes)
 
 
 @given(st.text().filter(lambda name: name not in NAMES))
@@ -32,7 +36,7 @@ def test_unknown_name_is_an_attribute_error(name):
 
 def test_typo_names_the_nearest():
     with pytest.raises(AttributeError, match="'heads'"):
-        TENSOR.rules.spec(("head",))
+        partition_spec(TENSOR.rules, ("head",))
 
 
 def test_outside_of_rules_is_an_error():
@@ -61,6 +65,14 @@ def test_manual_axes_are_left_out():
             jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("data", None))),
         )
     assert seen == [P(None, "model")]
+
+
+def test_places_are_cut_to_some_axes_and_widened_by_others():
+    place = P(("data", "expert"), None, "model")
+    assert only_axes(place, ("data", "stage")) == P("data", None, None)
+    assert only_axes(place, ("expert", "data", "model")) == place
+    assert with_axes(place, 1, ("stage",)) == P(("data", "expert"), "stage", "model")
+    assert with_axes(P(None), 0, ("data", "context")) == P(("data", "context"))
 
 
 @pytest.mark.parametrize(

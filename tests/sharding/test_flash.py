@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from mtjax.models.attention import causal_mask, choose_kernel, core_attention
-from mtjax.sharding.axes import use_rules
+from mtjax.models.attention import causal_mask, core_attention
+from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import flash_attention
 from mtjax.sharding.gradients import data_parallel_gradients
-from mtjax.sharding.layouts import TENSOR
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, placed_like, tiny_config
 
-HEADS = TENSOR.rules.spec(("batch", "seq", "heads", "head_dim"))
-SCALE = TENSOR.rules.spec(("heads", "head_dim"))
+HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
+SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
 
 
 def flash(query, key, value):

@@ -3,23 +3,27 @@ import re
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from mtjax.sharding.layouts import check_batch, check_divisible, check_ramp, layout_of, num_microbatches
 
 from mtjax.errors import UserError
-from mtjax.sharding.layouts import check_batch, check_divisible, check_ramp, layout_of, num_microbatches
-from mtjax.sharding.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from tests.tiny import tiny_config
 
 
 @pytest.mark.parametrize(
     ("fields", "mesh", "numbers"),
     [
-        ({"num_heads": 8}, MeshShape(1, 3), "num_heads 8 .* 3 model ways .* take model ways that divide 8: 2 and 4"),
-        ({"num_heads": 8, "hidden_size": 48}, MeshShape(1, 3), "num_heads 8 .* 3 model .* 6 or 12 heads, .*: 2 and 4"),
-        ({"mlp_size": 100}, MeshShape(1, 8), "mlp_size 100 .* 8 model ways .* 96 and 104"),
-        ({"num_heads": 6, "hidden_size": 36, "mlp_size": 36}, MeshShape(1, 3), "vocabulary 256 .* 255 and 258"),
-        ({"global_batch_size": 6}, MeshShape(4, 1), "global_batch_size 6 .* 4 data ways .* 4 and 8"),
-        ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, MeshShape(1, 4), "num_kv_heads 6 .* 4 model ways"),
-        ({"microbatch_size": 3}, MeshShape(2, 1), "global_batch_size 8 .* microbatch_size 3 x 2 .* 6; .* 6 and 12"),
+        ({"num_heads": 8}, parse_mesh("1x3"), "num_heads 8 .* 3 model ways .* take model ways that divide 8: 2 and 4"),
+        (
+            {"num_heads": 8, "hidden_size": 48},
+            parse_mesh("1x3"),
+            "num_heads 8 .* 3 .* 6 or 12 heads, .*: 2 and 4",
+        ),
+        ({"mlp_size": 100}, parse_mesh("1x8"), "mlp_size 100 .* 8 model ways .* 96 and 104"),
+        ({"num_heads": 6, "hidden_size": 36, "mlp_size": 36}, parse_mesh("1x3"), "vocabulary 256 .* 255 and 258"),
+        ({"global_batch_size": 6}, parse_mesh("4x1"), "global_batch_size 6 .* 4 data ways .* 4 and 8"),
+        ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, parse_mesh("1x4"), "num_kv_heads 6 .* 4 model ways"),
+        ({"microbatch_size": 3}, parse_mesh("2x1"), "global_batch_size 8 .* microbatch_size 3 x 2 .* 6; .* 6 and 12"),
     ],
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, numbers):
@@ -29,7 +33,7 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, n
 
 @given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 16))
 def test_nearest_batch_that_is_offered_fits(batch, data, micro):
-    mesh = MeshShape(data, 1)
+    mesh = MeshShape(data=data)
     config = tiny_config(global_batch_size=batch, microbatch_size=micro)
     try:
         check_divisible(config, mesh)
@@ -45,19 +49,19 @@ def test_nearest_batch_that_is_offered_fits(batch, data, micro):
 
 
 def test_unknown_vocabulary_is_left_to_the_tokenizer():
-    check_divisible(tiny_config(vocab_size=None), MeshShape(2, 4))
+    check_divisible(tiny_config(vocab_size=None), parse_mesh("2x4"))
 
 
-@pytest.mark.parametrize(("heads", "ways", "axis"), [(2, 4, None), (1, 8, None), (4, 4, "model"), (8, 2, "model")])
-def test_key_and_value_heads_are_whole_where_there_are_fewer_than_ways(heads, ways, axis):
-    config, mesh = tiny_config(num_kv_heads=heads), MeshShape(1, ways)
+@pytest.mark.parametrize(("heads", "ways", "axes"), [(2, 4, ()), (1, 8, ()), (4, 4, ("model",)), (8, 2, ("model",))])
+def test_key_and_value_heads_are_replicated_where_there_are_fewer_than_ways(heads, ways, axes):
+    config, mesh = tiny_config(num_kv_heads=heads), MeshShape(model=ways)
     check_divisible(config, mesh)
-    assert layout_of(config, mesh).rules.kv_heads == axis
+    assert layout_of(config, mesh).rules.kv_heads == axes
 
 
 @given(batch=st.integers(1, 64), micro=st.one_of(st.none(), st.integers(1, 8)), ways=st.integers(1, 8))
 def test_exactly_the_consistent_triples_are_accepted(batch, micro, ways):
-    config, mesh = tiny_config(global_batch_size=batch, microbatch_size=micro), MeshShape(ways, 1)
+    config, mesh = tiny_config(global_batch_size=batch, microbatch_size=micro), MeshShape(data=ways)
     if batch % ((micro or 1) * ways):
         with pytest.raises(UserError) as refused:
             check_batch(config, mesh)
@@ -76,7 +80,7 @@ def test_every_batch_of_a_ramp_is_whole_microbatches(start, increment, micro, wa
     ramp = {"rampup_batch_size": (start, increment, 100), "global_batch_size": sizes[-1], "microbatch_size": micro}
     fits = all(size % (micro * ways) == 0 for size in sizes)
     if fits:
-        check_ramp(tiny_config(**ramp), sizes, MeshShape(ways, 1))
+        check_ramp(tiny_config(**ramp), sizes, MeshShape(data=ways))
         return
     with pytest.raises(UserError, match=f"rampup_batch_size {start} {increment} 100 passes .* = {micro * ways}; take"):
-        check_ramp(tiny_config(**ramp), sizes, MeshShape(ways, 1))
+        check_ramp(tiny_config(**ramp), sizes, MeshShape(data=ways))

@@ -7,17 +7,17 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from mtjax.sharding.axes import use_rules
+from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.gradients import data_parallel_gradients
-from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, placed_like
 
 ROWS, VOCAB, HIDDEN, BATCH, LENGTH = 64, 57, 16, 4, 6
 MESHES = ("1x1", "1x2", "1x4", "1x8", "2x4", "4x2")
-TABLE = TENSOR.rules.spec(("vocab", "embed"))
-STREAM = TENSOR.rules.spec(("batch", "act_seq", "embed"))
-TOKENS = TENSOR.rules.spec(("batch", "seq"))
+TABLE = partition_spec(TENSOR.rules, ("vocab", "embed"))
+STREAM = partition_spec(TENSOR.rules, ("batch", "act_seq", "embed"))
+TOKENS = partition_spec(TENSOR.rules, ("batch", "seq"))
 
 
 def inputs(case: str):
@@ -107,7 +107,7 @@ def test_a_bias_is_a_column_of_the_table_that_meets_a_one(mesh):
 
     with jax.set_mesh(place):
         arrays = (hidden, labels, weights, table, bias)
-        specs = (STREAM, TOKENS, TOKENS, TABLE, TENSOR.rules.spec(("vocab",)))
+        specs = (STREAM, TOKENS, TOKENS, TABLE, partition_spec(TENSOR.rules, ("vocab",)))
         there = [jax.device_put(a, NamedSharding(place, s)) for a, s in zip(arrays, specs, strict=True)]
         hidden_there, labels_there, weights_there, *parameters = there
         (table_gradient, bias_gradient), found = jax.jit(jax.grad(weighted, (0, 1), has_aux=True))(*parameters)
@@ -156,7 +156,8 @@ def test_gradients_where_data_is_manual(mesh):
         return (losses * batch["weights"]).sum(), {}
 
     batch = {"hidden": hidden, "tokens": tokens, "labels": labels, "weights": weights}
-    batch = {n: jax.device_put(a, NamedSharding(place, TENSOR.rules.spec(("batch",)))) for n, a in batch.items()}
+    rows = NamedSharding(place, partition_spec(TENSOR.rules, ("batch",)))
+    batch = {name: jax.device_put(array, rows) for name, array in batch.items()}
     parameters = {"table": jax.device_put(table, NamedSharding(place, TABLE))}
     placed = placed_like({"table": ("vocab", "embed")}, parameters, mesh)
 

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtjax.sharding.axes import DATA
-from mtjax.sharding.layouts import TENSOR_RULES, Layout
-from mtjax.sharding.parameters import UNSPLIT
-from mtjax.sharding.zero import split_dimension
+from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout, split_dimension
+from mtjax.theory.rules import DATA
 from tests.tiny import program_of, run_steps
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
@@ -26,7 +24,7 @@ def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, st
     fits = [
         i
         for i, name in enumerate(names)
-        if shape[i] % ways == 0 and TENSOR_RULES.mesh_axis(name) is None and (name != "layers" or zero == 1)
+        if shape[i] % ways == 0 and not TENSOR_RULES.axes(name) and (name != "layers" or zero == 1)
     ]
     if not zero or ways == 1 or not fits:
         assert dim == UNSPLIT

@@ -9,7 +9,7 @@ from mtjax.config import replace
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import heading
-from mtjax.sharding.mesh import parse_mesh
+from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import make_program
 from mtjax.train.xla_options import CPU, OVERLAP, SPLIT_SEQUENCES, Chosen, Option, accepted, choose
 from tests.inspect.steps import needs_aot, tiny

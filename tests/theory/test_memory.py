@@ -4,17 +4,19 @@ import dataclasses
 
 import pytest
 
-from mtjax.plan import formulas, memory, plans
-from mtjax.theory.flops import Shape
-from mtjax.theory.plans import Plan, Ways
+from mtjax.theory import counts, memory, plans
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
 
-GPT_345M = Shape.gpt(24, 1024, 16, 1024, 50_304)
+GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 
 
 def test_megatron_states_to_the_byte():
     """18 a parameter, as Megatron-LM's `theoretical_memory_usage` counts both."""
-    assert 18 * formulas.megatron_parameters(GPT_345M) == 6_364_827_648
-    assert 18 * formulas.parameters(GPT_345M) == 6_387_683_328
+    assert 18 * counts.megatron_parameters(GPT_345M) == 6_364_827_648
+    assert 18 * counts.parameters(GPT_345M) == 6_387_683_328
 
 
 @pytest.mark.parametrize(
@@ -40,10 +42,11 @@ def test_zero_2_and_3_shard_gradients_and_weights():
 @pytest.mark.parametrize("b", [1, 4])
 def test_activations_of_a_layer_are_the_published_sums(t, b):
     s, h, a = 1024, 3072, 32
-    shape = Shape.gpt(72, h, a, s, 51_200)
+    (stack,) = gpt(72, h, a, s, 51_200).stacks
 
     def total(**settings: bool) -> float:
-        return sum(memory.layer_activations(shape, b, t, **settings).values())
+        plan = Plan(MeshShape(model=t), b, b, residuals="megatron", **settings)
+        return sum(memory.layer_activations(stack, plan).values())
 
     assert total() == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
     assert total(sequence_parallel=True) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
@@ -51,8 +54,8 @@ def test_activations_of_a_layer_are_the_published_sums(t, b):
     assert total(sequence_parallel=True, flash_attention=True) == pytest.approx(s * b * h * 34 / t)
 
 
-MEGATRON = Plan(Ways(64, 1, 8), 512, 8, residuals="megatron")
-GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
+MEGATRON = Plan(parse_mesh("64x1x8"), 512, 8, residuals="megatron")
+GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 
 
 def test_recompute_keeps_less():
@@ -68,44 +71,46 @@ def test_recompute_keeps_less():
 
 def test_what_jax_keeps_of_a_layer():
     s, h, a, b, t = 1024, 768, 12, 8, 1
-    shape = Shape.gpt(12, h, a, s, 51_200)
-    kinds = memory.layer_activations(shape, b, t, residuals="jax")
+    (stack,) = gpt(12, h, a, s, 51_200).stacks
+    plan = Plan(MeshShape(model=t), b, b)
+    kinds = memory.layer_activations(stack, plan)
     # Three bfloat16 arrays and two masks of [b,s,h], three more for query, key and value; one of [b,s,4h]; float32
     # probabilities and a mask of [b,a,s,s]: the stacks of the compiled scan.
     assert sum(kinds.values()) == b * s * h * (3 * 2 + 2 + 3 * 2 + 4 * 2) + b * a * s * s * (4 + 1)
-    flash = memory.layer_activations(shape, b, t, residuals="jax", flash_attention=True)
+    flash = memory.layer_activations(stack, dataclasses.replace(plan, flash_attention=True))
     assert flash["attention probabilities"] == 0
 
 
 def test_microbatches_add_to_one_sum_of_gradients():
-    one = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 8))
-    many = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 1))
-    assert one.gradients == 4 * formulas.parameters_per_rank(GPT_8B, 8)
+    one = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 8))
+    many = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 1))
+    assert one.gradients == 4 * counts.rank_parameters(GPT_8B, 8)
     outside = (51_200 / 8 + 1024 + 2) * 3072
     assert many.gradients == one.gradients + 4 * outside
 
 
 def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
-    plan = Plan(Ways(1, 4, 8), 64, 1, recompute="full")
+    plan = Plan(parse_mesh("1x4x8"), 64, 1, recompute="full")
     stages = [memory.stage_memory(GPT_8B, plan, i) for i in range(4)]
     each = 2 * 1024 * 3072 * 18
     assert [m.kept for m in stages] == [each * n for n in (4, 3, 2, 1)]
     assert [m.logits > 0 for m in stages] == [False, False, False, True]
-    table, layer = 51_200 * 3072 / 8, (formulas.parameters_per_rank(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
+    table, layer = 51_200 * 3072 / 8, (counts.rank_parameters(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
     expected = [18 * layer + table + 1024 * 3072, 18 * layer, 18 * layer, 18 * layer + table + 2 * 3072]
-    assert [memory.stage_parameters(GPT_8B, plan, i) for i in range(4)] == pytest.approx(expected)
+    held = [counts.counts(counts.stage_weights(GPT_8B, 4, i), TENSOR, plan.mesh).all for i in range(4)]
+    assert held == pytest.approx(expected)
 
 
 def test_loss_chunk_bounds_the_logits():
-    shape = Shape.gpt(24, 1024, 16, 1024, 51_200)
-    whole = memory.stage_memory(shape, Plan(Ways(), 8, 8, residuals="megatron")).logits
-    chunk = memory.stage_memory(shape, Plan(Ways(), 8, 8, residuals="megatron", loss_chunk=1024)).logits
+    shape = gpt(24, 1024, 16, 1024, 51_200)
+    whole = memory.stage_memory(shape, Plan(MeshShape(), 8, 8, residuals="megatron")).logits
+    chunk = memory.stage_memory(shape, Plan(MeshShape(), 8, 8, residuals="megatron", loss_chunk=1024)).logits
     assert whole == 2 * 4 * 8 * 1024 * 51_200
     assert chunk == whole / 8
-    in_place = memory.stage_memory(shape, Plan(Ways(), 8, 8, loss_chunk=1024)).logits
+    in_place = memory.stage_memory(shape, Plan(MeshShape(), 8, 8, loss_chunk=1024)).logits
     assert in_place == (4 + 2) * 1024 * 51_200 + 2 * 51_200 * 1024
 
 
 def test_logits_are_gone_before_the_layers_backward_pass():
-    found = memory.stage_memory(GPT_8B, Plan(Ways(64, 1, 8), 512, 8, recompute="full"))
+    found = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 8, recompute="full"))
     assert found.total == found.states + found.kept + max(found.working, found.logits)

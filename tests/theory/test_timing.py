@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 
-from mtjax.theory.flops import Shape
+from mtjax.theory.families.registry import gpt
 from mtjax.theory.hardware import DGX_2H, DGX_H100
-from mtjax.theory.plans import Plan, Ways
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import DATA, MODEL
 from mtjax.theory.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
-from mtjax.theory.traffic import Axis, Collective
+from mtjax.theory.traffic import Transfer
 
-GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
-PLAN = Plan(Ways(64, 1, 8), 512, 8, recompute="full")
+GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
+PLAN = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
 IDEAL = Constants(memory=1, flash_attention=1, link=1, network=1, launch=0, training=1)
 
 
@@ -31,26 +33,26 @@ def test_a_partial_last_wave_costs_a_whole_one():
 
 def test_ring_all_reduce_on_ideal_links():
     machine = Machine(DGX_H100, constants=IDEAL)
-    entry = Collective(Axis.MODEL, 8, "all-reduce", "test", 3, 1e9, 2)
+    entry = Transfer(MODEL, 8, "all-reduce", "test", 3, 1e9, 2)
     steps = 3 * 2 * 3 * DGX_H100.link_latency
-    assert machine.collective(entry, inside=8) == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 450e9 + steps)
-    between = machine.collective(entry, inside=2)
+    assert machine.transfer(entry, inside=8) == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 450e9 + steps)
+    between = machine.transfer(entry, inside=2)
     assert between == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 100e9 + 3 * 2 * 3 * DGX_H100.network_latency)
 
 
 @pytest.mark.parametrize(
-    ("ways", "server", "model", "data"),
+    ("mesh", "server", "model", "data"),
     [
-        (Ways(64, 1, 8), DGX_H100, 8, 1),
-        (Ways(64, 1, 8), DGX_2H, 8, 2),
-        (Ways(64, 1, 2), DGX_H100, 2, 4),
-        (Ways(8), DGX_H100, 1, 8),
+        (parse_mesh("64x1x8"), DGX_H100, 8, 1),
+        (parse_mesh("64x1x8"), DGX_2H, 8, 2),
+        (parse_mesh("64x1x2"), DGX_H100, 2, 4),
+        (parse_mesh("8x1"), DGX_H100, 1, 8),
     ],
 )
-def test_model_groups_fill_servers_first(ways, server, model, data):
-    plan = dataclasses.replace(PLAN, ways=ways)
-    assert members_inside(plan, Axis.MODEL, server) == model
-    assert members_inside(plan, Axis.DATA, server) == data
+def test_model_groups_fill_servers_first(mesh, server, model, data):
+    plan = dataclasses.replace(PLAN, mesh=mesh)
+    assert members_inside(plan, MODEL, server) == model
+    assert members_inside(plan, DATA, server) == data
 
 
 def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
@@ -66,7 +68,7 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
     ]
     assert time.total == pytest.approx(sum(parts))
     assert time.bubble == time.stage_axis == 0
-    staged = step_time(GPT_8B, Plan(Ways(8, 4, 8), 512, 8, recompute="full"), DGX_H100)
+    staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full"), DGX_H100)
     busy = staged.compute + staged.model_axis + staged.stage_axis
     assert staged.bubble == pytest.approx(busy * 3 / 8)
 
@@ -76,7 +78,7 @@ def test_overlap_only_hides():
     plain, hidden = step_time(GPT_8B, plan, DGX_H100, MTJAX), step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
     assert hidden.model_axis < plain.model_axis
     assert hidden.data_axis < plain.data_axis
-    for axis, exposed in ((Axis.MODEL, hidden.model_axis), (Axis.DATA, hidden.data_axis)):
+    for axis, exposed in ((MODEL, hidden.model_axis), (DATA, hidden.data_axis)):
         assert hidden.hidden[axis] >= 0
         assert exposed >= 0
 

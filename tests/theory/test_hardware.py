@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.plan import hardware, target
+from mtjax.theory import hardware, target
 from mtjax.theory.hardware import GPUS, SERVERS
 
 TENSOR_FLOPS_PER_CLOCK = {"v100": 1024, "a100-40": 2048, "a100-80": 2048, "h100": 4096, "h200": 4096, "b200": 8192}

@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 
-from mtjax.theory.flops import Shape
-from mtjax.theory.memory import stage_parameters
-from mtjax.theory.plans import Plan, Ways
-from mtjax.theory.traffic import Axis, bandwidth_demand, collectives, layer_collectives, ring_factor, sent_by_axis
+from mtjax.theory.counts import rank_parameters
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import DATA, STAGE
+from mtjax.theory.traffic import bandwidth_demand, ring_factor, sent_by_axis, transfers
 
-GPT_8B = Shape.gpt(72, 3072, 32, 1024, 51_200)
-TENSOR = Plan(Ways(64, 1, 8), 512, 8, recompute="full")
+GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
+TENSOR = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
 
 
 def test_ring_factors():
@@ -25,13 +27,20 @@ def test_ring_factors():
     [(False, "none", 4), (False, "full", 5), (True, "none", 10), (True, "selective", 10), (True, "full", 11)],
 )
 def test_collectives_of_a_layer(sequence, recompute, total):
-    assert sum(layer_collectives(sequence, recompute).values()) == total
+    plan = dataclasses.replace(TENSOR, sequence_parallel=sequence, recompute=recompute)
+    assert sum(of_a_layer(plan).values()) == total
+
+
+def of_a_layer(plan: Plan) -> dict[tuple[str, str], float]:
+    """(phase, operation) -> arrays of batch x sequence x hidden of each layer and microbatch."""
+    lines = [e for e in transfers(GPT_8B, plan) if e.purpose.startswith("layer") and e.element_bytes == 2]
+    return {(e.purpose.partition(":")[0], e.operation): e.count / 72 for e in lines}
 
 
 def test_groups_are_computed_again_twice_and_blocks_not_at_all():
     def again(**changes) -> dict[str, float]:
         plan = dataclasses.replace(TENSOR, **changes)
-        return {c.operation: c.count for c in collectives(GPT_8B, plan) if c.purpose == "layers, recomputed forward"}
+        return {c.operation: c.count for c in transfers(GPT_8B, plan) if c.purpose.startswith("layer recompute")}
 
     assert again() == {"all-reduce": 72}
     assert again(recompute_group=2) == {"all-reduce": 2 * 72}
@@ -42,8 +51,8 @@ def test_groups_are_computed_again_twice_and_blocks_not_at_all():
     gathers = [
         next(
             c.count
-            for c in collectives(GPT_8B, dataclasses.replace(TENSOR, zero=3, recompute_group=group))
-            if "param" in c.purpose
+            for c in transfers(GPT_8B, dataclasses.replace(TENSOR, zero=3, recompute_group=group))
+            if "matrices of the layers" in c.purpose
         )
         for group in (1, 2)
     ]
@@ -51,13 +60,14 @@ def test_groups_are_computed_again_twice_and_blocks_not_at_all():
 
 
 def test_paper_says_four_all_reduces_and_pytorch_recomputes_two_more():
-    assert layer_collectives(False, "none") == {("forward", "all-reduce"): 2, ("backward", "all-reduce"): 2}
-    counts = layer_collectives(False, "full", drops_last_reduction=False)
-    assert counts[("recomputed forward", "all-reduce")] == 2
+    none = of_a_layer(dataclasses.replace(TENSOR, recompute="none"))
+    assert none == {("layer forward", "all-reduce"): 2, ("layer backward", "all-reduce"): 2}
+    pytorch = of_a_layer(dataclasses.replace(TENSOR, drops_last_reduction=False))
+    assert pytorch["layer recompute", "all-reduce"] == 2
 
 
 def test_layers_dominate_the_model_axis():
-    entries = [c for c in collectives(GPT_8B, TENSOR) if c.purpose.startswith("layers")]
+    entries = [c for c in transfers(GPT_8B, TENSOR) if c.purpose.startswith("layer")]
     hidden = 8 * 1024 * 3072
     assert sum(c.count * c.elements for c in entries) == 72 * 5 * hidden
     assert sum(c.sent for c in entries) == pytest.approx(72 * 5 * hidden * 2 * 2 * 7 / 8)
@@ -66,15 +76,15 @@ def test_layers_dominate_the_model_axis():
 def test_gradients_cross_the_data_axis_once_however_many_microbatches():
     small = dataclasses.replace(TENSOR, microbatch_size=1)
     for plan in (TENSOR, small):
-        (gradients,) = [c for c in collectives(GPT_8B, plan) if c.axis is Axis.DATA]
+        (gradients,) = [c for c in transfers(GPT_8B, plan) if c.axis == DATA]
         assert (gradients.operation, gradients.count) == ("all-reduce", 1)
-        assert gradients.size == 4 * stage_parameters(GPT_8B, plan, 0)
+        assert gradients.size == 4 * rank_parameters(GPT_8B, 8)
 
 
 def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatches():
     def sent(zero: int, microbatch: int = 8) -> float:
         plan = dataclasses.replace(TENSOR, zero=zero, microbatch_size=microbatch)
-        return sent_by_axis(collectives(GPT_8B, plan))[Axis.DATA]
+        return sent_by_axis(transfers(GPT_8B, plan))[DATA]
 
     assert sent(1) == pytest.approx(sent(0))
     assert sent(2, microbatch=1) > 4 * sent(1)
@@ -82,8 +92,8 @@ def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatche
 
 
 def test_stages_send_activations_both_ways_split_under_sequence_parallelism():
-    plan = Plan(Ways(2, 4, 8), 64, 2, sequence_parallel=True)
-    (send,) = [c for c in collectives(GPT_8B, plan) if c.axis is Axis.STAGE]
+    plan = Plan(parse_mesh("2x4x8"), 64, 2, sequence_parallel=True)
+    (send,) = [c for c in transfers(GPT_8B, plan) if c.axis == STAGE]
     assert send.count == 2 * plan.microbatches
     assert send.elements == 2 * 1024 * 3072 / 8
 

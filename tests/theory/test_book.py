@@ -1,0 +1,68 @@
+"""The theory's book against the models: every parameter by name, logical names and shape; T5's and BERT's plans."""
+
+import jax
+import pytest
+
+from mtjax import config
+from mtjax.sharding.placement import is_names
+from mtjax.theory.communication import contract_of, symbols_of
+from mtjax.theory.counts import fullest_counts, parameters
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.flops import model_flops
+from mtjax.theory.memory import stage_memory
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
+from tests.tiny import program_of
+
+MODELS = {
+    "gpt": {},
+    "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
+    "llama": {"family": "llama", "num_kv_heads": 4},
+    "bert": {"family": "bert"},
+    "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
+    "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
+    "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
+    "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_every_parameter_of_a_model_stands_in_the_book(fields):
+    program = program_of("1x1", **fields)
+    axes = jax.tree.leaves(program.axes, is_leaf=is_names)
+    leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
+    real = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (names, leaf.shape)
+        for (path, leaf), names in zip(leaves, axes, strict=True)
+    }
+    assert {w.name: (w.names, w.shape) for w in anatomy_of(program.config.model).weights} == real
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_a_device_holds_and_gathers_is_what_the_layout_says(fields, zero):
+    program = program_of("2x4" if "heads" not in str(fields) else "4x2", zero=zero, **fields)
+    plan = Plan.of(program.config, program.shape)
+    held = fullest_counts(anatomy_of(program.config.model), plan)
+    shards = zip(
+        jax.tree.leaves(program.state_sharding.parameters), jax.tree.leaves(program.abstract_parameters), strict=True
+    )
+    sizes = [jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))).item() for place, leaf in shards]
+    split = held.all - held.unsplit if zero == 3 else 0
+    assert sum(sizes) == held.all - split + split // plan.mesh.data
+
+
+def test_a_t5_is_planned_by_its_parts_alone():
+    """An encoder and a decoder of 24 layers; the decoder's layers have three sublayers."""
+    run = config.load("t5-3b")
+    anatomy, plan = anatomy_of(run.model), Plan.of(run, parse_mesh("16x4"))
+    layer = next(line for line in contract_of(anatomy, plan).lines if line.phase == "layer forward")
+    assert (layer.count, layer.elements) == ("2*layers*microbatches", "batch*sequence*hidden")
+    decoder = [line for line in contract_of(anatomy, plan).lines if "decoder_sequence" in line.elements]
+    assert "3*decoder_layers*microbatches" in {line.count for line in decoder}
+    assert symbols_of(anatomy, plan)["decoder_layers"] == 24
+    assert parameters(anatomy) == 2_851_598_336
+    assert stage_memory(anatomy, plan).weights == 4 * fullest_counts(anatomy, plan).all
+    # 2 FLOPs a parameter and token, three passes, but for what is looked up; attention and logits beside them.
+    assert model_flops(anatomy) > 6 * 512 * parameters(anatomy) * 0.4

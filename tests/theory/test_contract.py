@@ -1,0 +1,84 @@
+"""Formulas of contracts, and contracts as sums of what parts send."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.theory.communication import contract_of
+from mtjax.theory.contract import LAYER_FORWARD, Expectation, add_up, evaluate
+from mtjax.theory.parts.part import Part, Stream
+from mtjax.theory.rules import MODEL
+from tests.inspect.steps import theory_of, tiny
+
+SYMBOLS = {"layers": 3, "microbatches": 2, "batch": 2, "sequence": 64, "hidden": 64, "ways": 4}
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("2*layers*microbatches", 12),
+        ("batch*sequence*hidden", 8192),
+        ("(4*hidden*hidden + hidden)/ways", 4112),
+        ("7-2", 5),
+    ],
+)
+def test_formulas(formula, value):
+    assert evaluate(formula, SYMBOLS) == value
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        ("2*heads", "uses 'heads'"),
+        ("2*hiden", "uses 'hiden' - did you mean 'hidden'"),
+        ("hidden/layers", "hidden / layers .* is not a whole number"),
+        ("hidden/(sequence-hidden)", "is not a whole number"),
+        ("hidden - 2*sequence", "comes out at -64"),
+        ("2*", "is not a formula"),
+        ("__import__('os')", "is not a formula"),
+        ("hidden**9", "is not a formula"),
+        ("1.5*hidden", "is not a formula"),
+    ],
+)
+def test_formulas_that_are_none(formula, message):
+    with pytest.raises(UserError, match=message):
+        evaluate(formula, SYMBOLS)
+
+
+def line(count: str, elements: str, **settings) -> Expectation:
+    return Expectation(LAYER_FORWARD, "all-reduce", MODEL, count, elements, **settings)
+
+
+def test_equal_arrays_add_their_counts_and_pooled_ones_their_elements():
+    exact = add_up([line("layers", "hidden", why="a"), line("1", "hidden", why="b"), line("layers", "hidden", why="a")])
+    assert exact == (line("2*layers + 1", "hidden", why="a; b"),)
+    pooled = add_up([line("1", "hidden", pooled=True), line("1", "2*hidden + 1", pooled=True)] * 2)
+    assert pooled == (line("1", "2*hidden + 2*(2*hidden + 1)", pooled=True),)
+    assert len(add_up([line("1", "hidden"), line("1", "batch"), line("1", "hidden", pooled=True)])) == 3
+
+
+@dataclass(frozen=True)
+class Router(Part):
+    """A part that no model has."""
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        return [line(f"{stream.side}layers", "7*hidden", why="a router")]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
+def test_the_contract_is_a_sum(family, split):
+    """A part more adds its own lines, and changes no other."""
+    anatomy, plan = theory_of(tiny(family=family, sequence_parallel=split))
+    stacks = tuple(replace(stack, parts=(Router(), *stack.parts)) for stack in anatomy.stacks)
+    before = set(contract_of(anatomy, plan).lines)
+    after = set(contract_of(replace(anatomy, stacks=stacks), plan).lines)
+    asked = {line(f"{stack.side}layers", "7*hidden", why="a router") for stack in stacks}
+    assert after == before | {only_one(asked)}
+
+
+def only_one(lines: set[Expectation]) -> Expectation:
+    """Lines of equal arrays are one, whose counts add up."""
+    (whole,) = add_up(sorted(lines, key=lambda one: one.count, reverse=True))
+    return whole

@@ -1,0 +1,47 @@
+"""Meshes as typed, plans from configs, and divisions that leave a rest."""
+
+import dataclasses
+
+import pytest
+
+from mtjax import config
+from mtjax.errors import UserError
+from mtjax.theory.divisibility import check
+from mtjax.theory.families.registry import gpt
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
+
+GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
+
+
+def test_the_plan_of_a_config():
+    run = config.load("gpt2-8.3b")
+    plan = Plan.of(run, parse_mesh(run.parallel.mesh))
+    assert (plan.microbatch_size, plan.microbatches, plan.recompute, plan.element_bytes) == (8, 1, "full", 2)
+    assert plan.dropout and not plan.flash_attention
+    without = config.replace(run, attention_dropout=0.0)
+    assert Plan.of(without, parse_mesh("64x1x8")).flash_attention
+    assert not Plan.of(config.replace(without, attention="xla"), parse_mesh("64x1x8")).flash_attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mesh": parse_mesh("1x1x3")},
+            "num_heads 32 does not divide over 3 model ways of the mesh; take 24 or 48 heads, .*: 2 and 4",
+        ),
+        ({"mesh": parse_mesh("1x5x1")}, "num_layers 72 does not divide over 5 stages; .* 4 and 6"),
+        ({"mesh": parse_mesh("7x1x1")}, "global_batch_size 512 does not divide over 7 data ways .* 511 and 518"),
+        ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
+        ({"chunks": 2}, "2 chunks per stage need --schedule interleaved"),
+        (
+            {"mesh": parse_mesh("1x3x1"), "schedule": "interleaved", "chunks": 2, "global_batch_size": 4},
+            "needs a multiple of 3 stages as microbatches, not 4; the nearest that are: 3 and 6",
+        ),
+    ],
+)
+def test_impossible_divisions(changes, message):
+    plan = dataclasses.replace(Plan(MeshShape(), 512, 1), **changes)
+    with pytest.raises(UserError, match=message):
+        check(GPT_8B.model, plan)
