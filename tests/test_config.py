@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from mtjax import config
 from mtjax.config import Config
+from mtjax.config.families import FAMILIES
+from mtjax.config.setting import setting_of
 from mtjax.errors import UserError, nearest
 
+BOUNDED = [
+    (section, field)
+    for section, cls in get_type_hints(Config).items()
+    for field in dataclasses.fields(cls)
+    if setting_of(field).bound
+]
 SHIPPED = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))
 
 
@@ -146,6 +154,18 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
         config.validate(config.replace(Config(), **values))
 
 
+@pytest.mark.parametrize(("section", "field"), BOUNDED, ids=lambda value: getattr(value, "name", value))
+def test_a_field_with_a_bound_takes_what_is_within_it_alone(section: str, field: dataclasses.Field[Any]) -> None:
+    """The bound stands beside the default: `validate` has no list of names that could miss a field."""
+    outside = [value for value in (math.nan, -1, 0, 1, 3) if not setting_of(field).bound.admits(value)]
+    assert outside
+    for value in outside:
+        with pytest.raises(UserError, match=f"{field.name} is {value}, and must be "):
+            config.validate(config.replace(Config(), **{field.name: value}))
+    if field.default is not None:
+        assert setting_of(field).bound.admits(field.default)
+
+
 def test_replace_names_the_nearest_field() -> None:
     with pytest.raises(UserError, match="'stpes' - did you mean 'steps'"):
         config.replace(Config(), stpes=1)
@@ -204,10 +224,10 @@ def test_a_family_brings_its_settings_and_what_is_said_beside_it_wins() -> None:
 
 def test_every_family_can_be_left_for_every_other() -> None:
     names = get_args(get_type_hints(config.Model)["family"])
-    assert set(config.FAMILIES) == set(names)
+    assert set(FAMILIES) == set(names)
     defaults = {field.name: field.default for field in dataclasses.fields(config.Model)}
-    brought = {name for table in config.FAMILIES.values() for name in table}
-    assert {n: defaults[n] for n in brought} == {n: config.FAMILIES["gpt"].get(n, defaults[n]) for n in brought}
+    brought = {name for family in FAMILIES.values() for name in family.defaults}
+    assert {n: defaults[n] for n in brought} == {n: FAMILIES["gpt"].defaults.get(n, defaults[n]) for n in brought}
 
 
 def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
