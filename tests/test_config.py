@@ -15,6 +15,7 @@ from mtjax import config
 from mtjax.config import Config
 from mtjax.config.families import FAMILIES
 from mtjax.config.setting import setting_of
+from mtjax.config.shape import differences
 from mtjax.errors import UserError, nearest
 
 BOUNDED = [
@@ -256,3 +257,57 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
 def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config.validate(config.replace(Config(), **fields))
+
+
+PLACES = {"learned": "gpt", "rope": "llama", "relative": "t5"}
+"""Kind of positions -> a family that has it."""
+
+
+def another_value(name: str, value: Any) -> Any:
+    """A value of the model's setting that differs from this one."""
+    choices = get_args(get_type_hints(config.Model)[name])
+    if get_origin(get_type_hints(config.Model)[name]) is Literal:
+        return next(choice for choice in choices if choice != value)
+    return not value if isinstance(value, bool) else 2 * (value or 28)
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(config.Model), ids=lambda field: field.name)
+def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: dataclasses.Field[Any]) -> None:
+    """What `--resume` and `--init-from` compare: a setting that is new is among them by itself."""
+    needs = {name: values[0] for name, values in setting_of(field).shapes or ()}
+    family = next((name for name, family in FAMILIES.items() if field.name in family.own), None)
+    family = family or PLACES[needs.get("position", "learned")]
+    ours = config.replace(Config(), vocab_size=100, **({"family": family} | needs)).model
+    theirs = dataclasses.replace(ours, **{field.name: another_value(field.name, getattr(ours, field.name))})
+    if field.name == "family":
+        theirs = config.replace(Config(), family="bert", vocab_size=100).model
+    names = [line.split()[0] for line in differences(theirs, ours)]
+    if setting_of(field).shapes is None:
+        assert names == []
+    else:
+        assert field.name in names
+        following = {"head_dim", "mlp_size", "num_kv_heads", "num_decoder_layers", "decoder_sequence_length"}
+        assert set(names) <= {field.name} | following
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt", {"rope_theta": 1.0, "relative_buckets": 8, "num_token_types": 0, "num_decoder_layers": 7}),
+        ("llama", {"sequence_length": 99, "rope_factor": 2.0, "rope_original_length": 5}),
+        (
+            "t5",
+            {"sequence_length": 99, "decoder_sequence_length": 3, "rope_scaling": "linear", "sentence_order": False},
+        ),
+        ("bert", {"decoder_sequence_length": 3, "rope_high_frequency_factor": 9.0, "mlp_size": 4096, "head_dim": 64}),
+    ],
+)
+def test_settings_without_effect_may_differ(family: str, settings: dict[str, Any]) -> None:
+    ours = config.replace(Config(), family=family).model
+    assert differences(dataclasses.replace(ours, **settings), ours) == []
+
+
+def test_a_llama_is_gpt_s_network_with_other_defaults() -> None:
+    llama = config.replace(Config(), family="llama").model
+    assert differences(dataclasses.replace(llama, family="gpt"), llama) == []
+    assert "family is bert there and gpt here" in differences(dataclasses.replace(llama, family="bert"), llama)
