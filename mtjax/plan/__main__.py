@@ -3,24 +3,10 @@
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
-from rich.console import Console
-
-from mtjax import cli, config
-from mtjax.errors import UserError
-from mtjax.plan import target
-from mtjax.plan.formulas import Shape
-from mtjax.plan.hardware import Server
-from mtjax.plan.memory import fullest_stage
+from mtjax import cli
 from mtjax.plan.options import Options
-from mtjax.plan.plans import Plan, Ways, check, parse_ways
-from mtjax.plan.report import make_console, print_report
-from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search, trains_today
-from mtjax.plan.search_report import print_search
-from mtjax.plan.side_reports import print_inference, print_published
 
-GPT2_VOCABULARY = 50_257
 DEFAULT = "gpt2-8.3b"
 
 DESCRIPTION = """Say what a model needs and on which mesh, by formula: parameters, FLOPs, memory, traffic, days, cost.
@@ -32,79 +18,15 @@ With --mesh it reports on one plan; with --gpus it searches the fastest plan tha
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return cli.run_main(lambda: run(argv))
 
+    def body() -> None:
+        command = cli.parse(argv, "mtjax plan", DESCRIPTION, Options, default=DEFAULT)
+        command.options.check()
+        from mtjax.plan.command import run  # not before the options are right: tables and formulas take time to import
 
-def run(argv: Sequence[str] | None) -> None:
-    """Parses and prints."""
-    command = cli.parse(argv, "mtjax plan", DESCRIPTION, Options, default=DEFAULT)
-    options, console = command.options, make_console()
-    options.check()
-    if options.published:
-        print_published(console)
-        return
-    run_config = _with_vocabulary(command.config, console)
-    if run_config.model.family == "t5":
-        raise UserError(
-            "the planner's memory and time are formulas of a single stack of layers, and a T5 has two; "
-            "mtjax inspect compiles its step and tells both"
-        )
-    server = target.parse(options.target)
-    shape = Shape.of(run_config.model)
-    if options.gpus is not None or options.days is not None:
-        source = _source(argv) or DEFAULT
-        plan = _search(console, shape, run_config, server, options, command.config, source)
-    else:
-        plan = _report(console, shape, run_config, server, options)
-    if options.inference:
-        print_inference(console, shape, server, plan.ways.model, options.context or shape.sequence_length)
-    if options.plot is not None:
-        _plot(console, options.plot, shape, plan, server, options)
-    if options.verify:
-        _verify(console, run_config, plan, options)
+        run(command.config, command.options, _source(argv) or DEFAULT)
 
-
-def _with_vocabulary(run_config: config.Config, console: Console) -> config.Config:
-    """A config whose vocabulary is known: GPT-2's where only a tokenizer would tell."""
-    if run_config.model.vocab_size is not None:
-        return run_config
-    console.print(f"vocab_size is not given: taking GPT-2's {GPT2_VOCABULARY:,}")
-    return config.replace(run_config, vocab_size=GPT2_VOCABULARY)
-
-
-def _report(console: Console, shape: Shape, run_config: config.Config, server: Server, options: Options) -> Plan:
-    """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
-    plan = _planned(run_config, options)
-    check(shape, plan)
-    server.each_of(plan.ways.gpus)  # refuses what would leave a server half empty
-    print_report(console, shape, plan, server, options)
-    limit = options.usable * server.gpu.memory
-    if fullest_stage(shape, plan).total > limit:
-        found = search(shape, plan, plan.ways.gpus, server)
-        near = found.best if found.fitting else nearest_feasible(shape, plan, plan.ways.gpus, server)
-        hint = (
-            f"the nearest plan that does is {describe(near.plan)} ({near.plan.ways.gpus} GPUs)"
-            if near
-            else ("no number of these GPUs does")
-        )
-        console.print(f"\n[bold]This plan does not fit {options.target}[/]: {hint}.", soft_wrap=True)
-    return plan
-
-
-def _planned(run_config: config.Config, options: Options) -> Plan:
-    """The config's plan with the planner's own settings over it.
-
-    Raises:
-      UserError: the config asks for a recompute that times and traffic have no formula for.
-    """
-    asked = config.describe_recompute(run_config.training)
-    if asked not in ("no recompute", "selective recompute", "full recompute"):
-        raise UserError(
-            "the planner's formulas know none, selective, and full of every layer on its own, and the config "
-            f"asks for {asked}; mtjax inspect compiles it"
-        )
-    ways = parse_ways(run_config.parallel.mesh)
-    return Plan.of(run_config, ways, schedule=options.schedule, chunks=options.chunks)
+    return cli.run_main(body)
 
 
 def _source(argv: Sequence[str] | None) -> str | None:
@@ -112,42 +34,6 @@ def _source(argv: Sequence[str] | None) -> str | None:
     words = list(sys.argv[1:] if argv is None else argv)
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
     return next((value for flag, value in reversed(list(pairwise(parts))) if flag == "--config"), None)
-
-
-def _search(
-    console: Console,
-    shape: Shape,
-    run_config: config.Config,
-    server: Server,
-    options: Options,
-    asked: config.Config,
-    source: str,
-) -> Plan:
-    """Searches for a number of GPUs or for a number of days; returns the winner."""
-    base = Plan.of(run_config, Ways())
-    gpus = options.gpus
-    if gpus is None:
-        assert options.days is not None and options.tokens is not None
-        gpus = gpus_within(shape, base, options.tokens, options.days, server).plan.ways.gpus
-        console.print(f"[bold]{gpus} GPUs[/] read {options.tokens:.3g} tokens within {options.days:g} days.\n")
-    found = best_plan(shape, base, gpus, server)
-    print_search(console, shape, found, server, options, asked, source)
-    return found.best.plan
-
-
-def _plot(console: Console, path: Path, shape: Shape, plan: Plan, server: Server, options: Options) -> None:
-    from mtjax.plan.plots import draw  # matplotlib takes a second to import
-
-    draw(path, shape, plan, server, options)
-    console.print(f"\nDrawn: {path}")
-
-
-def _verify(console: Console, run_config: config.Config, plan: Plan, options: Options) -> None:
-    if not trains_today(plan):
-        raise UserError(f"--verify compiles what `mtjax train` has, which is no stages, and mesh {plan.ways} has some")
-    from mtjax.plan.verify import print_verification  # compiles: the only part that needs jax
-
-    print_verification(console, run_config, options.target)
 
 
 if __name__ == "__main__":

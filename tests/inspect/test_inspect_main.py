@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from mtjax.inspect import __main__ as command
+from mtjax.inspect import command
 from mtjax.inspect import report as reports
+from mtjax.inspect.__main__ import main
 from mtjax.inspect.contract_file import load_contract
 from mtjax.sharding.contract import contract_of
 from mtjax.sharding.layouts import TENSOR
@@ -32,7 +33,7 @@ def compiled_once(monkeypatch, cpu_report):
 
 def run(capsys, *argv) -> tuple[int, str, str]:
     try:
-        code = command.main([*argv])
+        code = main([*argv])
     except SystemExit as e:  # tyro, for an unknown option
         code = int(e.code or 0)
     out, err = capsys.readouterr()
