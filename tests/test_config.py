@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mtjax import config
 from mtjax.config import Config
 from mtjax.config.families import FAMILIES
+from mtjax.config.families.family import Family
 from mtjax.config.setting import setting_of
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, nearest
@@ -229,6 +230,27 @@ def test_every_family_can_be_left_for_every_other() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(config.Model)}
     brought = {name for family in FAMILIES.values() for name in family.defaults}
     assert {n: defaults[n] for n in brought} == {n: FAMILIES["gpt"].defaults.get(n, defaults[n]) for n in brought}
+
+
+def test_a_new_family_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(model: config.Model) -> None:
+        if model.num_layers > 2:
+            raise UserError("a dummy has at most 2 layers")
+
+    dummy = Family({"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
+    monkeypatch.setitem(FAMILIES, "dummy", dummy)
+    chosen = config.replace(Config(), family="dummy", num_layers=2)
+    assert chosen.model.norm == "rmsnorm"
+    config.validate(chosen)
+    for settings, message in (
+        ({"position": "rope"}, "the family dummy has learned only"),
+        ({"num_layers": 3}, "2 layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config.validate(config.replace(chosen, **settings))
+    llama = config.replace(Config(), family="llama").model
+    assert not differences(dataclasses.replace(llama, rope_theta=7.0), llama), "rope_theta is the dummy's own by now"
+    assert not differences(dataclasses.replace(chosen.model, num_token_types=7), chosen.model), "BERT's own"
 
 
 def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
