@@ -15,6 +15,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import tyro
 
 from mtjax import __version__, config
+from mtjax.config.families import FAMILIES
 from mtjax.errors import UserError, nearest
 
 COMMANDS = {
@@ -89,7 +90,7 @@ def parse(
     name = _argument(argv, "--config") or default
     base = config.load(name)
     family = _argument(argv, "--family")
-    if family in config.FAMILIES:  # what it brings are the defaults of the other options
+    if family in FAMILIES:  # what it brings are the defaults of the other options
         base = config.replace(base, family=family)
     groups = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]

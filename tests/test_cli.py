@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import get_type_hints
 
 import pytest
 
-from mtjax import __version__, cli, config, model_config, training_config
+from mtjax import __version__, cli, config
 from mtjax.config import Config
+from mtjax.data.__main__ import COMMANDS as data_commands
 from mtjax.errors import UserError
 
 FIELDS = [(group, f.name) for group, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)]
@@ -121,7 +123,7 @@ def test_help_explains_every_field_by_group(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_field_has_its_own_help() -> None:
     """tyro reads the string below a field; a field without one would show its neighbour's, or nothing."""
-    trees = [ast.parse(Path(module.__file__).read_text()) for module in (config, model_config, training_config)]
+    trees = [ast.parse(path.read_text()) for path in Path(config.__file__).parent.glob("*.py")]
     documented = set()
     for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, below in zip(cls.body, cls.body[1:], strict=False):
@@ -172,6 +174,30 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):  # a bug is not the user's mistake: it keeps its traceback
         fails(ZeroDivisionError())
+
+
+QUICK = """
+import subprocess
+import sys
+from mtjax import cli
+for line in {lines}:
+    try:
+        code = cli.main(line.split())
+    except SystemExit as ended:
+        code = ended.code
+    slow = {{"jax", "jaxlib", "flax", "optax", "orbax", "torch"}} & set(sys.modules)
+    assert code == (0 if line.endswith("--help") else 2), f"{{line}} ended with {{code}}"
+    assert not slow, f"{{line}} has imported {{slow}}"
+"""
+
+
+def test_help_and_errors_do_not_wait_for_jax() -> None:
+    """jax takes seconds to import: in a process of its own, since this one has it."""
+    lines = [f"{name} --help" for name in cli.COMMANDS] + [f"data {name} --help" for name in data_commands]
+    lines += [f"{name} {wrong}" for name in ("train", "plan", "inspect") for wrong in ("--steps 0", "--stesp 1")]
+    lines += ["inspect --sweep 8 --vs 1x8", "plan --gpus 0", "convert --from a", "convert --from a --to b:c"]
+    ended = subprocess.run([sys.executable, "-c", QUICK.format(lines=lines)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_family_on_the_command_line_brings_its_settings() -> None:

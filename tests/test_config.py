@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 
 from mtjax import config
 from mtjax.config import Config
+from mtjax.config.families import FAMILIES
+from mtjax.config.families.family import Family
+from mtjax.config.setting import setting_of
+from mtjax.config.shape import differences
 from mtjax.errors import UserError, nearest
 
+BOUNDED = [
+    (section, field)
+    for section, cls in get_type_hints(Config).items()
+    for field in dataclasses.fields(cls)
+    if setting_of(field).bound
+]
 SHIPPED = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))
 
 
@@ -146,6 +156,18 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
         config.validate(config.replace(Config(), **values))
 
 
+@pytest.mark.parametrize(("section", "field"), BOUNDED, ids=lambda value: getattr(value, "name", value))
+def test_a_field_with_a_bound_takes_what_is_within_it_alone(section: str, field: dataclasses.Field[Any]) -> None:
+    """The bound stands beside the default: `validate` has no list of names that could miss a field."""
+    outside = [value for value in (math.nan, -1, 0, 1, 3) if not setting_of(field).bound.admits(value)]
+    assert outside
+    for value in outside:
+        with pytest.raises(UserError, match=f"{field.name} is {value}, and must be "):
+            config.validate(config.replace(Config(), **{field.name: value}))
+    if field.default is not None:
+        assert setting_of(field).bound.admits(field.default)
+
+
 def test_replace_names_the_nearest_field() -> None:
     with pytest.raises(UserError, match="'stpes' - did you mean 'steps'"):
         config.replace(Config(), stpes=1)
@@ -204,10 +226,31 @@ def test_a_family_brings_its_settings_and_what_is_said_beside_it_wins() -> None:
 
 def test_every_family_can_be_left_for_every_other() -> None:
     names = get_args(get_type_hints(config.Model)["family"])
-    assert set(config.FAMILIES) == set(names)
+    assert set(FAMILIES) == set(names)
     defaults = {field.name: field.default for field in dataclasses.fields(config.Model)}
-    brought = {name for table in config.FAMILIES.values() for name in table}
-    assert {n: defaults[n] for n in brought} == {n: config.FAMILIES["gpt"].get(n, defaults[n]) for n in brought}
+    brought = {name for family in FAMILIES.values() for name in family.defaults}
+    assert {n: defaults[n] for n in brought} == {n: FAMILIES["gpt"].defaults.get(n, defaults[n]) for n in brought}
+
+
+def test_a_new_family_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(model: config.Model) -> None:
+        if model.num_layers > 2:
+            raise UserError("a dummy has at most 2 layers")
+
+    dummy = Family({"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
+    monkeypatch.setitem(FAMILIES, "dummy", dummy)
+    chosen = config.replace(Config(), family="dummy", num_layers=2)
+    assert chosen.model.norm == "rmsnorm"
+    config.validate(chosen)
+    for settings, message in (
+        ({"position": "rope"}, "the family dummy has learned only"),
+        ({"num_layers": 3}, "2 layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config.validate(config.replace(chosen, **settings))
+    llama = config.replace(Config(), family="llama").model
+    assert not differences(dataclasses.replace(llama, rope_theta=7.0), llama), "rope_theta is the dummy's own by now"
+    assert not differences(dataclasses.replace(chosen.model, num_token_types=7), chosen.model), "BERT's own"
 
 
 def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
@@ -236,3 +279,57 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
 def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config.validate(config.replace(Config(), **fields))
+
+
+PLACES = {"learned": "gpt", "rope": "llama", "relative": "t5"}
+"""Kind of positions -> a family that has it."""
+
+
+def another_value(name: str, value: Any) -> Any:
+    """A value of the model's setting that differs from this one."""
+    choices = get_args(get_type_hints(config.Model)[name])
+    if get_origin(get_type_hints(config.Model)[name]) is Literal:
+        return next(choice for choice in choices if choice != value)
+    return not value if isinstance(value, bool) else 2 * (value or 28)
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(config.Model), ids=lambda field: field.name)
+def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: dataclasses.Field[Any]) -> None:
+    """What `--resume` and `--init-from` compare: a setting that is new is among them by itself."""
+    needs = {name: values[0] for name, values in setting_of(field).shapes or ()}
+    family = next((name for name, family in FAMILIES.items() if field.name in family.own), None)
+    family = family or PLACES[needs.get("position", "learned")]
+    ours = config.replace(Config(), vocab_size=100, **({"family": family} | needs)).model
+    theirs = dataclasses.replace(ours, **{field.name: another_value(field.name, getattr(ours, field.name))})
+    if field.name == "family":
+        theirs = config.replace(Config(), family="bert", vocab_size=100).model
+    names = [line.split()[0] for line in differences(theirs, ours)]
+    if setting_of(field).shapes is None:
+        assert names == []
+    else:
+        assert field.name in names
+        following = {"head_dim", "mlp_size", "num_kv_heads", "num_decoder_layers", "decoder_sequence_length"}
+        assert set(names) <= {field.name} | following
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt", {"rope_theta": 1.0, "relative_buckets": 8, "num_token_types": 0, "num_decoder_layers": 7}),
+        ("llama", {"sequence_length": 99, "rope_factor": 2.0, "rope_original_length": 5}),
+        (
+            "t5",
+            {"sequence_length": 99, "decoder_sequence_length": 3, "rope_scaling": "linear", "sentence_order": False},
+        ),
+        ("bert", {"decoder_sequence_length": 3, "rope_high_frequency_factor": 9.0, "mlp_size": 4096, "head_dim": 64}),
+    ],
+)
+def test_settings_without_effect_may_differ(family: str, settings: dict[str, Any]) -> None:
+    ours = config.replace(Config(), family=family).model
+    assert differences(dataclasses.replace(ours, **settings), ours) == []
+
+
+def test_a_llama_is_gpt_s_network_with_other_defaults() -> None:
+    llama = config.replace(Config(), family="llama").model
+    assert differences(dataclasses.replace(llama, family="gpt"), llama) == []
+    assert "family is bert there and gpt here" in differences(dataclasses.replace(llama, family="bert"), llama)

@@ -78,13 +78,13 @@ def run(options: Options) -> None:
     Raises:
       UserError: a place is none, its weights don't fit, or the target exists.
     """
-    import jax
+    (from_kind, source_path), (to_kind, target_path) = place(options.source), place(options.target)
+    check_options(options, from_kind, to_kind)
+    import jax  # not before the options are right: it takes a second
 
     jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
     from mtjax.convert.stream import convert, new_folder
 
-    (from_kind, source_path), (to_kind, target_path) = place(options.source), place(options.target)
-    check_options(options, from_kind, to_kind)
     start = time.monotonic()
     with new_folder(target_path) as folder:
         source = _open_source(from_kind, source_path, options)

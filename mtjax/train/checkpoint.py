@@ -22,6 +22,7 @@ from jax.sharding import Mesh, auto_axes
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.shape import differences
 from mtjax.errors import UserError
 from mtjax.sharding.axes import WHOLE
 from mtjax.train.checkpoint_arrays import array_handler
@@ -168,44 +169,11 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
     """Checks that a checkpoint's config describes this model.
 
     Raises:
-      UserError: names each field of the model that differs, with both values.
+      UserError: names each setting of the model that differs, with both values.
     """
     theirs = configs.from_dict({"model": saved["model"]}, source=source).model
-    differences = [
-        f"{name} is {value} there and {getattr(config.model, name)} here"
-        for name, value in vars(theirs).items()
-        if name in _SHAPING and value != getattr(config.model, name)
-    ]
-    if differences:
-        raise UserError(f"{source} is of another model: {'; '.join(differences)}")
-
-
-_SHAPING = (
-    "family",
-    "num_kv_heads",
-    "head_dim",
-    "norm",
-    "norm_placement",
-    "num_token_types",
-    "sentence_order",
-    "num_decoder_layers",
-    "decoder_sequence_length",
-    "relative_buckets",
-    "relative_max_distance",
-    "position",
-    "rope_theta",
-    "rope_scaling",
-    "activation",
-    "bias",
-    "tie_embeddings",
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "mlp_size",
-    "sequence_length",
-    "vocab_size",
-    "vocab_multiple",
-)
+    if differing := differences(theirs, config.model):
+        raise UserError(f"{source} is of another model: {'; '.join(differing)}")
 
 
 def present(state: State) -> dict[str, Any]:

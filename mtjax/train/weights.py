@@ -16,7 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from mtjax import config as configs
-from mtjax.config import Config, Model
+from mtjax.config import Config
+from mtjax.config.shape import differences
 from mtjax.errors import UserError
 from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, together
 
@@ -26,8 +27,6 @@ CONVERTED = "weights"
 """The part of a converted folder that stands where a run has `checkpoints/STEP`."""
 PREFIX = "parameters"
 """Of the names of parameters in a state."""
-FREE = ("hidden_dropout", "attention_dropout", "init_std", "scaled_init", "attention")
-"""Settings of the model that may differ between a run and the weights it starts from: they shape training alone."""
 
 
 @dataclass(frozen=True)
@@ -132,46 +131,18 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
     Raises:
       UserError: lists all differences, with both values.
     """
-    theirs, ours = effective_settings(weights.config.model), effective_settings(config.model)
-    differences = [
-        f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
-        for name in {**theirs, **ours}
-        if theirs.get(name) != ours.get(name)
-    ]
+    differing = differences(weights.config.model, config.model)
     wanted = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
     found = set(weights.names)
-    differences += [f"{name} is not there" for name in wanted if name not in found]
-    if not differences:
+    differing += [f"{name} is not there" for name in wanted if name not in found]
+    if not differing:
         shapes = {name: weights.open(name).shape for name in wanted}
-        differences += [f"{n} is {shapes[n]} there and {wanted[n]} here" for n in wanted if shapes[n] != wanted[n]]
-    if differences:
-        listed = "".join(f"\n  {difference}" for difference in differences)
+        differing += [f"{n} is {shapes[n]} there and {wanted[n]} here" for n in wanted if shapes[n] != wanted[n]]
+    if differing:
+        listed = "".join(f"\n  {difference}" for difference in differing)
         raise UserError(
             f"the weights in {weights.folder} are of another model; take its settings, or weights of this one:{listed}"
         )
-
-
-def effective_settings(model: Model) -> dict[str, Any]:
-    """The settings that say what a model computes: those that follow from others written out, those without effect and
-    those of training left out."""
-    found = vars(model) | {
-        "mlp_size": configs.mlp_size(model),
-        "head_dim": configs.head_dim(model),
-        "num_kv_heads": configs.num_kv_heads(model),
-        "num_decoder_layers": configs.decoder_layers(model),
-        "family": "gpt" if model.family == "llama" else model.family,  # one decoder, with other defaults
-    }
-    idle = set(FREE)
-    if model.position != "learned":
-        idle |= {"sequence_length", "decoder_sequence_length"}  # no parameter knows them
-    idle |= {name for name in found if name.startswith(("rope_", "relative_")) and not name.startswith(model.position)}
-    if model.rope_scaling == "none":
-        idle |= {name for name in found if name.startswith("rope_")} - {"rope_theta", "rope_scaling"}
-    if model.family != "bert":
-        idle |= {"num_token_types", "sentence_order"}
-    if model.family != "t5":
-        idle |= {"num_decoder_layers", "decoder_sequence_length"}
-    return {name: value for name, value in found.items() if name not in idle}
 
 
 def _place(store: ts.TensorStore, target: Any) -> jax.Array:

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mtjax.inspect import __main__ as command
+from mtjax.inspect import command
 from mtjax.inspect import report as reports
+from mtjax.inspect.__main__ import main
 from mtjax.inspect.contract_file import load_contract
 from mtjax.theory.communication import contract_of
 from tests.inspect.steps import needs_aot, theory_of, tiny
@@ -32,7 +33,7 @@ def compiled_once(monkeypatch, cpu_report):
 
 def run(capsys, *argv) -> tuple[int, str, str]:
     try:
-        code = command.main([*argv])
+        code = main([*argv])
     except SystemExit as e:  # tyro, for an unknown option
         code = int(e.code or 0)
     out, err = capsys.readouterr()

@@ -145,11 +145,11 @@ def test_every_kind_trains_as_one_device_does(fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"recompute": "full", "recompute_num_layers": 5}, "24 is no multiple of recompute_num_layers 5"),
+        ({"recompute": "full", "recompute_num_layers": 5}, "24 is not a multiple of recompute_num_layers 5"),
         ({"recompute": "full", "recompute_method": "block", "recompute_num_layers": 25}, "25 is above num_layers 24"),
         (
             {"family": "t5", "num_decoder_layers": 3, "recompute": "full", "recompute_num_layers": 2},
-            "num_decoder_layers 3 is no multiple of recompute_num_layers 2",
+            "num_decoder_layers 3 is not a multiple of recompute_num_layers 2",
         ),
         ({"recompute_num_layers": 0}, "at least 1"),
         ({"recompute_offload": True}, "recompute is none: take full"),

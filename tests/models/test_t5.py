@@ -90,8 +90,8 @@ def test_it_learns_one_batch():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position": "relative"}, "is of the family t5, and the family is gpt"),
-        ({"family": "t5", "position": "rope"}, "the family t5 has relative or learned positions"),
+        ({"position": "relative"}, "position is 'relative', and the family gpt has learned or rope"),
+        ({"family": "t5", "position": "rope"}, "the family t5 has relative or learned"),
         ({"family": "t5", "num_kv_heads": 4}, "has as many as num_heads"),
         ({"family": "t5", "relative_buckets": 6}, "multiple of 4"),
         ({"family": "t5", "relative_max_distance": 32}, "must be above relative_buckets 32"),

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import replace
+from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
-from mtjax.train.checkpoint import Checkpoints, fingerprints
-from tests.tiny import program_of, run_steps
+from mtjax.train.checkpoint import Checkpoints, check_same_model, fingerprints
+from tests.tiny import program_of, run_steps, tiny_config
 
 CONSUMED = 24
 
@@ -209,6 +209,23 @@ def test_another_model_is_refused_by_its_fields(saved):
     with pytest.raises(UserError, match="num_layers is 2 there and 3 here; hidden_size is 32 there and 64 here"):
         checkpoints.restore(program.abstract_state, other)
     checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_factor": 4.0}, "rope_factor is 8.0 there and 4.0 here"),
+        ({"rope_original_length": 4096}, "rope_original_length is 8192 there and 4096 here"),
+        ({"norm_epsilon": 1e-6}, "norm_epsilon is 1e-05 there and 1e-06 here"),
+    ],
+)
+def test_what_no_shape_shows_is_refused_too(settings, message):
+    """These change what the model computes, and no array."""
+    llama = tiny_config(family="llama", rope_scaling="llama3")
+    saved_config = to_dict(llama)
+    check_same_model(saved_config, replace(llama, attention="xla", hidden_dropout=0.1), "checkpoint 3")
+    with pytest.raises(UserError, match=f"^checkpoint 3 is of another model: {message}$"):
+        check_same_model(saved_config, replace(llama, **settings), "checkpoint 3")
 
 
 def test_fingerprints_see_a_bit_and_an_exchange_on_any_mesh():

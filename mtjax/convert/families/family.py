@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtjax.config import Config, Model, replace
+from mtjax.config.shape import effective_settings
 from mtjax.convert.table import Table
 from mtjax.data.tokenizer import Tokenizer
 from mtjax.errors import UserError
-from mtjax.train.weights import effective_settings
 
 Json = Mapping[str, Any]
 

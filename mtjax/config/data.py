@@ -1,0 +1,38 @@
+"""`[data]`: what the model reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtjax.config.setting import above_zero, at_least
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model reads."""
+
+    data: str | None = None
+    """Text (FILE.txt, FILE.jsonl, also .gz and .zst, globs), a Megatron PREFIX of .bin and .idx, or a blend like
+    '0.3 A 0.7 B'; when not given, the documentation that comes with Python."""
+    train_data: str | None = None
+    """Training data alone, like --data but not split; goes with --valid-data and --test-data."""
+    valid_data: str | None = None
+    """Validation data, when it is not a share of --data."""
+    test_data: str | None = None
+    """Test data, when it is not a share of --data."""
+    tokenizer: str | None = None
+    """A tokenizer.json, a folder with GPT-2's encoder.json and vocab.bpe, or KIND:PATH with the kind gpt2, bert, hf or
+    sentencepiece; when not given, one trained on the text."""
+    split: str = "969,30,1"
+    """Shares of the text for training, validation and test."""
+    cache_dir: Path | None = None
+    """Where prepared text is kept; ~/.cache/mtjax when not given."""
+    num_workers: int = at_least(0, 0)
+    """Processes that prepare samples; 0 prepares them in threads of the training process."""
+    loader_timeout: float = above_zero(300.0)
+    """Seconds without a batch after which the run ends with an error, for the loader has stalled."""
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+    reset_attention_mask: bool = False
+    """Keep attention within a document."""
+    eod_mask_loss: bool = False
+    """Leave tokens whose input is the end of a document out of the loss."""

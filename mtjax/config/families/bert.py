@@ -1,0 +1,18 @@
+"""BERT (arXiv 1810.04805, and section 5.3 of arXiv 1909.08053): an encoder that guesses masked tokens."""
+
+from mtjax.config.families.family import Family
+
+BERT = Family(
+    defaults={
+        "norm": "layernorm",
+        "norm_epsilon": 1e-5,
+        "position": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    choices={"position": ("learned",)},
+    own=frozenset({"num_token_types", "sentence_order"}),
+)

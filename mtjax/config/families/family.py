@@ -1,0 +1,28 @@
+"""What the config knows about a family of models."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
+
+
+def _nothing_more(model: "Model") -> None:
+    """The check of a family whose settings all fit each other."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's defaults, checks, and the settings that have an effect in this family only."""
+
+    defaults: Mapping[str, Any]
+    """Settings that the family brings; `mtjax.config.replace` puts them in force where the family changes."""
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Setting -> the values that are implemented for this family, where that is not all of them."""
+    own: frozenset[str] = frozenset()
+    """Settings that have an effect in this family, and not in families that don't name them here too."""
+    check: Callable[["Model"], None] = _nothing_more
+    """Raises a `UserError` where settings don't fit each other in this family; each alone has been checked before."""
+    network: str | None = None
+    """Another family whose network this is, with other defaults: weights of one are weights of the other."""

@@ -1,0 +1,17 @@
+"""GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
+
+from mtjax.config.families.family import Family
+
+GPT = Family(
+    defaults={
+        "norm": "layernorm",
+        "norm_epsilon": 1e-5,
+        "position": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    choices={"position": ("learned", "rope"), "norm_placement": ("pre",)},
+)

@@ -1,0 +1,18 @@
+"""Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
+
+from mtjax.config.families.family import Family
+
+LLAMA = Family(
+    defaults={
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-5,
+        "position": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    choices={"position": ("learned", "rope"), "norm_placement": ("pre",)},
+    network="gpt",
+)

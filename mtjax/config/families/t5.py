@@ -1,0 +1,36 @@
+"""T5 (arXiv 1910.10683): an encoder and a decoder with relative positions."""
+
+from typing import TYPE_CHECKING
+
+from mtjax.config.families.family import Family
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
+
+
+def check(model: "Model") -> None:
+    """Checks what T5 lacks.
+
+    Raises:
+      UserError: heads share keys and values.
+    """
+    if model.num_kv_heads not in (None, model.num_heads):
+        raise UserError(f"num_kv_heads is {model.num_kv_heads}, and the family t5 has as many as num_heads")
+
+
+T5 = Family(
+    defaults={
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "position": "relative",
+        "activation": "relu",
+        "bias": False,
+        "tie_embeddings": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
+    choices={"position": ("relative", "learned"), "norm_placement": ("pre",)},
+    own=frozenset({"num_decoder_layers", "decoder_sequence_length"}),
+    check=check,
+)

@@ -1,0 +1,30 @@
+"""`[output]`: what the run leaves behind, and how often."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtjax.config.setting import at_least
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the run leaves behind, and how often."""
+
+    out: Path | None = None
+    """Folder of the run; runs/NAME-N with the next free N when not given."""
+    resume: bool = False
+    """Continue from the last good checkpoint in --out, or of the newest run of this name."""
+    log_every: int = at_least(1, 10)
+    """Steps between log lines."""
+    valid_every: int = at_least(0, 1000)
+    """Steps between validations; 0 never validates."""
+    valid_batches: int = at_least(1, 10)
+    """Global batches of held-out text in a validation."""
+    checkpoint_every: int = at_least(0, 1000)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_last: int = at_least(1, 3)
+    """Number of newest checkpoints to keep."""
+    keep_every: int | None = at_least(1, None)
+    """Also keep each checkpoint whose step is a multiple of this."""
+    prompt: str = "The "
+    """Text that the trained model continues in the summary."""

@@ -1,0 +1,26 @@
+"""`[parallel]`: which device does what."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Which device does what."""
+
+    mesh: str = "1x1"
+    """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
+    sequence_parallel: bool = False
+    """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
+    take 1/model of the memory, and as many bytes are sent as without."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """Split over `data` what every data rank would otherwise hold a copy of: 1 the optimizer's state, 2 also the
+    gradients, 3 also the parameters (FSDP)."""
+    overlap: bool = True
+    """Ask XLA to overlap communication with computation (GPUs only)."""
+    coordinator: str | None = None
+    """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes."""
+    num_processes: int | None = None
+    """Number of processes; goes with --coordinator."""
+    process_id: int | None = None
+    """Number of this process, from 0; goes with --coordinator."""

@@ -1,0 +1,82 @@
+"""What a field of the config says about itself: the values it may have, and whether it shapes the model.
+
+Both are metadata of the dataclass field, next to its default. `validate` reads the first, `shape` the second.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+Condition = tuple[tuple[str, tuple[str, ...]], ...]
+"""Settings of the model, each with the values of which it must have one."""
+ALWAYS: Condition = ()
+"""The setting changes what the model computes, or the shapes of its parameters."""
+NEVER = None
+"""The setting concerns training or speed alone: two runs of one model may differ in it."""
+
+_KEY = "setting"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The values that a setting may have."""
+
+    admits: Callable[[Any], bool]
+    words: str
+    """What comes after "must be" in the error."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The metadata of one field."""
+
+    bound: Bound | None = None
+    shapes: Condition | None = ALWAYS
+    """The condition under which it shapes the model; None: under none. Read for fields of `Model` only."""
+
+
+def setting(default: T, *, bound: Bound | None = None, shapes: Condition | None = ALWAYS) -> T:
+    """A dataclass field with this default and metadata."""
+    return field(default=default, metadata={_KEY: Setting(bound, shapes)})
+
+
+def setting_of(of: Field[Any]) -> Setting:
+    """The metadata of a field; one with a plain default takes any value, and shapes the model."""
+    return of.metadata.get(_KEY, Setting())
+
+
+def when(**values: str | tuple[str, ...]) -> Condition:
+    """The condition that each of these settings has this value, or one of these."""
+    return tuple((name, (value,) if isinstance(value, str) else value) for name, value in values.items())
+
+
+def at_least(minimum: int, default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """A field for a whole number from `minimum` on."""
+    words = f"at least {minimum}" if minimum else "0 or more"
+    return setting(default, bound=Bound(lambda value: value >= minimum, words), shapes=shapes)
+
+
+def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """A field for a part of a whole: 0 <= value < 1."""
+    return setting(default, bound=Bound(lambda value: 0 <= value < 1, "at least 0 and below 1"), shapes=shapes)
+
+
+def amount(default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """A field for a finite number, 0 or more."""
+    bound = Bound(lambda value: math.isfinite(value) and value >= 0, "a finite number, 0 or more")
+    return setting(default, bound=bound, shapes=shapes)
+
+
+def above_zero(default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """A field for a finite number above 0."""
+    bound = Bound(lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+    return setting(default, bound=bound, shapes=shapes)
+
+
+def multiple_of(divisor: int, default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """A field for `divisor`, twice `divisor`, and so on."""
+    bound = Bound(lambda value: value >= divisor and value % divisor == 0, f"a multiple of {divisor}")
+    return setting(default, bound=bound, shapes=shapes)

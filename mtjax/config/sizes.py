@@ -1,0 +1,79 @@
+"""Sizes that follow from settings: what is not given is filled in here."""
+
+from mtjax.config.model import Model
+from mtjax.config.training import Training
+from mtjax.errors import UserError
+
+MASKED_SHARE = 0.15
+"""Share of a sample's tokens that BERT has to guess."""
+
+GATED = ("swiglu", "geglu")
+"""Activations that multiply two projections."""
+
+
+def mlp_size(model: Model) -> int:
+    """Inner width of the MLP."""
+    return model.mlp_size or 4 * model.hidden_size
+
+
+def head_dim(model: Model) -> int:
+    """Width of an attention head."""
+    return model.head_dim or model.hidden_size // model.num_heads
+
+
+def num_kv_heads(model: Model) -> int:
+    """Key and value heads."""
+    return model.num_kv_heads or model.num_heads
+
+
+def decoder_layers(model: Model) -> int:
+    """Layers of an encoder-decoder's decoder."""
+    return model.num_decoder_layers or model.num_layers
+
+
+def decoder_length(model: Model) -> int:
+    """Tokens that an encoder-decoder's decoder writes."""
+    return model.decoder_sequence_length or model.sequence_length
+
+
+def most_masked(sequence_length: int) -> int:
+    """Most tokens of a sample of this length that a masked language model has to guess."""
+    return max(1, round(sequence_length * MASKED_SHARE))
+
+
+def padded_vocab_size(model: Model) -> int:
+    """Rows of the embedding table: the vocabulary up to the next multiple of `vocab_multiple` (section 5.1)."""
+    if model.vocab_size is None:
+        raise UserError("vocab_size is not known yet: give --vocab-size, or let the tokenizer set it")
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def layers_again(count: int, training: Training) -> int:
+    """How many of a stack's `count` layers the backward pass recomputes from their input."""
+    if training.recompute != "full":
+        return 0
+    return min(training.recompute_num_layers, count) if training.recompute_method == "block" else count
+
+
+def layers_nested(count: int, training: Training) -> int:
+    """How many of a stack's `count` layers are recomputed in groups of several."""
+    grouped = training.recompute_method == "uniform" and training.recompute_num_layers > 1
+    return layers_again(count, training) if grouped else 0
+
+
+def describe_recompute(training: Training) -> str:
+    """What the backward pass recomputes, in words."""
+    if training.recompute != "full":
+        return f"{'no' if training.recompute == 'none' else 'selective'} recompute"
+    number, offload = training.recompute_num_layers, ", inputs in host memory" if training.recompute_offload else ""
+    if training.recompute_method == "block":
+        return f"full recompute of the first {number} layers{offload}"
+    return "full recompute" + (f" in groups of {number} layers" if number > 1 else "") + offload
+
+
+def nearest_divisors(total: int, wanted: int) -> str:
+    """The divisors of `total` next to `wanted`, as text: "8 and 12"."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = max((d for d in divisors if d < wanted), default=None)
+    above = min((d for d in divisors if d > wanted), default=None)
+    return " and ".join(str(d) for d in (below, above) if d is not None)

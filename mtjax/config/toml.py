@@ -1,0 +1,113 @@
+"""Configs as TOML: files that are given or ship with mtjax, read and written."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from mtjax.config.run import Config, replace, section_by_setting
+from mtjax.errors import UserError, nearest
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Plain tables of TOML and JSON values; fields that are None are left out."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    return {
+        section: {k: plain(v) for k, v in table.items() if v is not None}
+        for section, table in dataclasses.asdict(config).items()
+    }
+
+
+def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str = "config") -> Config:
+    """`base` (the defaults) with the values of `tables` over it.
+
+    Raises:
+      UserError: an unknown table or key, or a value of the wrong type; `source` names the file.
+    """
+    config = base or Config()
+    hints = get_type_hints(Config)
+    for section, table in tables.items():
+        if section not in hints:
+            place = section_by_setting().get(section)
+            hint = f" - it goes under [{place}]" if place else nearest(section, hints)
+            raise UserError(f"{source}: unknown {'table' if isinstance(table, Mapping) else 'key'} {section!r}{hint}")
+        if not isinstance(table, Mapping):
+            raise UserError(f"{source}: {section} is a table, not a value: write [{section}] on a line of its own")
+        fields = get_type_hints(hints[section])
+        for name, value in sorted(table.items(), key=lambda item: item[0] != "family"):
+            if name not in fields:
+                place = section_by_setting().get(name)
+                hint = f" - it goes under [{place}]" if place else nearest(name, fields)
+                raise UserError(f"{source}: unknown key {name!r} in [{section}]{hint}")
+            config = replace(config, **{name: _typed(fields[name], value, f"{source}: [{section}] {name}")})
+    return config
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type that a field's annotation asks for."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UserError(f"{where} = {value!r} is none of {', '.join(map(repr, get_args(hint)))}")
+        return value
+    kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
+    for kind in kinds:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if get_origin(kind) is tuple and isinstance(value, list) and [type(v) for v in value] == list(get_args(kind)):
+            return tuple(value)
+        if type(value) is kind:
+            return value
+    raise UserError(f"{where} = {value!r} should be {' or '.join(map(_type_name, kinds))}")
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} {get_args(kind)[0].__name__}"
+    return kind.__name__
+
+
+def load(name: str | Path, base: Config | None = None) -> Config:
+    """Reads a TOML file: a path, or the name of a config that ships with mtjax.
+
+    Raises:
+      UserError: neither exists, the file is not TOML, or a key or value in it is wrong.
+    """
+    path = find(name)
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid TOML: {e}") from e
+    return from_dict(tables, base, source=str(path))
+
+
+def find(name: str | Path) -> Path:
+    """The file behind `--config NAME`: itself, or the shipped config of that name."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
+    if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
+        return shipped[path.name.removesuffix(".toml")]
+    hint = nearest(path.name.removesuffix(".toml"), shipped)
+    raise UserError(f"no config file {str(name)!r}, and none of that name ships with mtjax{hint}")
+
+
+def shipped_folder() -> Path:
+    """`configs/`: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).parent.parent
+    return next((d for d in (package / "configs", package.parent / "configs") if d.is_dir()), package / "configs")
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes `config` as TOML, atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(tomli_w.dumps(to_dict(config)))
+    temporary.replace(path)

@@ -1,0 +1,130 @@
+"""What `mtjax inspect` does when its options have been read: compile, print, compare, write."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from mtjax.config import Config
+from mtjax.config.vocabulary import with_vocabulary
+from mtjax.errors import UserError
+from mtjax.inspect import compare, text
+from mtjax.inspect.contract_file import load_contract
+from mtjax.inspect.dump import dump, write
+from mtjax.inspect.html import page
+from mtjax.inspect.options import Options
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.schema import SCHEMA, to_json
+from mtjax.inspect.targets import Target, find_target
+from mtjax.theory.contract import Contract
+from mtjax.theory.hardware import GB, Server
+
+
+def run(config: Config, options: Options) -> int:
+    """Compiles and prints; returns the exit code, 1 where a program breaks its contract."""
+    quiet = options.json == Path("-")
+    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout))
+    config = job.with_vocabulary(config)
+    reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
+    save(reports, options)
+    return 0 if all(r.verdict.holds for r in reports) else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same over all programs of a command."""
+
+    target: Target
+    time_on: Server | None
+    contract: Contract | None
+    console: Console
+    verbose: bool
+
+    @classmethod
+    def of(cls, options: Options, console: Console) -> "Job":
+        """The job that the options describe."""
+        links = (_bytes(options.intra_bandwidth), _bytes(options.inter_bandwidth))
+        on_other = options.time_on is not None
+        target = find_target(options.target, *((None, None) if on_other else links))
+        if on_other and not target.is_gpu:
+            raise UserError(f"--time-on {options.time_on} needs a program for GPUs, and --target is {options.target}")
+        time_on = find_target(options.time_on, *links).server if options.time_on else None
+        contract = load_contract(options.contract) if options.contract else None
+        return cls(target, time_on, contract, console, options.json != Path("-"))
+
+    def with_vocabulary(self, run_config: Config) -> Config:
+        """GPT-2's vocabulary where the config has none."""
+        return with_vocabulary(run_config, lambda text: self.console.print(text, highlight=False))
+
+    def inspect(self, run_config: Config) -> Report:
+        """Compiles and reports."""
+        return inspect(run_config, self.target, self.contract, self.time_on)
+
+    def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
+        """One report, or two side by side."""
+        configs = [
+            run_config,
+            *([self.with_vocabulary(compare.other_config(run_config, words))] if words else []),
+        ]
+        reports = []
+        for one in configs:
+            reports.append(self.inspect(one))
+            if self.verbose:
+                text.show(reports[-1], self.console)
+        if words and self.verbose:
+            self.console.print(compare.comparison_table(*reports))
+        return reports
+
+    def sweep(self, run_config: Config, devices: int) -> list[Report]:
+        """One report for every mesh that divides, the fastest that fits first."""
+        if devices < 1:
+            raise UserError(f"--sweep {devices}: give the number of devices, 1 or more")
+        tries = []
+        for mesh, candidate in compare.sweep_configs(run_config, devices):
+            if isinstance(candidate, UserError):
+                tries.append(compare.Try(mesh, None, str(candidate)))
+                continue
+            tries.append(compare.Try(mesh, self.inspect(candidate)))
+            if self.verbose:
+                seconds = tries[-1].report.step.compile_seconds
+                self.console.print(f"{mesh} compiled in {seconds:.1f} s", highlight=False)
+        if self.verbose:
+            self.console.print(compare.sweep_table(tries))
+            for note in compare.sweep_notes(tries):
+                self.console.print(note, highlight=False)
+        reports = sorted((t.report for t in tries if t.report), key=compare.rank)
+        if not reports:
+            raise UserError(f"no mesh of {devices} devices divides this model: {tries[0].why_not}")
+        return reports
+
+
+def save(reports: Sequence[Report], options: Options) -> None:
+    """Writes what the options ask for."""
+    if options.json is not None:
+        documents = [to_json(r) for r in reports]
+        document = documents[0] if len(documents) == 1 else {"schema": SCHEMA, "reports": documents}
+        content = json.dumps(document, indent=1) + "\n"
+        if options.json == Path("-"):
+            sys.stdout.write(content)
+        else:
+            write(options.json, content)
+    if options.html is not None:
+        write(options.html, page(reports[0], reports[1:]))
+    if options.dump is not None:
+        for number, report in enumerate(reports, 1):
+            dump(report.step, options.dump, number)
+
+
+def console_for(stream: TextIO) -> Console:
+    """As wide as the terminal, or wide enough for the tables where there is none."""
+    return Console(file=stream, width=None if stream.isatty() else 180, soft_wrap=not stream.isatty())
+
+
+def _bytes(gigabytes: float | None) -> float | None:
+    if gigabytes is not None and not gigabytes > 0:
+        raise UserError(f"a bandwidth of {gigabytes} GB/s: give a number above 0")
+    return None if gigabytes is None else gigabytes * GB

@@ -1,0 +1,120 @@
+"""What `mtjax plan` does when its options have been read: report on a plan, or search one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from mtjax import config
+from mtjax.config.vocabulary import with_vocabulary
+from mtjax.errors import UserError
+from mtjax.plan.options import Options
+from mtjax.plan.report import make_console, print_report
+from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
+from mtjax.plan.search_report import print_search
+from mtjax.plan.side_reports import print_inference, print_published
+from mtjax.theory import target
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import check
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import Server
+from mtjax.theory.memory import fullest_stage
+from mtjax.theory.mesh import MeshShape, parse_mesh, why_not_trained
+from mtjax.theory.plans import Plan
+
+Verify = Callable[[Console, config.Config, str], None]
+"""Compiles a config for a target and prints how far each formula is off."""
+
+
+def run(asked: config.Config, options: Options, source: str, verify: Verify) -> None:
+    """Prints what the options ask for.
+
+    Args:
+      asked: the config as it was given.
+      options: the planner's own.
+      source: the config's name or path as typed, for the command that a search prints.
+      verify: called with --verify.
+    """
+    console = make_console()
+    if options.published:
+        print_published(console)
+        return
+    run_config = with_vocabulary(asked, console.print)
+    server = target.parse(options.target)
+    anatomy = anatomy_of(run_config.model)
+    if options.gpus is not None or options.days is not None:
+        plan = _search(console, anatomy, run_config, server, options, asked, source)
+    else:
+        plan = _report(console, anatomy, run_config, server, options)
+    if options.inference:
+        print_inference(console, anatomy, server, plan.mesh.model, options.context or anatomy.model.sequence_length)
+    if options.plot is not None:
+        _plot(console, options.plot, anatomy, plan, server, options)
+    if options.verify:
+        reason = why_not_trained(plan.mesh)
+        if reason is not None:
+            raise UserError(f"--verify compiles the program that trains, and {reason}")
+        verify(console, run_config, options.target)
+
+
+def _report(console: Console, anatomy: Anatomy, run_config: config.Config, server: Server, options: Options) -> Plan:
+    """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
+    plan = _planned(run_config, options)
+    check(anatomy.model, plan)
+    server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
+    print_report(console, anatomy, plan, server, options)
+    limit = options.usable * server.gpu.memory
+    if fullest_stage(anatomy, plan).total > limit:
+        found = search(anatomy, plan, plan.mesh.size, server)
+        near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
+        hint = (
+            f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
+            if near
+            else ("no number of these GPUs does")
+        )
+        console.print(f"\n[bold]This plan does not fit {options.target}[/]: {hint}.", soft_wrap=True)
+    return plan
+
+
+def _planned(run_config: config.Config, options: Options) -> Plan:
+    """The config's plan with the planner's own settings over it.
+
+    Raises:
+      UserError: the config asks for a recompute that times and traffic have no formula for.
+    """
+    asked = config.describe_recompute(run_config.training)
+    if asked not in ("no recompute", "selective recompute", "full recompute"):
+        raise UserError(
+            "the planner's formulas know none, selective, and full of every layer on its own, and the config "
+            f"asks for {asked}; mtjax inspect compiles it"
+        )
+    mesh = parse_mesh(run_config.parallel.mesh)
+    return Plan.of(run_config, mesh, schedule=options.schedule, chunks=options.chunks)
+
+
+def _search(
+    console: Console,
+    anatomy: Anatomy,
+    run_config: config.Config,
+    server: Server,
+    options: Options,
+    asked: config.Config,
+    source: str,
+) -> Plan:
+    """Searches for a number of GPUs or for a number of days; returns the winner."""
+    base = Plan.of(run_config, MeshShape())
+    gpus = options.gpus
+    if gpus is None:
+        assert options.days is not None and options.tokens is not None
+        gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
+        console.print(f"[bold]{gpus} GPUs[/] read {options.tokens:.3g} tokens within {options.days:g} days.\n")
+    found = best_plan(anatomy, base, gpus, server)
+    print_search(console, anatomy, found, server, options, asked, source)
+    return found.best.plan
+
+
+def _plot(console: Console, path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:
+    from mtjax.plan.plots import draw  # matplotlib takes a second to import
+
+    draw(path, anatomy, plan, server, options)
+    console.print(f"\nDrawn: {path}")
