@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config as configs
-from mtjax.config import Config, padded_vocab_size
+from mtjax.config import Config
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.flops import Shape, model_flops_per_token
 from mtjax.theory.hardware import by_device_kind
 

@@ -12,11 +12,9 @@ PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-BASE = {"config", "errors", "model_config", "training_config"}
+BASE = {"config", "errors"}
 ARROWS: dict[str, set[str]] = {
     "config": {"errors"},
-    "model_config": {"config"},
-    "training_config": {"config"},
     "errors": set(),
     "cli": BASE,
     "theory": BASE,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax import config
-from mtjax.config import Config
+from mtjax.config import Config, sizes
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import Family
 from mtjax.config.setting import setting_of
@@ -197,7 +197,7 @@ def test_a_name_that_does_not_exist_gets_the_nearest() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_nearest_divisors_divide_and_are_nearest(total: int, wanted: int) -> None:
-    found = [int(word) for word in config.nearest_divisors(total, wanted).split(" and ") if word]
+    found = [int(word) for word in sizes.nearest_divisors(total, wanted).split(" and ") if word]
     divisors = [d for d in range(1, total + 1) if total % d == 0 and d != wanted]
     assert set(found) <= set(divisors)
     assert not any(min(found) < d < wanted or wanted < d < max(found) for d in divisors)
@@ -205,7 +205,7 @@ def test_nearest_divisors_divide_and_are_nearest(total: int, wanted: int) -> Non
 
 @given(st.integers(1, 10**6), st.integers(1, 5000))
 def test_the_vocabulary_is_padded_to_the_next_multiple(size: int, multiple: int) -> None:
-    padded = config.padded_vocab_size(config.Model(vocab_size=size, vocab_multiple=multiple))
+    padded = sizes.padded_vocab_size(config.Model(vocab_size=size, vocab_multiple=multiple))
     assert padded % multiple == 0
     assert size <= padded < size + multiple
 

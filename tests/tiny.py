@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtjax.config import Config, decoder_length, most_masked, replace
+from mtjax.config import Config, replace
+from mtjax.config.sizes import decoder_length, most_masked
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import global_batch
 from mtjax.sharding.zero import ParameterLayout

@@ -12,19 +12,6 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
 from mtjax.config.parallel import Parallel
 from mtjax.config.run import Config, replace
-from mtjax.config.run import section_by_setting as groups_by_field  # noqa: F401
-from mtjax.config.sizes import GATED as GATED
-from mtjax.config.sizes import decoder_layers as decoder_layers
-from mtjax.config.sizes import decoder_length as decoder_length
-from mtjax.config.sizes import describe_recompute as describe_recompute
-from mtjax.config.sizes import head_dim as head_dim
-from mtjax.config.sizes import layers_again as layers_again
-from mtjax.config.sizes import layers_nested as layers_nested
-from mtjax.config.sizes import mlp_size as mlp_size
-from mtjax.config.sizes import most_masked as most_masked
-from mtjax.config.sizes import nearest_divisors as nearest_divisors
-from mtjax.config.sizes import num_kv_heads as num_kv_heads
-from mtjax.config.sizes import padded_vocab_size as padded_vocab_size
 from mtjax.config.toml import find, from_dict, load, save, shipped_folder, to_dict
 from mtjax.config.training import Training
 

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from mtjax import config as configs
-from mtjax.config import Config, Model, num_kv_heads
+from mtjax.config import Config, Model
+from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings

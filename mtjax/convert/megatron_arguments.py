@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.convert.megatron_tables import Names
 from mtjax.errors import UserError
 

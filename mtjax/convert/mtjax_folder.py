@@ -15,6 +15,7 @@ import tensorstore as ts
 import tomli_w
 
 from mtjax import config as configs
+from mtjax.config import sizes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_files, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
@@ -95,7 +96,7 @@ class MtjaxSink:
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
         """Writes one layer's slice, with the vocabulary padded."""
-        rows = configs.padded_vocab_size(self._origin.config.model)
+        rows = sizes.padded_vocab_size(self._origin.config.model)
         array = np.ascontiguousarray(with_vocab(array, parameter, rows), np.float32)
         if parameter.name not in self._stores:
             self._stores = {parameter.name: self._create(parameter)}  # only the current one is open

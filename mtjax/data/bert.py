@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtjax.config import most_masked
+from mtjax.config.sizes import most_masked
 from mtjax.data.gpt import Sample, check_ids
 from mtjax.data.indexed import IndexedDataset
 from mtjax.data.masking import Span, choose_spans, harmonic, whole_words, word_starts

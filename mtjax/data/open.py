@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from mtjax import config as configs
-from mtjax.config import Config
+from mtjax.config import Config, sizes
 from mtjax.data.bert import BertDataset, BertOptions
 from mtjax.data.blend import BlendedDataset, normalise, samples_of_each
 from mtjax.data.cache import cache_root
@@ -75,7 +74,7 @@ def open_bert_dataset(config: Config, split: Split, num_samples: int) -> Dataset
 def open_t5_dataset(config: Config, split: Split, num_samples: int, decoder_length: int | None = None) -> Dataset:
     """Like `open_gpt_dataset`, with T5's corrupted spans: see `t5.T5Dataset`."""
     tokenizer = load_tokenizer(config)
-    writes = decoder_length or configs.decoder_length(config.model)
+    writes = decoder_length or sizes.decoder_length(config.model)
     options = T5Options(config.model.sequence_length, writes, config.training.seed)
 
     def open_t5(tokens: IndexedDataset, bounds: Bounds, count: int) -> Dataset:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from mtjax import config
 from mtjax.config import Config
+from mtjax.config.run import section_by_setting
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
@@ -48,7 +49,7 @@ def _is_mesh(word: str) -> bool:
 def _value(base: Config, name: str, value: str) -> object:
     """A setting's value, of the type that TOML would give it."""
     field = name.strip("-").replace("-", "_")
-    group = config.groups_by_field().get(field)
+    group = section_by_setting().get(field)
     if group is None:
         return value  # config.replace names the nearest
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from mtjax.config import describe_recompute, padded_vocab_size
+from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.chart import Bar, Part, bars, timeline
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report

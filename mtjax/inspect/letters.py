@@ -1,6 +1,6 @@
 """The single letters that stood for sizes before they had words: contract files and readers of the JSON know them."""
 
-from mtjax.config import (
+from mtjax.config.sizes import (
     decoder_layers,
     decoder_length,
     head_dim,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import jax
 
-from mtjax.config import Config, padded_vocab_size
+from mtjax.config import Config
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step

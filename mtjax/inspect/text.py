@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.config import describe_recompute, padded_vocab_size
+from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, Row

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.config import Model, head_dim, num_kv_heads
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, num_kv_heads
 from mtjax.models.layers import Linear, constant, dropout, normal, project
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.rotary import Rotation, rotate

@@ -14,7 +14,8 @@ from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.config import GATED, Config, Model, most_masked, padded_vocab_size
+from mtjax.config import Config, Model
+from mtjax.config.sizes import GATED, most_masked, padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import Linear, constant, dropout, make_norm, normal
 from mtjax.models.recompute import Recompute

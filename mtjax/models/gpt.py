@@ -12,7 +12,8 @@ from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Int, Key
 
-from mtjax.config import Config, Model, padded_vocab_size
+from mtjax.config import Config, Model
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.models.attention import Context
 from mtjax.models.layers import dropout, make_norm, normal
 from mtjax.models.recompute import Recompute

@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.config import Model, head_dim
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim
 
 
 class Rotation(NamedTuple):

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float, Int, Key
 
-from mtjax.config import Config, Model, decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.config import Config, Model
+from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, padded_vocab_size
 from mtjax.models.attention import Context, FusedQKV, core_attention
 from mtjax.models.layers import Linear, dropout, make_norm, normal
 from mtjax.models.recompute import ATTENTION_OUTPUT, Recompute

@@ -9,7 +9,8 @@ from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Key
 
-from mtjax.config import GATED, Model, mlp_size
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, mlp_size
 from mtjax.models.attention import Context, SelfAttention
 from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.models.recompute import Recompute, scan_layers

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mtjax import config
+from mtjax.config import sizes
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.plan.options import Options
@@ -82,7 +83,7 @@ def _planned(run_config: config.Config, options: Options) -> Plan:
     Raises:
       UserError: the config asks for a recompute that times and traffic have no formula for.
     """
-    asked = config.describe_recompute(run_config.training)
+    asked = sizes.describe_recompute(run_config.training)
     if asked not in ("no recompute", "selective recompute", "full recompute"):
         raise UserError(
             "the planner's formulas know none, selective, and full of every layer on its own, and the config "

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from mtjax.config import Config, head_dim
+from mtjax.config import Config
+from mtjax.config.sizes import head_dim
 
 Kernel = Literal["cudnn", "xla"]
 

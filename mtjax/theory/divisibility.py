@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from mtjax.config import (
-    Config,
-    Model,
+from mtjax.config import Config, Model
+from mtjax.config.sizes import (
     decoder_layers,
     decoder_length,
     mlp_size,

@@ -7,7 +7,7 @@ with an MLP of 4h. A product [m,k] x [k,n] costs 2mkn.
 import math
 from dataclasses import replace
 
-from mtjax.config import num_kv_heads
+from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.plans import Plan, Recompute

@@ -3,7 +3,8 @@
 import dataclasses
 from dataclasses import dataclass
 
-from mtjax.config import Model, num_kv_heads
+from mtjax.config import Model
+from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.rules import DATA, MODEL, Rules
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mtjax.config import Training
 from mtjax.sharding.axes import split_like_rows
 from mtjax.sharding.placement import is_names, least_of_parts
 from mtjax.theory.layout import LAYERS
-from mtjax.training_config import Training
 
 Tree = Any
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.training_config import Training
+from mtjax.config import Training
 
 GROWTH = 2.0
 BACKOFF = 0.5

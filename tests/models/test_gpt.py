@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import padded_vocab_size
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.models.layers import dropout
 from mtjax.models.recompute import Recompute
 from mtjax.models.transformer import Layer, Stack

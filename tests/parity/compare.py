@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtjax.config import Config, padded_vocab_size
+from mtjax.config import Config
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_program
 from tests.tiny import batch_of, host_batch, mesh_of

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.config import Config, head_dim, mlp_size, num_kv_heads
+from mtjax.config import Config
+from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.models.rotary import frequencies
 from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import decoder_layers, head_dim
+from mtjax.config.sizes import decoder_layers, head_dim
 from mtjax.models.t5 import relative_buckets
 from tests.parity.compare import (
     Named,

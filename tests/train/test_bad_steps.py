@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mtjax.config import replace, validate
+from mtjax.config import Training, replace, validate
 from mtjax.errors import UserError
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
-from mtjax.training_config import Training
 from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
 
 UP = ("stack", "layers", "mlp", "up", "weight")

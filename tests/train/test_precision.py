@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.config import validate
+from mtjax.config import Training, validate
 from mtjax.errors import UserError
 from mtjax.train.checkpoint import Checkpoints
 from mtjax.train.precision import LossScale, update
-from mtjax.training_config import Training
 from tests.tiny import batch_of, program_of, run_steps, tiny_config
 
 # finite, then scale, growth and hysteresis after it; window 3, hysteresis 2, minimum 2, from scale 16.

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mtjax.config import Model, mlp_size
+from mtjax.config import Model
+from mtjax.config.sizes import mlp_size
 from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
 from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims

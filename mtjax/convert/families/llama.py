@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mtjax.config import Model, head_dim, mlp_size, num_kv_heads
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.convert.families.family import Family, Field, Json
 from mtjax.convert.families.rows import attention, decoder, linear, norm, stacked
 from mtjax.errors import UserError

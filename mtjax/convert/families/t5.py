@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mtjax.config import Model, decoder_layers, head_dim, mlp_size
+from mtjax.config import Model
+from mtjax.config.sizes import decoder_layers, head_dim, mlp_size
 from mtjax.convert.families.family import Family, Field, Json
 from mtjax.convert.families.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table

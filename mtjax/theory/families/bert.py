@@ -1,6 +1,7 @@
 """BERT: a stack of layers that look both ways, the masked-LM head and the sentence-order head."""
 
-from mtjax.config import Model, most_masked, padded_vocab_size
+from mtjax.config import Model
+from mtjax.config.sizes import most_masked, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, TokenTypes

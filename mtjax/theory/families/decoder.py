@@ -1,6 +1,7 @@
 """GPT and Llama: a stack of layers that look back."""
 
-from mtjax.config import GATED, Model, head_dim, mlp_size, num_kv_heads, padded_vocab_size
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.parts.attention import Attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions

@@ -1,6 +1,7 @@
 """T5: an encoder and a decoder that share one table; the decoder's layers also read what the encoder made."""
 
-from mtjax.config import Model, decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.config import Model
+from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.attention import CrossAttention
