@@ -97,7 +97,7 @@ def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, .
 
 def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
     from mtjax.data import corpus
-    from mtjax.data.train_tokenizer import train_byte_level_bpe
+    from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -6,7 +6,7 @@ from mtjax.data.batch_schedule import BatchSchedule, batch_schedule, constant, t
 from mtjax.data.gpt import Dataset
 from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset, vocabulary_size
 from mtjax.data.prepare import load_tokenizer
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mtjax.data.loader import Loader, open_loader

@@ -13,7 +13,7 @@ from mtjax.data.gpt import Sample, check_ids
 from mtjax.data.indexed import IndexedDataset
 from mtjax.data.masking import Span, choose_spans, harmonic, whole_words, word_starts
 from mtjax.data.sentence_runs import RunOptions, sample_runs
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 IGNORED = -1

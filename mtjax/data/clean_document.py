@@ -11,7 +11,7 @@ from mtjax.data.extras import require
 from mtjax.data.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
 from mtjax.data.reader import Chunk
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 EXCERPT = 80
 

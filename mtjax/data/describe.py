@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtjax.data.indexed import IndexedDataset
-from mtjax.data.tokenizer import Tokenizer, open_tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 
 BARS = " ▁▂▃▄▅▆▇█"
 WIDEST_BAR = 40

@@ -10,7 +10,7 @@ import numpy as np
 from mtjax.data.indexed import token_dtype
 from mtjax.data.reader import Chunk, text_of
 from mtjax.data.sentences import sentence_splitter
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 Span = tuple[int, int]
 DrawLength = Callable[[np.random.RandomState], int]

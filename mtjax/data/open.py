@@ -14,7 +14,7 @@ from mtjax.data.prepare import load_tokenizer, prepared
 from mtjax.data.source import Source, parse_sources
 from mtjax.data.split import Split, split_bounds
 from mtjax.data.t5 import T5Dataset, T5Options, t5_ids
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 DOCUMENTS = EncodeOptions(append_eod=True)

@@ -16,7 +16,7 @@ from mtjax.data.parallel import map_in_order
 from mtjax.data.progress import ProgressLine, say
 from mtjax.data.reader import Chunk, Position, chunks, total_bytes
 from mtjax.data.record import Counts, Record, State
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.data.writer import IndexedWriter, publish
 from mtjax.errors import UserError
 

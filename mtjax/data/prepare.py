@@ -15,8 +15,8 @@ from mtjax.data.pipeline import Job, preprocess
 from mtjax.data.progress import say
 from mtjax.data.reader import chunks, expand, text_of
 from mtjax.data.source import Source, parse_sources
-from mtjax.data.tokenizer import Tokenizer, digest_of, open_tokenizer
-from mtjax.data.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
+from mtjax.data.tokens.tokenizer import Tokenizer, digest_of, open_tokenizer
+from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
 from mtjax.errors import UserError
 
 FORMAT = 1

@@ -21,7 +21,7 @@ from mtjax.data.pipeline import Job, prefixes, preprocess
 from mtjax.data.progress import say
 from mtjax.data.reader import expand
 from mtjax.data.record import Record, refuse_existing
-from mtjax.data.tokenizer import digest_of, open_tokenizer
+from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
 from mtjax.errors import UserError
 
 

@@ -16,7 +16,7 @@ from mtjax.data.describe import histogram, tokenizer_of
 from mtjax.data.gpt import GPTDataset, GPTOptions, Sample
 from mtjax.data.indexed import IndexedDataset
 from mtjax.data.t5 import T5Dataset, T5Options
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 SPECIAL, MASKED, NO_LOSS, PLAIN, SECOND = "bold magenta", "bold yellow", "dim", "default", "green"

@@ -13,7 +13,7 @@ from mtjax.data.gpt import check_ids
 from mtjax.data.indexed import IndexedDataset, bin_path
 from mtjax.data.meta import meta_path
 from mtjax.data.progress import ProgressLine
-from mtjax.data.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 
 TOKENS_AT_A_TIME = 1 << 22

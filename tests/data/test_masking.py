@@ -11,7 +11,7 @@ from mtjax.data.indexed import IndexedDataset
 from mtjax.data.masking import choose_spans, geometric, harmonic, whole_words, word_starts
 from mtjax.data.sentence_runs import RunOptions, cut_runs
 from mtjax.data.t5 import T5Dataset, T5Options
-from mtjax.data.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import write_bert_vocab, write_indexed
 
@@ -172,7 +172,7 @@ def test_unusable_documents_are_left_out(tmp_path, tokenizer):
 
 
 def test_a_vocabulary_without_masks_is_refused(tmp_path, corpus):
-    from mtjax.data.train_tokenizer import train_byte_level_bpe
+    from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 
     train_byte_level_bpe(["some text"], tmp_path / "t.json", 300)
     with pytest.raises(UserError, match=r"lacks \[CLS\], \[SEP\], \[MASK\], \[PAD\], which BERT needs"):

@@ -7,7 +7,7 @@ import pytest
 from mtjax.config import Config, Data, Model, Training
 from mtjax.data import load_tokenizer, open_bert_dataset, open_dataset, open_t5_dataset, preprocess
 from mtjax.data.corpus import documents
-from mtjax.data.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
 

@@ -11,8 +11,8 @@ import pytest
 from mtjax.data import preprocess
 from mtjax.data.indexed import IndexedDataset, bin_path, idx_path
 from mtjax.data.meta import meta_path
-from mtjax.data.tokenizer import open_tokenizer
-from mtjax.data.train_tokenizer import train_byte_level_bpe
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
 
 

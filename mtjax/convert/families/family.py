@@ -6,7 +6,7 @@ from typing import Any
 
 from mtjax.config import Config, Model, replace
 from mtjax.convert.table import Table
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.train.weights import effective_settings
 

@@ -7,7 +7,7 @@ from mtjax.convert.families.family import Family, Field, Json
 from mtjax.convert.families.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table
 from mtjax.data.t5 import t5_ids
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 
 def _half(name: str, mlp: int) -> tuple[Row, ...]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
-from mtjax.data.word_cache import word_cache
+from mtjax.data.tokens.word_cache import word_cache
 from mtjax.errors import UserError, nearest
 
 KINDS = ("gpt2", "bert", "hf", "sentencepiece")
@@ -252,6 +252,6 @@ def _hugging_face(path: Path) -> FastTokenizer:
 
 
 def _sentencepiece(path: Path) -> Tokenizer:
-    from mtjax.data.sentencepiece_tokenizer import SentencePieceTokenizer
+    from mtjax.data.tokens.sentencepiece_tokenizer import SentencePieceTokenizer
 
     return SentencePieceTokenizer(path)

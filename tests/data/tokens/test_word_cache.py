@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers
 
 from mtjax.data.corpus import documents
-from mtjax.data.tokenizer import byte_level
-from mtjax.data.train_tokenizer import train_byte_level_bpe
-from mtjax.data.word_cache import SETTLED, WordCache, can_cache, word_cache
+from mtjax.data.tokens.tokenizer import byte_level
+from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
+from mtjax.data.tokens.word_cache import SETTLED, WordCache, can_cache, word_cache
 from tests.data.corpora import texts
 
 pytest.importorskip("regex")
@@ -51,7 +51,7 @@ def test_settled_characters_are_cut_as_the_library_cuts(tokenizer):
 
 
 def test_a_full_cache_starts_anew(tokenizer, monkeypatch):
-    monkeypatch.setattr("mtjax.data.word_cache.MOST_WORDS", 20)
+    monkeypatch.setattr("mtjax.data.tokens.word_cache.MOST_WORDS", 20)
     cache = WordCache(tokenizer)
     for seed in range(5):
         assert cache.encode_batch(texts(5, seed)) == library(tokenizer, texts(5, seed))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 
-from mtjax.data.tokenizer import open_tokenizer
-from mtjax.data.train_tokenizer import train_byte_level_bpe
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, trainers
 
-from mtjax.data.tokenizer import END_OF_DOCUMENT, byte_level
+from mtjax.data.tokens.tokenizer import END_OF_DOCUMENT, byte_level
 
 DEFAULT_VOCAB_SIZE = 8192
 SAMPLE_CHARACTERS = 8_000_000
