@@ -96,7 +96,6 @@ def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
-    from mtjax.data import corpus
     from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 
     with tempfile.TemporaryDirectory() as name:
@@ -135,7 +134,7 @@ def _ours(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, 
 
 def _mtjax_preprocess(folder: Path, tokenizer: Path, workers: int, turn: int) -> int:
     from mtjax.data import preprocess
-    from mtjax.data.indexed import IndexedDataset
+    from mtjax.data.corpus.indexed import IndexedDataset
 
     output = folder / f"ours{turn}"
     options = f"--input {folder}/text.jsonl --output {output} --tokenizer hf:{tokenizer} --append-eod"

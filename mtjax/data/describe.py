@@ -6,7 +6,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from mtjax.data.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 
 BARS = " ▁▂▃▄▅▆▇█"

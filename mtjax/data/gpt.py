@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from mtjax.data.cache import cached_folder
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
-from mtjax.data.indexed import IndexedDataset
 from mtjax.errors import UserError
 
 Sample = dict[str, np.ndarray]

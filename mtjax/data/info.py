@@ -9,8 +9,8 @@ import tyro
 from rich.console import Console
 
 from mtjax.cli import read, run_main
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.describe import counts_table, excerpt, histogram, tokenizer_of
-from mtjax.data.indexed import IndexedDataset
 
 
 @dataclass(frozen=True)

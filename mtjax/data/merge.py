@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mtjax.cli import read, run_main
-from mtjax.data.indexed import CODES, IndexedDataset, bin_path
+from mtjax.data.corpus.indexed import CODES, IndexedDataset, bin_path
+from mtjax.data.corpus.resume_record import Record, refuse_existing
+from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.progress import ProgressLine
-from mtjax.data.record import Record, refuse_existing
-from mtjax.data.writer import IndexedWriter
 from mtjax.errors import UserError
 
 SEQUENCES_AT_A_TIME = 1 << 14

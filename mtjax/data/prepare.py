@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config import Config
-from mtjax.data import corpus
 from mtjax.data.cache import cache_root, cached_folder, file_digest
-from mtjax.data.encode import EncodeOptions
-from mtjax.data.indexed import is_indexed
-from mtjax.data.meta import read_meta
-from mtjax.data.pipeline import Job, preprocess
+from mtjax.data.corpus.encode import EncodeOptions
+from mtjax.data.corpus.indexed import is_indexed
+from mtjax.data.corpus.meta import read_meta
+from mtjax.data.corpus.preprocessing import Job, preprocess
+from mtjax.data.corpus.reader import chunks, expand, text_of
+from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.progress import say
-from mtjax.data.reader import chunks, expand, text_of
-from mtjax.data.source import Source, parse_sources
 from mtjax.data.tokens.tokenizer import Tokenizer, digest_of, open_tokenizer
 from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
 from mtjax.errors import UserError

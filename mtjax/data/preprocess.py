@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.data.encode import EncodeOptions
-from mtjax.data.indexed import IndexedDataset, bin_path
-from mtjax.data.pipeline import Job, prefixes, preprocess
+from mtjax.data.corpus.encode import EncodeOptions
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path
+from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
+from mtjax.data.corpus.reader import expand
+from mtjax.data.corpus.resume_record import Record, refuse_existing
 from mtjax.data.progress import say
-from mtjax.data.reader import expand
-from mtjax.data.record import Record, refuse_existing
 from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
 from mtjax.errors import UserError
 

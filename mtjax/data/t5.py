@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.gpt import Sample, check_ids
-from mtjax.data.indexed import IndexedDataset
 from mtjax.data.masking import choose_spans, geometric, whole_words, word_starts
 from mtjax.data.sentence_runs import RunOptions, sample_runs
 from mtjax.data.tokens.tokenizer import Tokenizer

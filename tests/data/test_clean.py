@@ -127,7 +127,7 @@ def test_everything_that_is_cleaned(run, tmp_path):
 
 
 def test_duplicates_in_other_files_and_chunks(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("mtjax.data.reader.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("mtjax.data.corpus.reader.CHUNK_BYTES", 5000)
     documents = texts(60)
     write_jsonl(tmp_path / "a.jsonl", documents[:40])
     write_jsonl(tmp_path / "b.jsonl.gz", documents[30:])

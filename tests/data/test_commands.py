@@ -3,8 +3,8 @@ import re
 import pytest
 
 from mtjax.cli import main
-from mtjax.data.indexed import IndexedDataset, bin_path, idx_path
-from mtjax.data.meta import meta_path
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
+from mtjax.data.corpus.meta import meta_path
 from tests.data.corpora import texts, write_bert_vocab, write_indexed, write_jsonl
 
 

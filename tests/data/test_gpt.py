@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.gpt import GPTDataset, GPTOptions, gpt_sample
-from mtjax.data.indexed import IndexedDataset
 from mtjax.errors import UserError
 from tests.data.corpora import write_indexed
 

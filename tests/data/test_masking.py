@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtjax.data.bert import IGNORED, BertDataset, BertOptions, truncate_pair
-from mtjax.data.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.masking import choose_spans, geometric, harmonic, whole_words, word_starts
 from mtjax.data.sentence_runs import RunOptions, cut_runs
 from mtjax.data.t5 import T5Dataset, T5Options

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax.config import Config, Data, Model, Training
 from mtjax.data import load_tokenizer, open_bert_dataset, open_dataset, open_t5_dataset, preprocess
-from mtjax.data.corpus import documents
+from mtjax.data.corpus.default_text import documents
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
@@ -25,7 +25,7 @@ def config(tmp_path):
 def small_corpus(monkeypatch):
     """The first documents of the default corpus, to be quick."""
     few = [text[:3000] for text in documents()[:400]]
-    monkeypatch.setattr("mtjax.data.corpus.documents", lambda: few)
+    monkeypatch.setattr("mtjax.data.corpus.default_text.documents", lambda: few)
     return few
 
 

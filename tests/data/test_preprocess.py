@@ -9,8 +9,8 @@ import time
 import pytest
 
 from mtjax.data import preprocess
-from mtjax.data.indexed import IndexedDataset, bin_path, idx_path
-from mtjax.data.meta import meta_path
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
+from mtjax.data.corpus.meta import meta_path
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
@@ -56,7 +56,7 @@ def test_compressed_input_is_the_same(run, tmp_path, suffix):
 
 
 def test_output_does_not_depend_on_workers(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("mtjax.data.reader.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("mtjax.data.corpus.reader.CHUNK_BYTES", 2000)
     for i in range(3):
         write_jsonl(tmp_path / f"in{i}.jsonl", texts(60, seed=i))
     for workers in (0, 1, 3):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtjax.data.encode import Encoded, EncodeOptions, Encoder
-from mtjax.data.indexed import token_dtype
-from mtjax.data.parallel import map_in_order
+from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
+from mtjax.data.corpus.indexed import token_dtype
+from mtjax.data.corpus.parallel import map_in_order
+from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
+from mtjax.data.corpus.resume_record import Counts, Record, State
+from mtjax.data.corpus.writer import IndexedWriter, publish
 from mtjax.data.progress import ProgressLine, say
-from mtjax.data.reader import Chunk, Position, chunks, total_bytes
-from mtjax.data.record import Counts, Record, State
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.data.writer import IndexedWriter, publish
 from mtjax.errors import UserError
 
 SECONDS_PER_SAVE = 5.0

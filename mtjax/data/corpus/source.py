@@ -4,8 +4,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.data.indexed import bin_path, idx_path, is_indexed
-from mtjax.data.reader import expand
+from mtjax.data.corpus.indexed import bin_path, idx_path, is_indexed
+from mtjax.data.corpus.reader import expand
 from mtjax.errors import UserError
 
 

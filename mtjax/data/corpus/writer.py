@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from mtjax.data.indexed import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
-from mtjax.data.meta import Meta, file_crc32, meta_path, write_meta
+from mtjax.data.corpus.indexed import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from mtjax.data.corpus.meta import Meta, file_crc32, meta_path, write_meta
 from mtjax.errors import UserError
 
 CHUNK = 1 << 20

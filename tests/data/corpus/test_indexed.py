@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtjax.data.indexed import DTYPES, IndexedDataset, bin_path, idx_path, token_dtype
-from mtjax.data.meta import meta_path
-from mtjax.data.writer import IndexedWriter
+from mtjax.data.corpus.indexed import DTYPES, IndexedDataset, bin_path, idx_path, token_dtype
+from mtjax.data.corpus.meta import meta_path
+from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.errors import UserError
 from tests.data.corpora import write_indexed
 

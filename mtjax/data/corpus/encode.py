@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.data.indexed import token_dtype
-from mtjax.data.reader import Chunk, text_of
-from mtjax.data.sentences import sentence_splitter
+from mtjax.data.corpus.indexed import token_dtype
+from mtjax.data.corpus.reader import Chunk, text_of
+from mtjax.data.corpus.sentences import sentence_splitter
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.data.meta import meta_path, read_meta
+from mtjax.data.corpus.meta import meta_path, read_meta
 from mtjax.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.data.cache import digest
-from mtjax.data.indexed import idx_path
-from mtjax.data.reader import Position
-from mtjax.data.writer import can_resume, discard, partial_path
+from mtjax.data.corpus.indexed import idx_path
+from mtjax.data.corpus.reader import Position
+from mtjax.data.corpus.writer import can_resume, discard, partial_path
 from mtjax.errors import UserError
 
 
