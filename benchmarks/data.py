@@ -82,8 +82,6 @@ def apart(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, fl
 
 
 def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import mtjax.data.gpt_index
-    import mtjax.data.preprocess  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -177,7 +175,7 @@ def _corpus(samples: int) -> np.ndarray:
 
 def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
     """Seconds for all three indices, of which `build` makes the samples'; wall clock, and of the processor."""
-    from mtjax.data.gpt_index import document_index, plan_epochs, shuffle_index
+    from mtjax.data.samples.gpt_index import document_index, plan_epochs, shuffle_index
 
     lengths = _corpus(samples)
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), 1024, samples)
@@ -193,7 +191,7 @@ def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
 
 
 def _our_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> None:
-    from mtjax.data.gpt_index import sample_index
+    from mtjax.data.samples.gpt_index import sample_index
 
     with tempfile.TemporaryDirectory() as folder:
         sample_index(lengths, documents, 1024, samples, Path(folder) / "samples.npy")

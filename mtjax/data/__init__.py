@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from mtjax.data.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
-from mtjax.data.gpt import Dataset
 from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset, vocabulary_size
 from mtjax.data.prepare import load_tokenizer
+from mtjax.data.samples.gpt import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

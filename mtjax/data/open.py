@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.data.bert import BertDataset, BertOptions
-from mtjax.data.blend import BlendedDataset, normalise, samples_of_each
 from mtjax.data.cache import cache_root
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.source import Source, parse_sources
-from mtjax.data.gpt import Dataset, GPTDataset, GPTOptions
 from mtjax.data.prepare import load_tokenizer, prepared
-from mtjax.data.split import Split, split_bounds
-from mtjax.data.t5 import T5Dataset, T5Options, t5_ids
+from mtjax.data.samples.bert import BertDataset, BertOptions
+from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.gpt import Dataset, GPTDataset, GPTOptions
+from mtjax.data.samples.split import Split, split_bounds
+from mtjax.data.samples.t5 import T5Dataset, T5Options, t5_ids
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 

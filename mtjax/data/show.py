@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from mtjax.cli import read, run_main
-from mtjax.data.bert import IGNORED, BertDataset, BertOptions
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.describe import histogram, tokenizer_of
-from mtjax.data.gpt import GPTDataset, GPTOptions, Sample
-from mtjax.data.t5 import T5Dataset, T5Options
+from mtjax.data.samples.bert import IGNORED, BertDataset, BertOptions
+from mtjax.data.samples.gpt import GPTDataset, GPTOptions, Sample
+from mtjax.data.samples.t5 import T5Dataset, T5Options
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 

@@ -11,8 +11,8 @@ import tyro
 from mtjax.cli import read, run_main
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.meta import meta_path
-from mtjax.data.gpt import check_ids
 from mtjax.data.progress import ProgressLine
+from mtjax.data.samples.gpt import check_ids
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 

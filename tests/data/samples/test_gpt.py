@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.gpt import GPTDataset, GPTOptions, gpt_sample
+from mtjax.data.samples.gpt import GPTDataset, GPTOptions, gpt_sample
 from mtjax.errors import UserError
 from tests.data.corpora import write_indexed
 

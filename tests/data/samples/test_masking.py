@@ -6,11 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mtjax.data.bert import IGNORED, BertDataset, BertOptions, truncate_pair
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.masking import choose_spans, geometric, harmonic, whole_words, word_starts
-from mtjax.data.sentence_runs import RunOptions, cut_runs
-from mtjax.data.t5 import T5Dataset, T5Options
+from mtjax.data.samples.bert import IGNORED, BertDataset, BertOptions, truncate_pair
+from mtjax.data.samples.masking import choose_spans, geometric, harmonic, whole_words, word_starts
+from mtjax.data.samples.sentence_runs import RunOptions, cut_runs
+from mtjax.data.samples.t5 import T5Dataset, T5Options
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import write_bert_vocab, write_indexed

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtjax.data.cache import cached_folder
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
+from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
 from mtjax.errors import UserError
 
 Sample = dict[str, np.ndarray]

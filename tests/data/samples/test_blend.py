@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtjax.data.blend import BlendedDataset, blend_index, normalise, samples_of_each
+from mtjax.data.samples.blend import BlendedDataset, blend_index, normalise, samples_of_each
 from mtjax.errors import UserError
 
 
@@ -50,7 +50,7 @@ def test_a_weight_of_zero_is_never_taken():
 
 def test_pieces_change_nothing(monkeypatch):
     whole = blend_index([0.2, 0.5, 0.3], 1000)
-    monkeypatch.setattr("mtjax.data.blend.CHUNK", 7)
+    monkeypatch.setattr("mtjax.data.samples.blend.CHUNK", 7)
     for a, b in zip(blend_index([0.2, 0.5, 0.3], 1000), whole, strict=True):
         assert np.array_equal(a, b)
 

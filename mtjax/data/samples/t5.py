@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.gpt import Sample, check_ids
-from mtjax.data.masking import choose_spans, geometric, whole_words, word_starts
-from mtjax.data.sentence_runs import RunOptions, sample_runs
+from mtjax.data.samples.gpt import Sample, check_ids
+from mtjax.data.samples.masking import choose_spans, geometric, whole_words, word_starts
+from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 

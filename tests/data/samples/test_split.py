@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtjax.data.split import parse_split, split_bounds
+from mtjax.data.samples.split import parse_split, split_bounds
 from mtjax.errors import UserError
 
 

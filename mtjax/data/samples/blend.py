@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mtjax.data.cache import cached_folder
-from mtjax.data.gpt import Dataset, Sample
+from mtjax.data.samples.gpt import Dataset, Sample
 from mtjax.errors import UserError
 
 CHUNK = 1 << 20
