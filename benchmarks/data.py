@@ -217,7 +217,7 @@ def _plain_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> 
 def loading(arguments: argparse.Namespace) -> dict[str, Any]:
     from mtjax import config as configs
     from mtjax.data import open_dataset, open_loader
-    from mtjax.data.batch_schedule import constant
+    from mtjax.data.batches.batch_schedule import constant
 
     steps, batch, rows = 300, 16, {}
     for length in (128, 1024):
@@ -241,7 +241,7 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     """The share of the default run's steps that goes into waiting for the next batch, the first one left out."""
-    from mtjax.data.loader import Loader
+    from mtjax.data.batches.loader import Loader
     from mtjax.train import __main__ as train
 
     waits: list[tuple[float, float]] = []

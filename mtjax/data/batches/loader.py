@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from mtjax.config import Config
-from mtjax.data.batch_schedule import BatchSchedule
+from mtjax.data.batches.batch_schedule import BatchSchedule
 from mtjax.data.samples.gpt import Dataset, Sample, stack
 from mtjax.errors import UserError
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.config import Training
-from mtjax.data.batch_schedule import batch_schedule, constant, train_samples, train_steps
+from mtjax.data.batches.batch_schedule import batch_schedule, constant, train_samples, train_steps
 from mtjax.errors import UserError
 
 

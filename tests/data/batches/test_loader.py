@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from mtjax.config import Config, Data, Training
-from mtjax.data.batch_schedule import batch_schedule, constant
-from mtjax.data.loader import open_loader
+from mtjax.data.batches.batch_schedule import batch_schedule, constant
+from mtjax.data.batches.loader import open_loader
 from mtjax.errors import UserError
 
 
@@ -120,7 +120,7 @@ def test_a_stalled_loader_is_an_error_in_time(workers):
 
 
 def test_a_stopped_worker_is_an_error_in_time(monkeypatch):
-    monkeypatch.setattr("mtjax.data.loader.GRACE", 1.0)
+    monkeypatch.setattr("mtjax.data.batches.loader.GRACE", 1.0)
     before = set(psutil.Process().children())
     loader = open_loader(
         settings(1, timeout=20.0), Numbers(100_000), rows=np.arange(8), start_sample=0, schedule=constant(8)
