@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax.cli import read, run_main
-from mtjax.data.clean_document import CleanOptions
-from mtjax.data.clean_passes import CleanJob, clean
+from mtjax.data.cleaning.document import CleanOptions
+from mtjax.data.cleaning.passes import CleanJob, clean
 from mtjax.data.corpus.reader import expand
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtjax.data import clean
-from mtjax.data.minhash import PERMUTATIONS, MinHash, Shingles
-from mtjax.data.near_duplicates import find_duplicates
-from mtjax.data.overlap import found_in, grams_of, share
+from mtjax.data.cleaning.minhash import PERMUTATIONS, MinHash, Shingles
+from mtjax.data.cleaning.near_duplicates import find_duplicates
+from mtjax.data.cleaning.overlap import found_in, grams_of, share
 from tests.data.corpora import write_jsonl
 
 WORDS = [f"w{i}" for i in range(50_000)]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtjax.data.minhash import WORD, Shingles
+from mtjax.data.cleaning.minhash import WORD, Shingles
 
 OVERLAP_WORDS = 8
 

@@ -11,13 +11,13 @@ from typing import IO, Any, Literal, cast
 
 import numpy as np
 
-from mtjax.data.clean_document import EXCERPT, CleanedChunk, Cleaner, CleanOptions, Drop, OverlapFinder, parse
+from mtjax.data.cleaning.document import EXCERPT, CleanedChunk, Cleaner, CleanOptions, Drop, OverlapFinder, parse
+from mtjax.data.cleaning.minhash import PERMUTATIONS
+from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicates
+from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import Chunk, chunks, expand, total_bytes
 from mtjax.data.extras import require
-from mtjax.data.minhash import PERMUTATIONS
-from mtjax.data.near_duplicates import BANDS, Duplicate, find_duplicates
-from mtjax.data.overlap import TestGrams, grams_of, share
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtjax.data.minhash import PERMUTATIONS, mix
+from mtjax.data.cleaning.minhash import PERMUTATIONS, mix
 
 ROWS = 5
 BANDS = PERMUTATIONS // ROWS

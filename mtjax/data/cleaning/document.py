@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
+from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
 from mtjax.data.corpus.reader import Chunk
 from mtjax.data.extras import require
-from mtjax.data.minhash import PERMUTATIONS, WORD, MinHash, Shingles
-from mtjax.data.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 EXCERPT = 80
