@@ -131,7 +131,7 @@ def _ours(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, 
 
 
 def _mtjax_preprocess(folder: Path, tokenizer: Path, workers: int, turn: int) -> int:
-    from mtjax.data import preprocess
+    from mtjax.data.commands import preprocess
     from mtjax.data.corpus.indexed import IndexedDataset
 
     output = folder / f"ours{turn}"

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from mtjax.data import clean
 from mtjax.data.cleaning.minhash import PERMUTATIONS, MinHash, Shingles
 from mtjax.data.cleaning.near_duplicates import find_duplicates
 from mtjax.data.cleaning.overlap import found_in, grams_of, share
+from mtjax.data.commands import clean
 from tests.data.corpora import write_jsonl
 
 WORDS = [f"w{i}" for i in range(50_000)]

@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.preprocess`: text files to Megatron's indexed datasets.
+"""`python -m mtjax.data.commands.preprocess`: text files to Megatron's indexed datasets.
 
 Streams, so memory does not grow with the corpus; uses all cores; gives the same bytes whatever the number of workers;
 after a kill, the same command goes on where it stopped.

@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.merge`: several indexed datasets into one, in a stream."""
+"""`python -m mtjax.data.commands.merge`: several indexed datasets into one, in a stream."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.verify`: reads every byte of an indexed dataset, and says whether it is whole."""
+"""`python -m mtjax.data.commands.verify`: reads every byte of an indexed dataset, and says whether it is whole."""
 
 import sys
 import zlib

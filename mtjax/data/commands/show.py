@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.show`: training samples as a model sees them, decoded, with masks and labels in colour."""
+"""`python -m mtjax.data.commands.show`: training samples as a model sees them, decoded, with masks and labels in colour."""
 
 import sys
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mtjax.cli import read, run_main
+from mtjax.data.commands.dataset_summary import histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.describe import histogram, tokenizer_of
 from mtjax.data.samples.bert import IGNORED, BertDataset, BertOptions
 from mtjax.data.samples.gpt import GPTDataset, GPTOptions, Sample
 from mtjax.data.samples.t5 import T5Dataset, T5Options

@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.info`: counts, lengths and a decoded sample of an indexed dataset; damage, if there is any."""
+"""`python -m mtjax.data.commands.info`: counts, lengths and a decoded sample of an indexed dataset; damage, if there is any."""
 
 import sys
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import tyro
 from rich.console import Console
 
 from mtjax.cli import read, run_main
+from mtjax.data.commands.dataset_summary import counts_table, excerpt, histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.describe import counts_table, excerpt, histogram, tokenizer_of
 
 
 @dataclass(frozen=True)

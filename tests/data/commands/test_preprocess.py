@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mtjax.data import preprocess
+from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
 from mtjax.data.corpus.meta import meta_path
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -164,7 +164,7 @@ def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer,
     for i in range(2):
         write_jsonl(tmp_path / f"in{i}.jsonl.gz", texts(4000, seed=i, words=160))
     assert run("--input", tmp_path / "in*.jsonl.gz", "--append-eod", output="whole") == 0
-    command = [sys.executable, "-m", "mtjax.data.preprocess", "--input", tmp_path / "in*.jsonl.gz"]
+    command = [sys.executable, "-m", "mtjax.data.commands.preprocess", "--input", tmp_path / "in*.jsonl.gz"]
     command += ["--output", tmp_path / "out", "--tokenizer", tokenizer, "--append-eod"]
     command += ["--save-every", "0", "--workers", workers]
     record, draw = tmp_path / ".out_text_document.progress.partial", random.Random(workers)
@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
             for _ in range(max(1, megabytes * 1_000_000 // len(block))):
                 file.write(block)
         code = (
-            "import resource, sys; from mtjax.data.preprocess import main; main(sys.argv[1:]);"
+            "import resource, sys; from mtjax.data.commands.preprocess import main; main(sys.argv[1:]);"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         arguments = f"--input {path} --output {tmp_path}/m{megabytes} --tokenizer {tokenizer} --workers 0".split()
