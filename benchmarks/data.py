@@ -82,6 +82,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, fl
 
 
 def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import mtjax.data.commands.preprocess
+    import mtjax.data.samples.gpt_index  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -94,11 +96,12 @@ def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mtjax.data.corpus import default_corpus
     from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = corpus.documents()
+        texts = default_corpus.documents()
         tokenizer = folder / "tokenizer.json"
         train_byte_level_bpe(texts, tokenizer)
         size = 0

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from mtjax.data.batches.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
-from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset, vocabulary_size
-from mtjax.data.prepare import load_tokenizer
-from mtjax.data.samples.gpt import Dataset
+from mtjax.data.datasets import open_dataset, vocabulary_size
+from mtjax.data.run_text import load_tokenizer
+from mtjax.data.samples.sample import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ __all__ = [
     "batch_schedule",
     "constant",
     "load_tokenizer",
-    "open_bert_dataset",
     "open_dataset",
     "open_loader",
-    "open_t5_dataset",
     "train_samples",
     "train_steps",
     "vocabulary_size",

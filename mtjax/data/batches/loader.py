@@ -19,7 +19,7 @@ from absl import flags
 
 from mtjax.config import Config
 from mtjax.data.batches.batch_schedule import BatchSchedule
-from mtjax.data.samples.gpt import Dataset, Sample, stack
+from mtjax.data.samples.sample import Dataset, Sample, stack
 from mtjax.errors import UserError
 
 Rows = np.ndarray | Callable[[int], np.ndarray]

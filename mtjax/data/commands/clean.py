@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.commands.clean`: the cleaning of section 4.1 of arXiv 1909.08053, in a stream and on all cores.
+"""`mtjax data clean`: the cleaning of section 4.1 of arXiv 1909.08053, in a stream and on all cores.
 
 First pass: repair unicode, drop short documents and those on removal lists, sign the rest. Then near-duplicates are
 found among the signatures. Second pass: write what stays, and look for the test sets' 8-grams in it.

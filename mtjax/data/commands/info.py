@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.commands.info`: counts, lengths and a decoded sample of an indexed dataset; damage, if there is any."""
+"""`mtjax data info`: counts, lengths and a decoded sample of an indexed dataset; damage, if there is any."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`python -m mtjax.data.commands.preprocess`: text files to Megatron's indexed datasets.
+"""`mtjax data preprocess`: text files to Megatron's indexed datasets.
 
 Streams, so memory does not grow with the corpus; uses all cores; gives the same bytes whatever the number of workers;
 after a kill, the same command goes on where it stopped.
@@ -19,7 +19,7 @@ from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
 from mtjax.data.corpus.reader import expand
-from mtjax.data.corpus.resume_record import Record, refuse_existing
+from mtjax.data.corpus.resume_record import ResumeRecord, refuse_existing
 from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
 from mtjax.errors import UserError
@@ -78,7 +78,7 @@ def run(options: Options) -> None:
     encoding = EncodeOptions(options.json_keys, options.append_eod, options.split_sentences, options.language)
     outputs = prefixes(options.output, encoding)
     identity = _identity(options, paths)
-    record = Record(outputs, identity)
+    record = ResumeRecord(outputs, identity)
     if not options.overwrite and (record.read() is None or not options.resume):
         refuse_existing(list(outputs.values()))
     if not options.resume:

@@ -215,3 +215,17 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
         if falls.any():
             document = at + int(np.argmax(falls)) + 1
             raise UserError(f"{path} is damaged: document {document} starts before the one before it")
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, prefix: Path) -> None:
+    """Refuses ids that the vocabulary doesn't have: a wrong tokenizer or a damaged file, which would train on garbage.
+
+    Raises:
+      UserError: names the first one.
+    """
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        raise UserError(
+            f"{prefix}.bin holds the token {ids[int(np.argmax(wrong))]}, and the vocabulary has {vocab_size}: it was "
+            "made with another tokenizer, or is damaged"
+        )

@@ -14,7 +14,7 @@ from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
-from mtjax.data.corpus.resume_record import Counts, Record, State
+from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
 from mtjax.data.corpus.writer import IndexedWriter, publish
 from mtjax.data.progress import ProgressLine, say
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def preprocess(job: Job) -> Counts:
       UserError: a file is damaged, a document can't be used, or the output can't be written. What was done until then
         is kept if the job can be gone on with, and deleted otherwise.
     """
-    record = Record(job.outputs, job.identity)
+    record = ResumeRecord(job.outputs, job.identity)
     with record.locked():
         saved = record.read()
         if saved is None:
@@ -87,7 +87,7 @@ def preprocess(job: Job) -> Counts:
     return state.counts
 
 
-def _encode_into(job: Job, state: State, record: Record) -> None:
+def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
     """Takes the job from `state` to sealed, bringing `state` and its record up to date on the way."""
     dtype = token_dtype(job.tokenizer.vocab_size)
     counts, before, last_save = state.counts, _bytes_before(job.paths), time.monotonic()

@@ -42,7 +42,7 @@ class State:
     sealed: bool = False
 
 
-class Record:
+class ResumeRecord:
     """The record of one run, and the lock that keeps a second run away from the same output."""
 
     def __init__(self, outputs: Mapping[str, Path], identity: Mapping[str, Any] | None) -> None:

@@ -7,12 +7,15 @@ Sample i draws from its own `seed + i`, so that any sample can be made alone.
 from dataclasses import dataclass
 
 import numpy as np
+from rich.text import Text
 
-from mtjax.config import most_masked
-from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.samples.gpt import Sample, check_ids
+from mtjax.config import Config, most_masked
+from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.samples.family import SENTENCES, FamilySamples, Share
 from mtjax.data.samples.masking import Span, choose_spans, harmonic, whole_words, word_starts
+from mtjax.data.samples.sample import Bounds, Sample
 from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
+from mtjax.data.samples.styled import MASKED, PLAIN, SECOND, SPECIAL
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
@@ -42,8 +45,8 @@ class BertDataset:
     def __init__(
         self,
         sentences: IndexedDataset,
-        bounds: tuple[int, int],
-        num_samples: int,
+        bounds: Bounds,
+        num_samples: int | None,
         tokenizer: Tokenizer,
         options: BertOptions,
     ) -> None:
@@ -147,3 +150,37 @@ def mask_tokens(
     hidden = tokens.copy()
     hidden[positions] = np.where(coin < 0.8, mask, np.where(coin < 0.9, other, tokens[positions]))
     return hidden, labels
+
+
+def open_bert(config: Config, share: Share) -> BertDataset:
+    """The BERT samples that a config describes, of a share of a corpus.
+
+    Raises:
+      UserError: the vocabulary lacks BERT's special tokens, or no document can be used.
+    """
+    options = BertOptions(config.model.sequence_length, config.training.seed)
+    return BertDataset(share.corpus, share.bounds, share.num_samples, share.tokenizer, options)
+
+
+def render(sample: Sample, tokenizer: Tokenizer) -> Text:
+    """The tokens, hidden ones with what they hide, the two runs of sentences in different colours."""
+    specials = [i for name in ("[CLS]", "[SEP]", "[PAD]") if (i := tokenizer.special(name)) is not None]
+    used = int(sample["padding_mask"].sum())
+    text = Text("the second run came first in the text\n" if sample["sentence_order"] else "in the order of the text\n")
+    tokens, labels, types = (sample[name][:used].tolist() for name in ("tokens", "labels", "token_types"))
+    for token, label, kind in zip(tokens, labels, types, strict=True):
+        if label != IGNORED:
+            text.append(f" {tokenizer.token(token)}:{tokenizer.token(label)}", MASKED)
+        else:
+            style = SPECIAL if token in specials else SECOND if kind else PLAIN
+            name = tokenizer.token(token)
+            text.append(name[2:] if name.startswith("##") else f" {name}", style)
+    return text
+
+
+SAMPLES = FamilySamples(
+    SENTENCES,
+    open_bert,
+    render,
+    legend=(("special", SPECIAL), ("hidden:to guess", MASKED), ("first run", PLAIN), ("second run", SECOND)),
+)

@@ -1,26 +1,20 @@
 """GPT samples from an indexed dataset, token for token those of Megatron's `GPTDataset`."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
+from rich.text import Text
 
-from mtjax.data.cache import cached_folder
-from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.config import Config
+from mtjax.data.cache import Cache, cached_arrays
+from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.samples.family import DOCUMENTS, FamilySamples, Share
 from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
+from mtjax.data.samples.sample import Bounds, Sample
+from mtjax.data.samples.styled import NO_LOSS, PLAIN, SPECIAL, styled
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
-
-Sample = dict[str, np.ndarray]
-
-
-class Dataset(Protocol):
-    """Samples by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample: ...
 
 
 @dataclass(frozen=True)
@@ -50,16 +44,21 @@ class GPTDataset:
     """Samples of `sequence_length` tokens from the sequences `begin` to `end` of an indexed dataset."""
 
     def __init__(
-        self, tokens: IndexedDataset, bounds: tuple[int, int], num_samples: int, options: GPTOptions, cache: Path | None
+        self,
+        tokens: IndexedDataset,
+        bounds: Bounds,
+        num_samples: int | None,
+        options: GPTOptions,
+        cache: Cache | None = None,
     ) -> None:
         """Builds the indices, or takes them from `cache`.
 
         Args:
           tokens: the corpus.
           bounds: first sequence, and one past the last.
-          num_samples: samples that will be needed; there may be more.
+          num_samples: samples that will be needed; there may be more. None goes through the text exactly once.
           options: what a sample looks like.
-          cache: folder of prepared data; indices stay in memory when None.
+          cache: where the indices are kept; in memory when None.
 
         Raises:
           UserError: no sequences or no tokens between the bounds.
@@ -75,22 +74,16 @@ class GPTDataset:
         self.plan = plan_epochs(total, options.sequence_length, num_samples)
         self._load(bounds, cache)
 
-    def _load(self, bounds: tuple[int, int], cache: Path | None) -> None:
+    def _load(self, bounds: Bounds, cache: Cache | None) -> None:
         options, plan = self.options, self.plan
         random = np.random.RandomState(options.seed)
-        if cache is None:
-            self.document_index = document_index(*bounds, plan, random)
-            lengths = self.tokens.lengths
-            self.sample_index = sample_index(lengths, self.document_index, options.sequence_length, plan.samples)
-            self.shuffle_index = shuffle_index(plan, random)
-            return
 
-        def build(folder: Path) -> None:
+        def build(folder: Path | None) -> dict[str, np.ndarray]:
             documents = document_index(*bounds, plan, random)
-            np.save(folder / "document_index.npy", documents)
-            out = folder / "sample_index.npy"
-            sample_index(self.tokens.lengths, documents, options.sequence_length, plan.samples, out)
-            np.save(folder / "shuffle_index.npy", shuffle_index(plan, random))
+            out = folder / "sample_index.npy" if folder else None
+            samples = sample_index(self.tokens.lengths, documents, options.sequence_length, plan.samples, out)
+            order = shuffle_index(plan, random)
+            return {"document_index": documents, "sample_index": samples, "shuffle_index": order}
 
         parts = {
             "corpus": self.tokens.fingerprint(),
@@ -99,10 +92,10 @@ class GPTDataset:
             "sequence_length": options.sequence_length,
             "seed": options.seed,
         }
-        folder = cached_folder(cache, "gpt-index", parts, build)
-        self.document_index = np.load(folder / "document_index.npy", mmap_mode="r")
-        self.sample_index = np.load(folder / "sample_index.npy", mmap_mode="r")
-        self.shuffle_index = np.load(folder / "shuffle_index.npy", mmap_mode="r")
+        indices = cached_arrays(cache, "gpt-index", parts, build)
+        self.document_index = indices["document_index"]
+        self.sample_index = indices["sample_index"]
+        self.shuffle_index = indices["shuffle_index"]
 
     def __len__(self) -> int:
         return self.plan.samples
@@ -127,20 +120,6 @@ class GPTDataset:
         return text
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, prefix: Path) -> None:
-    """Refuses ids that the vocabulary doesn't have: a wrong tokenizer or a damaged file, which would train on garbage.
-
-    Raises:
-      UserError: names the first one.
-    """
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if wrong.any():
-        raise UserError(
-            f"{prefix}.bin holds the token {ids[int(np.argmax(wrong))]}, and the vocabulary has {vocab_size}: it was "
-            "made with another tokenizer, or is damaged"
-        )
-
-
 def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
     """Inputs, labels, loss mask and positions of `text`, int32[sequence_length + 1]."""
     tokens, labels = text[:-1], text[1:]
@@ -163,6 +142,29 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
     return sample
 
 
-def stack(samples: Sequence[Sample]) -> Sample:
-    """Samples as one batch: each array gets a leading axis."""
-    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+def open_gpt(config: Config, share: Share) -> GPTDataset:
+    """The GPT samples that a config describes, of a share of a corpus.
+
+    Raises:
+      UserError: the share has no text.
+    """
+    options = GPTOptions(
+        sequence_length=config.model.sequence_length,
+        eod=share.tokenizer.eod,
+        vocab_size=share.tokenizer.vocab_size,
+        seed=config.training.seed,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
+    )
+    return GPTDataset(share.corpus, share.bounds, share.num_samples, options, share.cache)
+
+
+def render(sample: Sample, tokenizer: Tokenizer) -> Text:
+    """The text, with ends of documents and tokens without loss in colour."""
+    special = sample["tokens"] == tokenizer.eod
+    styles = np.where(sample["loss_mask"] == 0, NO_LOSS, np.where(special, SPECIAL, PLAIN))
+    return styled(sample["tokens"], styles, tokenizer)
+
+
+SAMPLES = FamilySamples(DOCUMENTS, open_gpt, render, legend=(("end of document", SPECIAL), ("no loss", NO_LOSS)))

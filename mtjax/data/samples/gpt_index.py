@@ -34,16 +34,16 @@ class EpochPlan:
         return self.first_samples != self.samples
 
 
-def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int) -> EpochPlan:
-    """The fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples.
+def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
+    """The fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
 
     With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled apart, so that no
     document is seen an extra time before all others.
     """
-    wanted = num_samples * sequence_length + 1
+    wanted = 1 if num_samples is None else num_samples * sequence_length + 1
     epochs = max(1, -(-wanted // tokens_per_epoch))
     samples = (epochs * tokens_per_epoch - 1) // sequence_length
-    if epochs == 1:
+    if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
     first = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
     per_epoch = (tokens_per_epoch - 1) // sequence_length

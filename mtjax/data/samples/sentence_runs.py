@@ -66,15 +66,17 @@ def _targets(count: int, options: RunOptions, random: np.random.RandomState) -> 
 
 
 def sample_runs(
-    lengths: np.ndarray, documents: np.ndarray, options: RunOptions, num_samples: int, seed: int
+    lengths: np.ndarray, documents: np.ndarray, options: RunOptions, num_samples: int | None, seed: int
 ) -> np.ndarray:
     """At least `num_samples` runs, each pass over the documents cut and shuffled anew: int64[runs, 3] like `cut_runs`.
+
+    When `num_samples` is None, those of one pass.
 
     Empty when no document can be used.
     """
     random = np.random.RandomState(seed)
     passes, total = [], 0
-    while total < num_samples or not passes:
+    while not passes or (num_samples is not None and total < num_samples):
         runs = cut_runs(lengths, documents, options, random)
         if len(runs) == 0:
             return runs

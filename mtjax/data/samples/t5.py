@@ -6,11 +6,16 @@ As Megatron's `T5MaskedWordPieceDataset`. Sample i draws from its own `seed + i`
 from dataclasses import dataclass
 
 import numpy as np
+from rich.text import Text
 
-from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.samples.gpt import Sample, check_ids
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.samples.family import SENTENCES, FamilySamples, Share
 from mtjax.data.samples.masking import choose_spans, geometric, whole_words, word_starts
+from mtjax.data.samples.sample import Bounds, Sample
 from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
+from mtjax.data.samples.styled import PLAIN, SPECIAL, styled
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
@@ -89,8 +94,8 @@ class T5Dataset:
     def __init__(
         self,
         sentences: IndexedDataset,
-        bounds: tuple[int, int],
-        num_samples: int,
+        bounds: Bounds,
+        num_samples: int | None,
         tokenizer: Tokenizer,
         options: T5Options,
     ) -> None:
@@ -160,3 +165,39 @@ class T5Dataset:
             "labels": np.pad(labels, (0, d - len(labels)), constant_values=self.ids.pad),
             "loss_mask": (np.arange(d) < len(labels)).astype(np.float32),
         }
+
+
+def open_t5(config: Config, share: Share) -> T5Dataset:
+    """The T5 samples that a config describes, of a share of a corpus.
+
+    Raises:
+      UserError: the vocabulary lacks special tokens, or no document can be used.
+    """
+    model = config.model
+    options = T5Options(model.sequence_length, configs.decoder_length(model), config.training.seed)
+    return T5Dataset(share.corpus, share.bounds, share.num_samples, share.tokenizer, options)
+
+
+def render(sample: Sample, tokenizer: Tokenizer) -> Text:
+    """What the encoder reads, the decoder reads, and the decoder is to write."""
+    text = Text()
+    for name, mask in (("encoder_tokens", "encoder_mask"), ("decoder_tokens", "loss_mask"), ("labels", "loss_mask")):
+        tokens = sample[name][: int(sample[mask].sum())]
+        styles = np.where([_is_special(int(t), tokenizer) for t in tokens], SPECIAL, PLAIN)
+        text.append(f"{name}: ", "bold")
+        text += styled(tokens, styles, tokenizer)
+        text.append("\n")
+    return text
+
+
+def _is_special(token: int, tokenizer: Tokenizer) -> bool:
+    return token >= tokenizer.vocab_size or tokenizer.token(token)[:1] + tokenizer.token(token)[-1:] in ("[]", "<>")
+
+
+SAMPLES = FamilySamples(
+    SENTENCES,
+    open_t5,
+    render,
+    legend=(("special and sentinels", SPECIAL),),
+    vocabulary_size=lambda tokenizer: t5_ids(tokenizer).vocab_size,
+)

@@ -75,8 +75,8 @@ def test_merge_is_concatenation(tmp_path):
 
 
 def test_merge_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtjax.data.commands.merge.SEQUENCES_AT_A_TIME", 3)
-    monkeypatch.setattr("mtjax.data.commands.merge.TOKENS_AT_A_TIME", 5)
+    monkeypatch.setattr("mtjax.data.corpus.merge.SEQUENCES_AT_A_TIME", 3)
+    monkeypatch.setattr("mtjax.data.corpus.merge.TOKENS_AT_A_TIME", 5)
     first = [[list(range(n)) for n in range(1 + d % 7)] for d in range(20)]
     a = write_indexed(tmp_path / "a", first, modes=[0] * sum(map(len, first)))
     b = write_indexed(tmp_path / "b", [[[1]] * 10, []], modes=[1] * 10)

@@ -164,7 +164,7 @@ def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer,
     for i in range(2):
         write_jsonl(tmp_path / f"in{i}.jsonl.gz", texts(4000, seed=i, words=160))
     assert run("--input", tmp_path / "in*.jsonl.gz", "--append-eod", output="whole") == 0
-    command = [sys.executable, "-m", "mtjax.data.commands.preprocess", "--input", tmp_path / "in*.jsonl.gz"]
+    command = [sys.executable, "-m", "mtjax.data", "preprocess", "--input", tmp_path / "in*.jsonl.gz"]
     command += ["--output", tmp_path / "out", "--tokenizer", tokenizer, "--append-eod"]
     command += ["--save-every", "0", "--workers", workers]
     record, draw = tmp_path / ".out_text_document.progress.partial", random.Random(workers)

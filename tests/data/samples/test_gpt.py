@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtjax.data.cache import Cache
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.samples.gpt import GPTDataset, GPTOptions, gpt_sample
 from mtjax.errors import UserError
@@ -25,7 +26,7 @@ def corpus(tmp_path):
 
 
 def test_samples_are_the_shuffled_stream(corpus):
-    dataset = GPTDataset(corpus, (0, 5), 6, options(), None)
+    dataset = GPTDataset(corpus, (0, 5), 6, options())
     stream = np.concatenate([corpus[d] for d in [4, 0, 1, 2, 3]])
     for i, sample in enumerate([5, 2, 3, 1, 0, 4]):
         assert dataset[i]["tokens"].tolist() == stream[4 * sample : 4 * sample + 4].tolist()
@@ -37,7 +38,7 @@ def test_samples_are_the_shuffled_stream(corpus):
 
 
 def test_splits_share_no_token(corpus):
-    train, valid = GPTDataset(corpus, (0, 3), 3, options(), None), GPTDataset(corpus, (3, 5), 2, options(), None)
+    train, valid = GPTDataset(corpus, (0, 3), 3, options()), GPTDataset(corpus, (3, 5), 2, options())
     seen = [{t for i in range(len(d)) for t in d.text(i).tolist()} for d in (train, valid)]
     assert seen[0] <= set(range(1, 16))
     assert seen[1] <= set(range(16, 27))
@@ -76,7 +77,7 @@ def test_segments_and_positions_are_megatrons(ids):
 
 def test_a_document_much_longer_than_a_sample_and_many_epochs(tmp_path):
     corpus = IndexedDataset(write_indexed(tmp_path / "x", [[list(range(1, 50))]]))
-    dataset = GPTDataset(corpus, (0, 1), 100, options(), None)
+    dataset = GPTDataset(corpus, (0, 1), 100, options())
     assert dataset.plan.epochs == 9
     stream = np.tile(np.arange(1, 50), 9)
     for i in range(len(dataset)):
@@ -85,17 +86,17 @@ def test_a_document_much_longer_than_a_sample_and_many_epochs(tmp_path):
 
 
 def test_indices_come_from_the_cache(corpus, tmp_path):
-    fresh = GPTDataset(corpus, (0, 5), 8, options(), None)
+    fresh = GPTDataset(corpus, (0, 5), 8, options())
     for _ in range(2):
-        cached = GPTDataset(corpus, (0, 5), 8, options(), tmp_path / "cache")
+        cached = GPTDataset(corpus, (0, 5), 8, options(), Cache(tmp_path / "cache"))
         assert [cached[i]["tokens"].tolist() for i in range(12)] == [fresh[i]["tokens"].tolist() for i in range(12)]
     assert len(list((tmp_path / "cache").glob("gpt-index-*"))) == 1
-    GPTDataset(corpus, (0, 5), 8, options(seed=7), tmp_path / "cache")
+    GPTDataset(corpus, (0, 5), 8, options(seed=7), Cache(tmp_path / "cache"))
     assert len(list((tmp_path / "cache").glob("gpt-index-*"))) == 2
 
 
 def _build(prefix, cache, queue):
-    dataset = GPTDataset(IndexedDataset(prefix), (0, 300), 5000, options(), cache)
+    dataset = GPTDataset(IndexedDataset(prefix), (0, 300), 5000, options(), Cache(cache))
     queue.put([dataset[i]["tokens"].tolist() for i in range(0, 5000, 500)])
 
 
@@ -117,10 +118,10 @@ def test_processes_that_start_at_once(tmp_path):
 def test_too_little_text_is_refused(tmp_path):
     corpus = IndexedDataset(write_indexed(tmp_path / "x", [[[1]], [[2, 3]]]))
     with pytest.raises(UserError, match="sequences 0 to 1 of 2 have 1 tokens, too few"):
-        GPTDataset(corpus, (0, 1), 1, options(), None)
+        GPTDataset(corpus, (0, 1), 1, options())
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path):
     corpus = IndexedDataset(write_indexed(tmp_path / "x", [[[1, 2, 5000, 4, 5, 6]]]))
     with pytest.raises(UserError, match=r"x\.bin holds the token 5000, and the vocabulary has 1000"):
-        GPTDataset(corpus, (0, 1), 1, options(), None)[0]
+        GPTDataset(corpus, (0, 1), 1, options())[0]

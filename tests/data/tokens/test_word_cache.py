@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers
 
-from mtjax.data.corpus.default_text import documents
+from mtjax.data.corpus.default_corpus import documents
 from mtjax.data.tokens.tokenizer import byte_level
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from mtjax.data.tokens.word_cache import SETTLED, WordCache, can_cache, word_cache

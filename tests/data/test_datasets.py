@@ -4,9 +4,10 @@ import sys
 import numpy as np
 import pytest
 
-from mtjax.config import Config, Data, Model, Training
-from mtjax.data import load_tokenizer, open_bert_dataset, open_dataset, open_t5_dataset, preprocess
-from mtjax.data.corpus.default_text import documents
+from mtjax.config import Config, Data, Model, Training, replace
+from mtjax.data import load_tokenizer, open_dataset
+from mtjax.data.commands import preprocess
+from mtjax.data.corpus.default_corpus import documents
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
@@ -25,7 +26,7 @@ def config(tmp_path):
 def small_corpus(monkeypatch):
     """The first documents of the default corpus, to be quick."""
     few = [text[:3000] for text in documents()[:400]]
-    monkeypatch.setattr("mtjax.data.corpus.default_text.documents", lambda: few)
+    monkeypatch.setattr("mtjax.data.corpus.default_corpus.documents", lambda: few)
     return few
 
 
@@ -62,8 +63,8 @@ def test_prepared_once(config, small_corpus, monkeypatch):
     def never(*_):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr("mtjax.data.prepare.preprocess", never)
-    monkeypatch.setattr("mtjax.data.prepare.train_byte_level_bpe", never)
+    monkeypatch.setattr("mtjax.data.run_text.preprocess", never)
+    monkeypatch.setattr("mtjax.data.run_text.train_byte_level_bpe", never)
     assert np.array_equal(open_dataset(config(), "train", 50)[7]["tokens"], first)
 
 
@@ -158,11 +159,12 @@ def test_segments_on_request(config, indexed):
 def test_bert_and_t5_from_text(config, tmp_path):
     vocab = write_bert_vocab(tmp_path / "vocab.txt")
     run = config(write_jsonl(tmp_path / "x.jsonl", texts(300)), tokenizer=f"bert:{vocab}")
-    sample = open_bert_dataset(run, "train", 20)[0]
+    bert, t5 = (replace(run, family=family, sequence_length=32) for family in ("bert", "t5"))
+    sample = open_dataset(bert, "train", 20)[0]
     assert sample["tokens"].shape == (32,)
     assert sample["loss_mask"].sum() > 0
-    t5 = open_t5_dataset(run, "valid", 20, decoder_length=16)[0]
-    assert (t5["encoder_tokens"].shape, t5["decoder_tokens"].shape) == ((32,), (16,))
+    sample = open_dataset(replace(t5, decoder_sequence_length=16), "valid", 20)[0]
+    assert (sample["encoder_tokens"].shape, sample["decoder_tokens"].shape) == ((32,), (16,))
 
 
 @pytest.mark.parametrize(
