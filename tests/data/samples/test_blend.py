@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtjax.data.cache import Cache
 from mtjax.data.samples.blend import BlendedDataset, blend_index, normalise, samples_of_each
 from mtjax.errors import UserError
 
@@ -55,16 +56,34 @@ def test_pieces_change_nothing(monkeypatch):
         assert np.array_equal(a, b)
 
 
-def test_no_weights_use_up_every_dataset():
-    blend = BlendedDataset([Numbers(3), Numbers(50), Numbers(7)], None, None, None)
-    seen = sorted(tuple(blend[i]["tokens"].tolist()) for i in range(len(blend)))
-    assert seen == sorted([(3, i) for i in range(3)] + [(50, i) for i in range(50)] + [(7, i) for i in range(7)])
+def greedy(lengths, size):
+    """Megatron's rule with the lengths as weights, one sample at a time."""
+    shares, taken, picks = [n / sum(lengths) for n in lengths], [0] * len(lengths), []
+    for i in range(size):
+        best = max(range(len(lengths)), key=lambda d: (shares[d] * max(i, 1) - taken[d], -d))
+        picks.append((lengths[best], taken[best]))
+        taken[best] += 1
+    return picks
+
+
+def test_without_weights_lengths_are_the_weights_and_no_sample_comes_twice():
+    lengths = [3, 50, 7]
+    for size, expected in ((20, 20), (60, 60), (1000, 60)):
+        blend = BlendedDataset([Numbers(n) for n in lengths], None, size)
+        seen = [tuple(blend[i]["tokens"].tolist()) for i in range(len(blend))]
+        assert len(blend) == expected
+        assert seen == greedy(lengths, expected)
+
+
+def test_a_dataset_without_a_sample_is_refused_where_no_weight_repeats_it():
+    with pytest.raises(UserError, match="dataset 1 of the blend has too few tokens for one sample"):
+        BlendedDataset([Numbers(3), Numbers(0)], None, 3)
 
 
 def test_a_cached_blend_is_the_same(tmp_path):
     parts = [Numbers(100), Numbers(100)]
-    fresh, cached = (BlendedDataset(parts, [1, 2], 60, cache) for cache in (None, tmp_path))
-    again = BlendedDataset(parts, [1, 2], 60, tmp_path)
+    fresh, cached = (BlendedDataset(parts, [1, 2], 60, cache) for cache in (None, Cache(tmp_path)))
+    again = BlendedDataset(parts, [1, 2], 60, Cache(tmp_path))
     for i in range(60):
         assert fresh[i]["tokens"].tolist() == cached[i]["tokens"].tolist() == again[i]["tokens"].tolist()
 
@@ -72,9 +91,9 @@ def test_a_cached_blend_is_the_same(tmp_path):
 @pytest.mark.parametrize("weights", [[-1, 2], [0, 0], [float("nan"), 1], [float("inf"), 1]])
 def test_weights_that_cannot_be(weights):
     with pytest.raises(UserError, match="blend weights"):
-        BlendedDataset([Numbers(3), Numbers(3)], weights, 3, None)
+        BlendedDataset([Numbers(3), Numbers(3)], weights, 3)
 
 
 def test_an_exhausted_dataset_is_named():
     with pytest.raises(UserError, match="dataset 0 of the blend has 2 samples; 5 are needed"):
-        BlendedDataset([Numbers(2), Numbers(50)], [1, 1], 10, None)
+        BlendedDataset([Numbers(2), Numbers(50)], [1, 1], 10)
