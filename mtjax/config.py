@@ -86,6 +86,11 @@ class Data:
     """Keep attention within a document."""
     eod_mask_loss: bool = False
     """No loss where the input is the end of a document."""
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out the last validation sample of GPT when the text ends within it; otherwise it is filled up, without loss
+    on what is filled."""
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than a GPT sample has, as the label of its last token; otherwise that has no label."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from mtjax.data.samples.styled import NO_LOSS, PLAIN, SPECIAL, styled
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
+FILL = -1  # no token: what Megatron fills up with where the tokenizer has no token for it
+
 
 @dataclass(frozen=True)
 class GPTOptions:
@@ -29,6 +31,8 @@ class GPTOptions:
       reset_position_ids: count positions from 0 after each end of document.
       reset_attention_mask: give `segment_ids`, one per document in the sample; attention stays within a segment.
       eod_mask_loss: no loss where the input is an end of document.
+      keep_partial: keep a last sample with fewer tokens, filled up with id 0, without loss on what is filled.
+      extra_token: read one token more, as the label of the last; otherwise that label is 0, without loss.
     """
 
     sequence_length: int
@@ -38,6 +42,8 @@ class GPTOptions:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    keep_partial: bool = False
+    extra_token: bool = True
 
 
 class GPTDataset:
@@ -66,12 +72,18 @@ class GPTDataset:
         self.tokens, self.options = tokens, options
         begin, end = bounds
         total = int(tokens.lengths[begin:end].sum(dtype=np.int64))
-        if total < 2:
+        if total < 1 + options.extra_token:
             raise UserError(
                 f"{tokens.prefix}: sequences {begin} to {end} of {len(tokens)} have {total} tokens, too few for a "
                 "sample; give more text, or another --split"
             )
-        self.plan = plan_epochs(total, options.sequence_length, num_samples)
+        self.plan = plan_epochs(
+            total,
+            options.sequence_length,
+            num_samples,
+            extra_token=options.extra_token,
+            keep_partial=options.keep_partial,
+        )
         self._load(bounds, cache)
 
     def _load(self, bounds: Bounds, cache: Cache | None) -> None:
@@ -81,7 +93,14 @@ class GPTDataset:
         def build(folder: Path | None) -> dict[str, np.ndarray]:
             documents = document_index(*bounds, plan, random)
             out = folder / "sample_index.npy" if folder else None
-            samples = sample_index(self.tokens.lengths, documents, options.sequence_length, plan.samples, out)
+            samples = sample_index(
+                self.tokens.lengths,
+                documents,
+                options.sequence_length,
+                plan.samples,
+                out,
+                extra_token=options.extra_token,
+            )
             order = shuffle_index(plan, random)
             return {"document_index": documents, "sample_index": samples, "shuffle_index": order}
 
@@ -91,6 +110,7 @@ class GPTDataset:
             "plan": asdict(plan),
             "sequence_length": options.sequence_length,
             "seed": options.seed,
+            "extra_token": options.extra_token,
         }
         indices = cached_arrays(cache, "gpt-index", parts, build)
         self.document_index = indices["document_index"]
@@ -107,30 +127,32 @@ class GPTDataset:
         return gpt_sample(text, self.options)
 
     def text(self, index: int) -> np.ndarray:
-        """int32[sequence_length + 1]: the tokens of sample `index` before shuffling, its label's last one included."""
+        """The tokens of sample `index` before shuffling, `FILL` where none are left: int32[sequence_length + extra]."""
         (first, offset), (last, end) = self.sample_index[index].tolist(), self.sample_index[index + 1].tolist()
+        end += self.options.extra_token
         if first == last:
-            parts = [self.tokens.get(int(self.document_index[first]), offset, end - offset + 1)]
+            parts = [self.tokens.get(int(self.document_index[first]), offset, end - offset)]
         else:
             parts = [self.tokens.get(int(self.document_index[first]), offset)]
             parts += [self.tokens.get(int(self.document_index[i])) for i in range(first + 1, last)]
-            parts += [self.tokens.get(int(self.document_index[last]), 0, end + 1)]
+            parts += [self.tokens.get(int(self.document_index[last]), 0, end)]
         text = np.concatenate(parts).astype(np.int32)
         check_ids(text, self.options.vocab_size, self.tokens.prefix)
-        return text
+        size = self.options.sequence_length + self.options.extra_token
+        return np.pad(text, (0, size - len(text)), constant_values=FILL)
 
 
 def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
-    """Inputs, labels, loss mask and positions of `text`, int32[sequence_length + 1]."""
-    tokens, labels = text[:-1], text[1:]
+    """Inputs, labels, loss mask and positions of `text`, int32[sequence_length + extra_token]."""
+    tokens, labels = (text[:-1], text[1:]) if options.extra_token else (text, np.append(text[1:], np.int32(FILL)))
     ends = tokens == options.eod
     positions = np.arange(len(tokens), dtype=np.int32)
     # The end of a document belongs to the document; the next token starts the next one.
     starts = np.concatenate([[False], ends[:-1]])
     sample = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": np.ones(len(tokens), np.float32),
+        "tokens": np.where(tokens == FILL, np.int32(0), tokens),
+        "labels": np.where(labels == FILL, np.int32(0), labels),
+        "loss_mask": (labels != FILL).astype(np.float32),
         "position_ids": positions,
     }
     if options.eod_mask_loss:
@@ -156,6 +178,8 @@ def open_gpt(config: Config, share: Share) -> GPTDataset:
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
         eod_mask_loss=config.data.eod_mask_loss,
+        keep_partial=share.split == "valid" and not config.data.drop_last_partial_validation_sequence,
+        extra_token=config.data.add_extra_token_to_sequence,
     )
     return GPTDataset(share.corpus, share.bounds, share.num_samples, options, share.cache)
 

@@ -34,21 +34,45 @@ class EpochPlan:
         return self.first_samples != self.samples
 
 
-def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int,
+    sequence_length: int,
+    num_samples: int | None,
+    *,
+    extra_token: bool = True,
+    keep_partial: bool = False,
+) -> EpochPlan:
     """The fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
 
     With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled apart, so that no
     document is seen an extra time before all others.
+
+    Args:
+      tokens_per_epoch: tokens in one pass, at least 1.
+      sequence_length: tokens in a sample.
+      num_samples: samples that are needed.
+      extra_token: a sample reads one token more, for the label of its last.
+      keep_partial: the last sample may have fewer tokens.
     """
-    wanted = 1 if num_samples is None else num_samples * sequence_length + 1
+    extra = int(extra_token)
+    wanted = 1 if num_samples is None else num_samples * sequence_length + extra
     epochs = max(1, -(-wanted // tokens_per_epoch))
-    samples = (epochs * tokens_per_epoch - 1) // sequence_length
+    whole = (epochs * tokens_per_epoch - extra) // sequence_length
+    samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else whole
     if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
-    first = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
-    per_epoch = (tokens_per_epoch - 1) // sequence_length
+    first = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
+    per_epoch = (tokens_per_epoch - extra) // sequence_length
     separate = num_samples - first < int(SEPARATE_BELOW * per_epoch)
     return EpochPlan(epochs, samples, first if separate else samples)
+
+
+def _with_partial(tokens: int, sequence_length: int) -> int:
+    """Samples in `tokens`, one that is cut short among them.
+
+    In 32-bit floats, as Megatron divides: beyond 2^24 tokens it may count one more or less than there are.
+    """
+    return int(np.ceil(np.float32(tokens) / np.float32(sequence_length)))
 
 
 def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
@@ -66,8 +90,14 @@ def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.Rand
 
 
 def sample_index(
-    lengths: np.ndarray, documents: np.ndarray, sequence_length: int, samples: int, out: Path | None = None
-):
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    samples: int,
+    out: Path | None = None,
+    *,
+    extra_token: bool = True,
+) -> np.ndarray:
     """Where each sample starts, and where the last one ends.
 
     Sample k starts at token `k x sequence_length` of the concatenated documents. That is a binary search in the running
@@ -79,6 +109,8 @@ def sample_index(
       sequence_length: tokens in a sample.
       samples: how many.
       out: a `.npy` file to write; in memory when None.
+      extra_token: a sample reads one token more. Without it an entry is where the sample before ends, which may be the
+        end of a document.
 
     Returns:
       [samples + 1, 2]: position in `documents` and offset in tokens, int32, or int64 where that is too small.
@@ -98,9 +130,11 @@ def sample_index(
     for at in range(0, samples + 1, CHUNK):
         tokens = np.arange(at, min(at + CHUNK, samples + 1), dtype=np.int64) * sequence_length
         # The first document that ends after the token holds it: empty documents end where they start.
-        document = np.searchsorted(ends, tokens, side="right")
+        document = np.searchsorted(ends, tokens, side="right" if extra_token else "left")
+        beyond = tokens > total - extra_token  # a partial sample ends with the last document
+        document[beyond] = len(documents) - 1
         index[at : at + CHUNK, 0] = document
-        index[at : at + CHUNK, 1] = tokens - edges[document]
+        index[at : at + CHUNK, 1] = np.where(beyond, total - extra_token, tokens) - edges[document]
     index[0] = 0  # the walk starts at the first document, be it empty
     return index
 

@@ -37,6 +37,31 @@ def test_samples_are_the_shuffled_stream(corpus):
     assert [dataset[0][k].dtype.str for k in ("tokens", "labels", "position_ids", "loss_mask")] == ["<i4"] * 3 + ["<f4"]
 
 
+@pytest.mark.parametrize("extra_token", [True, False])
+@pytest.mark.parametrize("keep_partial", [True, False])
+def test_partial_samples_and_samples_without_an_extra_token(corpus, keep_partial, extra_token):
+    """26 tokens in samples of 4: what is filled up, or has no label, is without loss."""
+    dataset = GPTDataset(corpus, (0, 5), 6, options(keep_partial=keep_partial, extra_token=extra_token))
+    assert len(dataset) == (7 if keep_partial else 6)
+    stream = np.concatenate([corpus[int(d)] for d in dataset.document_index])
+    for i in range(len(dataset)):
+        at = 4 * int(dataset.shuffle_index[i])
+        tokens = stream[at : at + 4]
+        labels = stream[at + 1 : at + 5] if extra_token else tokens[1:]
+        sample = dataset[i]
+        assert sample["tokens"].tolist() == [*tokens, *[0] * (4 - len(tokens))]
+        assert sample["labels"].tolist() == [*labels, *[0] * (4 - len(labels))]
+        assert sample["loss_mask"].tolist() == [1] * len(labels) + [0] * (4 - len(labels))
+
+
+def test_one_pass(corpus):
+    assert (len(GPTDataset(corpus, (0, 5), None, options())), len(GPTDataset(corpus, (0, 1), None, options()))) == (
+        6,
+        1,
+    )
+    assert len(GPTDataset(corpus, (3, 4), None, options())) == 0
+
+
 def test_splits_share_no_token(corpus):
     train, valid = GPTDataset(corpus, (0, 3), 3, options()), GPTDataset(corpus, (3, 5), 2, options())
     seen = [{t for i in range(len(d)) for t in d.text(i).tolist()} for d in (train, valid)]

@@ -80,6 +80,18 @@ def test_samples_are_the_greedy_walk(lengths, sequence_length, num_samples, seed
     assert samples.tolist() == greedy(lengths, documents, sequence_length, plan.samples)
 
 
+def test_samples_without_an_extra_token_start_where_the_last_one_ended():
+    samples = sample_index(SIZES, np.arange(5, dtype=np.int32), 4, 6, extra_token=False)
+    assert samples.tolist() == [[0, 0], [0, 4], [1, 3], [2, 4], [3, 1], [4, 3], [4, 7]]
+
+
+def test_a_partial_sample_ends_with_the_text():
+    plan = plan_epochs(26, 4, 6, keep_partial=True)
+    assert (plan.samples, plan_epochs(25, 4, 6, keep_partial=True).samples) == (7, 6)
+    samples = sample_index(SIZES, np.arange(5, dtype=np.int32), 4, plan.samples)
+    assert samples[-2:].tolist() == [[4, 7], [4, 8]]
+
+
 @pytest.mark.parametrize(
     ("lengths", "sequence_length", "num_samples"),
     [([1, 1, 1, 1], 1, 3), ([0, 0, 50, 0], 4, 30), ([1000], 10, 250), ([2], 7, 5), ([0, 1, 0, 1], 3, 9)],
