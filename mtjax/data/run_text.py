@@ -132,7 +132,7 @@ def _text_files(source: Source, folder: Path) -> list[str]:
 
 
 def _texts(sources: Sequence[Source]) -> Iterator[str]:
-    """The documents of all sources.
+    """The texts of all sources.
 
     Raises:
       UserError: one can't be used; the message has its file and line.
@@ -145,11 +145,11 @@ def _texts(sources: Sequence[Source]) -> Iterator[str]:
             line = chunk.first_line
             for document in chunk.documents:
                 if document.strip():
-                    yield _text(document, chunk.is_json, f"{chunk.path}, line {line}")
+                    yield from _pieces(document, chunk.is_json, f"{chunk.path}, line {line}")
                 line += document.count(b"\n")
 
 
-def _text(document: bytes, is_json: bool, where: str) -> str:
+def _pieces(document: bytes, is_json: bool, where: str) -> list[str]:
     try:
         return text_of(document, is_json, ("text",))["text"]
     except (ValueError, RecursionError) as e:

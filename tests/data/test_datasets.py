@@ -1,13 +1,18 @@
+import dataclasses
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from rich.text import Text
 
 from mtjax.config import Config, Data, Model, Training, replace
-from mtjax.data import load_tokenizer, open_dataset
+from mtjax.data import load_tokenizer, open_dataset, vocabulary_size
 from mtjax.data.commands import preprocess
 from mtjax.data.corpus.default_corpus import documents
+from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.samples.family import DOCUMENTS, FamilySamples
+from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab, write_jsonl
@@ -131,6 +136,61 @@ def test_blends(config, indexed, tmp_path):
     for wrong in (f"0.3 {a} {b}", f"{a} 0.3", f"0.3 {a} 0.7"):
         with pytest.raises(UserError, match="should be datasets only, or a weight before each"):
             open_dataset(config(wrong), "train", 5)
+
+
+def test_a_blend_without_weights_goes_through_its_text_once(config, indexed):
+    a, b = indexed
+    parts = [open_dataset(config(path), "train", 1) for path in indexed]
+    whole = sum(map(len, parts))
+    blend = open_dataset(config(f"{a} {b}"), "train", whole - 1)
+    seen = [blend[i]["tokens"].tolist() for i in range(len(blend))]
+    first = [part[i]["tokens"].tolist() for part in parts for i in range(len(part))]
+    assert len(seen) == whole - 1 and all(tokens in first for tokens in seen)
+    with pytest.raises(UserError, match=rf"gives {whole:,} train samples, and the run asks for {whole + 1:,}: put a w"):
+        open_dataset(config(f"{a} {b}"), "train", whole + 1)
+
+
+def test_only_the_validation_split_keeps_a_partial_sample(config, indexed):
+    kept, dropped = (config(indexed[0], drop_last_partial_validation_sequence=drop) for drop in (False, True))
+    lengths = [len(open_dataset(run, split, 1)) for run in (kept, dropped) for split in ("train", "valid")]
+    assert lengths[0] == lengths[2] and lengths[1] == lengths[3] + 1
+    run = config(indexed[0], add_extra_token_to_sequence=False)
+    sample = open_dataset(run, "train", 1)[0]
+    assert sample["labels"].tolist() == [*sample["tokens"].tolist()[1:], 0] and sample["loss_mask"][-1] == 0
+
+
+def test_a_bad_line_is_named_while_a_tokenizer_is_trained(config, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n\n{"text": "\\ud800"}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl, line 3: the text under the key 'text' has the lone surrogate"):
+        load_tokenizer(config(tmp_path / "x.jsonl"))
+
+
+def test_a_family_adds_its_samples_in_one_place(config, indexed, monkeypatch):
+    """A new family's samples are one row of the registry; opening, blending and sizing the vocabulary follow it."""
+
+    class Lengths:
+        def __init__(self, share):
+            self.share = share
+
+        def __len__(self):
+            return self.share.bounds[1] - self.share.bounds[0]
+
+        def __getitem__(self, index):
+            return {"tokens": self.share.corpus.lengths[self.share.bounds[0] + index]}
+
+    row = FamilySamples(
+        DOCUMENTS,
+        open=lambda config, share: Lengths(share),
+        render=lambda sample, tokenizer: Text(str(sample)),
+        vocabulary_size=lambda tokenizer: 7,
+    )
+    monkeypatch.setitem(FAMILIES, "dummy", row)
+    run = config(f"1 {indexed[0]} 1 {indexed[1]}")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, family="dummy"))
+    samples = open_dataset(run, "train", 10)
+    corpora = [IndexedDataset(prefix) for prefix in indexed]
+    assert [int(samples[i]["tokens"]) for i in range(2)] == [int(corpus.lengths[0]) for corpus in corpora]
+    assert vocabulary_size(run, load_tokenizer(run)) == 7
 
 
 def test_data_of_their_own_for_each_split(config, indexed):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
-from mtjax.data.corpus.reader import Chunk
+from mtjax.data.corpus.reader import Chunk, check_characters
 from mtjax.data.extras import require
 from mtjax.data.tokens.tokenizer import Tokenizer
 
@@ -102,6 +102,11 @@ class Cleaner:
                 drops.append(Drop(here, "on a removal list", row[options.key][:EXCERPT]))
                 continue
             text = self._fix(row[options.key])
+            try:
+                check_characters(text, options.key)
+            except ValueError as e:
+                errors.append((here, str(e)))
+                continue
             repaired += text != row[options.key]
             kept.append((here, {**row, options.key: text}))
         counts = self._count([row[options.key] for _, row in kept])
@@ -110,7 +115,7 @@ class Cleaner:
             if n < options.min_tokens:
                 drops.append(Drop(here, f"shorter than {options.min_tokens} tokens", row[options.key][:EXCERPT]))
         drops.sort(key=lambda drop: drop.line)
-        rows = [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n" for _, row in long]
+        rows = [_line(row) for _, row in long]
         lines = np.array([here for here, _ in long], np.int64)
         return CleanedChunk(rows, lines, self.sign([row[options.key] for _, row in long]), drops, errors, repaired)
 
@@ -128,16 +133,27 @@ class Cleaner:
 
 
 def parse(document: bytes, is_json: bool, key: str) -> dict[str, Any]:
-    """A raw document as a JSON object with text under `key`.
+    """A raw document as a JSON object with text under `key`; the strings of a list are joined by line ends.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it isn't one.
     """
     text = document.decode("utf-8-sig")
     row = json.loads(text) if is_json else {key: text}
-    if not isinstance(row, dict) or not isinstance(row.get(key), str):
-        raise ValueError(f"no JSON object with text under the key {key!r}")
+    value = row.get(key) if isinstance(row, dict) else None
+    if isinstance(value, list) and all(isinstance(piece, str) for piece in value):
+        return {**row, key: "\n".join(value)}
+    if not isinstance(value, str):
+        raise ValueError(f"not a JSON object with text under the key {key!r}")
     return row
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """A document as a line of JSON."""
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair under a key that nobody reads: only escaped is it JSON
+        return json.dumps(row).encode() + b"\n"
 
 
 class OverlapFinder:

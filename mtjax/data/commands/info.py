@@ -11,11 +11,12 @@ from rich.console import Console
 from mtjax.cli import read, run_main
 from mtjax.data.commands.dataset_summary import counts_table, excerpt, histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.verify import verify
 
 
 @dataclass(frozen=True)
 class Options:
-    """Says what an indexed dataset holds. A damaged one is named with its fault, and the exit code is 2."""
+    """Says what an indexed dataset holds, and checks every byte of it. Damage is named, and the exit code is 2."""
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """Path without .bin and .idx."""
@@ -32,7 +33,7 @@ def run(options: Options) -> None:
     """Prints what the dataset holds.
 
     Raises:
-      UserError: it is damaged, or the tokenizer can't be read.
+      UserError: a check or checksum fails, or the tokenizer can't be read.
     """
     dataset = IndexedDataset(options.prefix.removesuffix(".idx").removesuffix(".bin"))
     tokenizer = tokenizer_of(dataset, options.tokenizer)
@@ -44,7 +45,7 @@ def run(options: Options) -> None:
         console.print(excerpt(dataset[0], tokenizer), markup=False)
     if tokenizer is None:
         console.print("(--tokenizer KIND:PATH shows it as text)", style="dim")
-    console.print(f"index and size fit together; `mtjax data verify {dataset.prefix}` checks every byte", style="dim")
+    console.print(verify(dataset), style="dim")
 
 
 if __name__ == "__main__":

@@ -59,13 +59,17 @@ class Encoder:
         rows, errors = _texts(chunk, self._options.keys)
         arrays = {}
         for key in self._options.keys:
-            parts = [self._split(row[key]) if self._split else [row[key]] for row in rows]
+            parts = [self._sequences(row[key]) for row in rows]
             documents = _encode(parts, self._tokenizer, self._options.append_eod)
             arrays[key] = _join(documents, token_dtype(self._tokenizer.vocab_size))
         return Encoded(arrays, len(rows), chunk.end - chunk.start, errors)
 
+    def _sequences(self, pieces: list[str]) -> list[str]:
+        """The texts of a document that become a sequence each: its pieces, or the sentences of each."""
+        return pieces if self._split is None else [sentence for piece in pieces for sentence in self._split(piece)]
 
-def _texts(chunk: Chunk, keys: Sequence[str]) -> tuple[list[dict[str, str]], list[tuple[int, str]]]:
+
+def _texts(chunk: Chunk, keys: Sequence[str]) -> tuple[list[dict[str, list[str]]], list[tuple[int, str]]]:
     rows, errors, line = [], [], chunk.first_line
     for document in chunk.documents:
         if document.strip():

@@ -74,6 +74,8 @@ class IndexedDataset:
 
     def _open(self) -> None:
         path = idx_path(self.prefix)
+        if self.prefix.is_dir() and not path.exists():
+            raise UserError(f"{self.prefix} is a directory; name a dataset: a path without .bin and .idx")
         index = _map(path)
         self.dtype, sequences, document_entries = _read_header(path, index)
         self.lengths, self.offsets, self.documents, self.modes = _read_arrays(path, index, sequences, document_entries)

@@ -112,10 +112,24 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
                 state.writers = {key: writer.position() for key, writer in writers.items()}
                 record.write(state)
                 last_save = time.monotonic()
+        _refuse_empty(job, writers, record)
         for writer in writers.values():
             writer.seal(job.tokenizer_name, job.tokenizer.vocab_size, job.tokenizer.eod)
         state.sealed = True
         record.write(state)
+
+
+def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: ResumeRecord) -> None:
+    """Refuses a dataset without a single token, and forgets the run: to go on with it would change nothing.
+
+    Raises:
+      UserError: names the key that has no text.
+    """
+    for key, writer in writers.items():
+        if not writer.position()["bin"]:
+            record.remove()
+            others = f" and {len(job.paths) - 1} more files" if len(job.paths) > 1 else ""
+            raise UserError(f"{job.paths[0]}{others}: there is no text under the key {key!r}, and so no token to write")
 
 
 def _after(chunk: Chunk) -> Position:

@@ -11,13 +11,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from mtjax.data.extras import require
 from mtjax.errors import UserError
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 30
+LONGEST_INTEGER = 600
 COMPRESSED = (".gz", ".zst")
 
 
@@ -59,9 +60,9 @@ def expand(patterns: Sequence[str]) -> list[str]:
     """The files that paths, globs and URLs name, each pattern's in sorted order.
 
     Raises:
-      UserError: a pattern that no file matches.
+      UserError: a directory, or a pattern that no file matches.
     """
-    found: list[str] = []
+    files: list[str] = []
     for pattern in patterns:
         if "://" in pattern:
             fs, _, paths = require("fsspec").get_fs_token_paths(pattern)
@@ -70,10 +71,12 @@ def expand(patterns: Sequence[str]) -> list[str]:
             matches = [str(Path(pattern).expanduser())]
         else:
             matches = sorted(p for p in _glob(pattern) if Path(p).is_file())
+        if not matches and Path(pattern).expanduser().is_dir():
+            raise UserError(f"{pattern} is a directory; name the files in it, say '{pattern.rstrip('/')}/*.jsonl'")
         if not matches:
             raise UserError(f"no file matches {pattern!r}")
-        found += matches
-    return found
+        files += matches
+    return files
 
 
 def _glob(pattern: str) -> list[str]:
@@ -224,22 +227,53 @@ def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def text_of(document: bytes, is_json: bool, keys: Sequence[str]) -> dict[str, str]:
-    """The text under each key of a raw document; plain text is under every key.
+def text_of(document: bytes, is_json: bool, keys: Sequence[str]) -> dict[str, list[str]]:
+    """The pieces of text under each key of a raw document: one, or several where JSON has a list of strings.
+
+    Plain text is one piece, under every key.
 
     Raises:
-      ValueError: no UTF-8, no JSON object, or a key that is missing or holds no text.
+      ValueError: it isn't UTF-8 or isn't a JSON object, or a key is missing or holds something that isn't text.
     """
     text = document.decode("utf-8-sig")
     if not is_json:
-        return dict.fromkeys(keys, text)
-    row = json.loads(text)
+        return {key: [text] for key in keys}
+    row = _DECODER.decode(text)
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-    for key in keys:
-        if not isinstance(row.get(key), str):
-            there = (
-                f"it holds {type(row[key]).__name__}" if key in row else f"it has {', '.join(map(repr, row)) or 'none'}"
-            )
+    return {key: _pieces_of_text(row, key) for key in keys}
+
+
+def _pieces_of_text(row: dict[str, Any], key: str) -> list[str]:
+    value = row.get(key)
+    pieces = value if isinstance(value, list) else [value]
+    for piece in pieces:
+        if not isinstance(piece, str):
+            kind = f"a list with {type(piece).__name__}" if pieces is value else type(piece).__name__
+            there = f"it holds {kind}" if key in row else f"it has {', '.join(map(repr, row)) or 'none'}"
             raise ValueError(f"no text under the key {key!r}; {there}")
-    return {key: row[key] for key in keys}
+        check_characters(piece, key)
+    return pieces
+
+
+def check_characters(text: str, key: str) -> None:
+    """Refuses half of a surrogate pair, which JSON can write (`\\ud800`) and which isn't a character.
+
+    Raises:
+      ValueError: names the first one and its place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        half = f"\\u{ord(text[e.start]):04x}"
+        raise ValueError(
+            f"the text under the key {key!r} has the lone surrogate {half} at character {e.start}, which isn't text"
+        ) from None
+
+
+def _integer(digits: str) -> int:
+    """An integer of any length: Python refuses those of more than 4,300 digits, and nothing here reads them."""
+    return int(digits) if len(digits) < LONGEST_INTEGER else 0
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)

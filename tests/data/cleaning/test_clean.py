@@ -178,3 +178,21 @@ def test_faults(run, tmp_path, capsys):
     assert run("--input", tmp_path / "in.jsonl") == 2
     assert "exists; choose another --output" in capsys.readouterr().err
     assert run("--input", tmp_path / "in.jsonl", "--jaccard", "0", "--overwrite") == 2
+
+
+def test_half_a_surrogate_pair(run, tmp_path, capsys):
+    """In the text it is repaired or a bad line; under another key it is kept, and the line can still be read."""
+    rows = [{"text": "a \ud800 b", "id": 1}, {"text": "whole", "title": "\ud800"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--input", tmp_path / "in.jsonl", "--min-tokens", 0]
+    kept, _, report = run(*arguments)
+    assert (kept[0]["text"], kept[1], report["repaired"]) == ("a \ufffd b", rows[1], 1)
+    assert run(*arguments, "--no-fix-unicode", output="x.jsonl") == 2
+    assert f"{tmp_path}/in.jsonl, line 1: the text under the key 'text' has the lone" in capsys.readouterr().err
+    kept, dropped, _ = run(*arguments, "--no-fix-unicode", "--on-error", "skip", output="y.jsonl")
+    assert kept == rows[1:] and [d["line"] for d in dropped] == [1]
+
+
+def test_a_list_of_strings_is_one_text(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": ["one", "two"]}\n')
+    assert run("--input", tmp_path / "in.jsonl", "--min-tokens", 0)[0] == [{"text": "one\ntwo"}]

@@ -45,6 +45,21 @@ def test_verify_finds_what_opening_cannot(sentences, capsys):
     assert "x_text_sentence.bin holds the token 65" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", [bin_path, idx_path])
+def test_info_finds_a_wrong_checksum(sentences, capsys, path):
+    damaged = bytearray(path(sentences).read_bytes())
+    damaged[-8] ^= 1  # a token; a document border
+    path(sentences).write_bytes(damaged)
+    assert data("info", sentences) == 2
+    assert re.search(rf"{path(sentences)} is damaged", capsys.readouterr().err)
+
+
+def test_a_directory_is_not_a_dataset(tmp_path, capsys):
+    for command in ("info", "verify", "show"):
+        assert data(command, tmp_path) == 2
+        assert f"{tmp_path} is a directory; name a dataset" in capsys.readouterr().err
+
+
 def test_damage_is_an_error_line(sentences, capsys):
     bin_path(sentences).write_bytes(bin_path(sentences).read_bytes()[:-2])
     for command in ("info", "verify", "show"):

@@ -105,6 +105,11 @@ BAD_LINES = {
     "no object": ("[1, 2]", "line 2: expected a JSON object, found list"),
     "no such key": ('{"body": "a"}', "line 2: no text under the key 'text'; it has 'body'"),
     "no text": ('{"text": 5}', "line 2: no text under the key 'text'; it holds int"),
+    "half a surrogate pair": (
+        '{"text": "ab\\ud800"}',
+        r"line 2: the text under the key 'text' has the lone surrogate \ud800",
+    ),
+    "a list with a number": ('{"text": ["a", 5]}', "line 2: no text under the key 'text'; it holds a list with int"),
     "no UTF-8": (b'{"text": "\xff"}', "line 2: 'utf-8' codec can't decode"),
 }
 
@@ -122,6 +127,44 @@ def test_bad_lines(run, tmp_path, capsys, name):
     assert run("--input", tmp_path / "in.jsonl", "--on-error", "skip") == 0
     assert f"skipped {tmp_path}/in.jsonl, {message}" in capsys.readouterr().err
     assert len(IndexedDataset(tmp_path / "out_text_document")) == 2
+
+
+def test_an_integer_of_any_length_does_no_harm_where_nobody_reads_it(run, tokenizer, tmp_path):
+    (tmp_path / "in.jsonl").write_text(
+        f'{{"id": {"7" * 5000}, "text": "one"}}\n{{"id": -{"7" * 5000}, "text": "two"}}\n'
+    )
+    assert run("--input", tmp_path / "in.jsonl") == 0
+    dataset, words = IndexedDataset(tmp_path / "out_text_document"), open_tokenizer(tokenizer)
+    assert [words.decode(dataset[i].tolist()) for i in range(2)] == ["one", "two"]
+
+
+def test_a_list_of_strings_is_a_document_of_as_many_sequences(run, tokenizer, tmp_path):
+    """As Megatron's preprocessing: each string is encoded alone, an empty one is dropped, the end comes once."""
+    (tmp_path / "in.jsonl").write_text(
+        '{"text": ["The river.", "", "A stone."]}\n{"text": "Green light."}\n{"text": []}\n'
+    )
+    assert run("--input", tmp_path / "in.jsonl", "--append-eod") == 0
+    dataset, words = IndexedDataset(tmp_path / "out_text_document"), open_tokenizer(tokenizer)
+    assert dataset.documents.tolist() == [0, 2, 3, 3]
+    assert [dataset[i].tolist() for i in range(3)] == [
+        words.encode("The river."),
+        [*words.encode("A stone."), words.eod],
+        [*words.encode("Green light."), words.eod],
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '{"text": ""}\n{"text": []}\n'])
+def test_a_corpus_without_a_token_is_refused(run, tmp_path, capsys, text):
+    (tmp_path / "in.jsonl").write_text(text)
+    assert run("--input", tmp_path / "in.jsonl", "--save-every", 0) == 2
+    assert f"{tmp_path}/in.jsonl: there is no text under the key 'text'" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_directory_is_called_one(run, tmp_path, capsys):
+    write_jsonl(tmp_path / "in.jsonl", texts(5))
+    assert run("--input", tmp_path) == 2
+    assert f"{tmp_path} is a directory; name the files in it, say '{tmp_path}/*.jsonl'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
