@@ -149,7 +149,7 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock of this host on `path`; goes on without where the file system has no locks."""
+    """Holds an exclusive lock of this host on `path`; does without where the file system has no locks."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

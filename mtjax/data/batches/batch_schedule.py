@@ -80,7 +80,7 @@ def batch_schedule(training: Training) -> BatchSchedule:
     SAMPLES / ((global_batch_size - START) / INCREMENT) samples, and reaches `global_batch_size` after SAMPLES.
 
     Raises:
-      UserError: numbers that are no ramp.
+      UserError: the numbers don't describe a ramp.
     """
     size = training.global_batch_size
     if training.rampup_batch_size is None:
@@ -88,8 +88,8 @@ def batch_schedule(training: Training) -> BatchSchedule:
     start, increment, samples = training.rampup_batch_size
     if not (0 < start <= size and increment > 0 and samples >= 0):
         raise UserError(
-            f"rampup_batch_size {start} {increment} {samples} is no ramp up to global_batch_size {size}: START must be "
-            "between 1 and it, INCREMENT at least 1, SAMPLES at least 0"
+            f"rampup_batch_size {start} {increment} {samples} is not a ramp up to global_batch_size {size}: START must "
+            "be between 1 and it, INCREMENT at least 1, SAMPLES at least 0"
         )
     if (size - start) % increment:
         raise UserError(

@@ -1,7 +1,7 @@
 """Batches for one process, ahead of time: grain reads them in threads or processes, and a stall or death is an error.
 
-The loader keeps no state of its own: batch k of a run is a function of the samples consumed before it, so a run goes
-on anywhere from that one number, on any number of processes.
+The loader keeps no state of its own: batch k of a run is a function of the samples consumed before it, so a run
+continues from that one number anywhere, on any number of processes.
 """
 
 import contextlib

@@ -51,8 +51,8 @@ def find_duplicates(
     for band in range(BANDS):
         candidates = _candidates(_band_hashes(signatures, band))
         new = candidates[~np.isin(_keys(candidates), _keys(pairs))]
-        found, values = _similar_pairs(signatures, new, threshold)
-        pairs, similarity = np.concatenate([pairs, found]), np.concatenate([similarity, values])
+        similar, values = _similar_pairs(signatures, new, threshold)
+        pairs, similarity = np.concatenate([pairs, similar]), np.concatenate([similarity, values])
         progress(band + 1)
     return _resolve(pairs, similarity, protected)
 
@@ -102,7 +102,7 @@ def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) 
 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
-    """In the order of the corpus, drops what is like a document that was kept: chains drag no strangers along."""
+    """In order of the corpus, drops what is like a document that was kept; being like a dropped one does not count."""
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):

@@ -19,7 +19,7 @@ class TestGrams:
       counts: int64[u], how often each occurs in the test set.
     """
 
-    __test__ = False  # no test case of pytest
+    __test__ = False  # pytest: not a test case
 
     name: str
     unique: np.ndarray
@@ -37,7 +37,7 @@ def grams_of(name: str, texts: list[str]) -> TestGrams:
 def long_grams(shingles: Shingles, text: str) -> np.ndarray:
     """Hashes of the full n-grams in `text`."""
     hashes = shingles(text)
-    # A text of fewer than n words has one hash, of what there is: no n-gram.
+    # A text of fewer than n words has one hash, of what there is, which is not an n-gram.
     return hashes if len(hashes) > 1 or len(WORD.findall(text)) >= shingles.n else hashes[:0]
 
 

@@ -36,7 +36,7 @@ class CleanJob:
       remove_like: files of documents whose near-duplicates go.
       overlap_with: test sets to look for.
       workers: processes.
-      on_error: whether a line that can't be used ends the run.
+      on_error: what a line that can't be used does: end the run, or be dropped.
     """
 
     paths: Sequence[str]
@@ -219,7 +219,7 @@ def _texts_of(path: str, key: str) -> list[str]:
     """The texts of a small file: a test set or a removal list.
 
     Raises:
-      UserError: a line that is no document.
+      UserError: a line that is not a document.
     """
     texts = []
     for chunk in chunks([path]):

@@ -59,7 +59,7 @@ class Options:
     """Test sets: the report says which share of each one's word 8-grams occurs in the cleaned corpus."""
     workers: Annotated[int | None, tyro.conf.arg(help="Processes; one per core when not given.")] = None
     on_error: Literal["fail", "skip"] = "fail"
-    """What a line that is no JSON, or has no such key, does: end the run, or be dropped."""
+    """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is dropped."""
     overwrite: bool = False
     """Replace an earlier output."""
 
@@ -113,7 +113,7 @@ def _read_ids(paths: Sequence[Path]) -> frozenset[str]:
 
 
 def _clean_into_place(job: CleanJob) -> dict[str, Any]:
-    """Cleans in a hidden folder beside the output, and renames what came out; leaves nothing behind on failure."""
+    """Cleans in a hidden folder next to the output, and renames what came out; leaves nothing behind on failure."""
     folder = job.output.with_name(f".{job.output.name}.{os.getpid()}.cleaning")
     try:
         job.output.parent.mkdir(parents=True, exist_ok=True)

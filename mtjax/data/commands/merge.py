@@ -49,14 +49,14 @@ def run(options: Options) -> None:
 
 
 def _prefixes(given: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    prefixes: list[str] = []
     for name in given:
         path = Path(name).expanduser()
         inside = sorted(str(p.with_suffix("")) for p in path.glob("*.idx")) if path.is_dir() else [str(path)]
-        found += [p.removesuffix(".idx").removesuffix(".bin") for p in inside]
-    if not found:
+        prefixes += [p.removesuffix(".idx").removesuffix(".bin") for p in inside]
+    if not prefixes:
         raise UserError(f"{' '.join(given) or 'nothing'} holds no dataset to merge")
-    return found
+    return prefixes
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`mtjax data preprocess`: text files to Megatron's indexed datasets.
 
 Streams, so memory does not grow with the corpus; uses all cores; gives the same bytes whatever the number of workers;
-after a kill, the same command goes on where it stopped.
+after a kill, the same command continues where it stopped.
 """
 
 import os
@@ -48,11 +48,11 @@ class Options:
     """Whose rules split sentences: an ISO 639 code."""
     workers: Annotated[int | None, tyro.conf.arg(help="Processes that encode; one per core when not given.")] = None
     on_error: Literal["fail", "skip"] = "fail"
-    """What a line that is no JSON, or has no such key, does: end the run, or be reported and left out."""
+    """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is reported and left out."""
     overwrite: bool = False
     """Replace a dataset of the same name."""
     resume: bool = True
-    """Go on where an interrupted run of the same command stopped."""
+    """Continue where an interrupted run of the same command stopped."""
     save_every: float = 5.0
     """Seconds of work that an interruption may cost."""
 
@@ -105,7 +105,7 @@ def run(options: Options) -> None:
 
 
 def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
-    """All that the output depends on: a run with another identity doesn't go on with this one's partial files."""
+    """All that the output depends on: a run with another identity doesn't continue this one's partial files."""
     statuses = [Path(path).stat() if "://" not in path else None for path in paths]
     files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
     chosen = [options.json_keys, options.append_eod, options.split_sentences, options.language]

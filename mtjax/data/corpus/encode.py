@@ -15,7 +15,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What decides the ids beside the tokenizer.
+    """What, besides the tokenizer, decides the ids.
 
     Attributes:
       keys: JSON keys whose text is taken, each into a dataset of its own.

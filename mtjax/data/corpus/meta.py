@@ -13,7 +13,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Meta:
-    """What is known about an indexed dataset beside its files.
+    """What is known about an indexed dataset besides what its two files say.
 
     Attributes:
       tokenizer: its name as in `--tokenizer`, when the dataset was made by preprocessing.
@@ -48,7 +48,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
         fields: dict[str, Any] = json.loads(path.read_text())
         meta = Meta(**fields)
         if not all(isinstance(value, int) for value in (meta.idx_crc32, meta.bin_crc32)):
-            raise TypeError("a checksum is no number")
+            raise TypeError("a checksum is not a number")
     except (OSError, ValueError, TypeError) as e:
         raise UserError(f"{path} is damaged ({e}); delete it to use the dataset without its checksums") from e
     return meta

@@ -34,9 +34,9 @@ class Job:
       options: keys, end of document, sentences.
       workers: processes that encode; 0 encodes in this one, over all cores where the tokenizer can.
       on_error: whether a document that can't be used ends the run, or is reported and left out.
-      identity: all that the output depends on, as JSON values: an interrupted job goes on if it is the same. Without it
-        every run starts afresh.
-      tokenizer_name: written beside the dataset, so that it can be opened without naming it again.
+      identity: all that the output depends on, as JSON values: an interrupted job continues if it is the same. Without
+        it every run starts afresh.
+      tokenizer_name: written next to the dataset, so that it can be opened without naming it again.
       task: what the progress line says.
       seconds_per_save: how much work an interruption may cost.
     """
@@ -64,7 +64,7 @@ def preprocess(job: Job) -> Counts:
 
     Raises:
       UserError: a file is damaged, a document can't be used, or the output can't be written. What was done until then
-        is kept if the job can be gone on with, and deleted otherwise.
+        is kept if the job can be continued, and deleted otherwise.
     """
     record = ResumeRecord(job.outputs, job.identity)
     with record.locked():
@@ -72,7 +72,7 @@ def preprocess(job: Job) -> Counts:
         if saved is None:
             record.remove()
         elif not saved.sealed:
-            say(f"going on after {saved.counts.documents:,} documents of an interrupted run")
+            say(f"continuing after {saved.counts.documents:,} documents of an interrupted run")
         state = saved or State()
         if not state.sealed:
             try:
@@ -120,7 +120,7 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
 
 
 def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: ResumeRecord) -> None:
-    """Refuses a dataset without a single token, and forgets the run: to go on with it would change nothing.
+    """Refuses a dataset without a single token, and forgets the run: to continue it would change nothing.
 
     Raises:
       UserError: names the key that has no text.

@@ -246,7 +246,7 @@ def text_of(document: bytes, is_json: bool, keys: Sequence[str]) -> dict[str, li
 
 def _pieces_of_text(row: dict[str, Any], key: str) -> list[str]:
     value = row.get(key)
-    pieces = value if isinstance(value, list) else [value]
+    pieces: list[Any] = value if isinstance(value, list) else [value]
     for piece in pieces:
         if not isinstance(piece, str):
             kind = f"a list with {type(piece).__name__}" if pieces is value else type(piece).__name__

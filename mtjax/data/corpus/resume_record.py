@@ -1,4 +1,4 @@
-"""How far a preprocessing run has got, on disk beside its output, so that a killed run goes on where it stopped."""
+"""How far a preprocessing run has got, on disk next to its output, so that a killed run continues where it stopped."""
 
 import contextlib
 import fcntl
@@ -81,7 +81,7 @@ class ResumeRecord:
                 self._lock.unlink(missing_ok=True)
 
     def read(self) -> State | None:
-        """Where an earlier run of the same job stopped; None when there is none that can be gone on with."""
+        """Where an earlier run of the same job stopped; None when there is none, or none that can be continued."""
         if self._identity is None or not self._path.is_file():
             return None
         try:

@@ -18,9 +18,9 @@ STREAMED = ("bin", "lengths", "documents", "modes")
 
 
 class IndexedWriter:
-    """Collects sequences in partial files beside `PREFIX`; `seal` makes an index of them, `publish` renames.
+    """Collects sequences in partial files next to `PREFIX`; `seal` makes an index of them, `publish` renames.
 
-    Use as a context manager: leaving it keeps the partial files, which `resume_at` goes on from.
+    Use as a context manager: leaving it keeps the partial files, which `resume_at` continues.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any], resume_at: Mapping[str, int] | None = None) -> None:
@@ -101,7 +101,7 @@ class IndexedWriter:
 def publish(prefix: Path) -> None:
     """Gives the sealed files of `prefix` their names, the index last; does nothing for those that have them already."""
     index = partial_path(prefix, "idx")
-    if index.is_file():  # an old index must never stand beside new tokens
+    if index.is_file():  # an old index must never stand next to new tokens
         idx_path(prefix).unlink(missing_ok=True)
     for part, final in (("bin", bin_path(prefix)), ("meta", meta_path(prefix)), ("idx", idx_path(prefix))):
         if partial_path(prefix, part).is_file():

@@ -21,7 +21,7 @@ def normalise(weights: Sequence[float]) -> list[float]:
     """Weights that sum to 1.
 
     Raises:
-      UserError: a weight is negative or no number, or all are 0.
+      UserError: a weight is negative or not a number, or all are 0.
     """
     if any(not math.isfinite(w) or w < 0 for w in weights) or sum(weights) <= 0:
         raise UserError(f"blend weights {', '.join(map(str, weights))} should be 0 or more, and not all 0")

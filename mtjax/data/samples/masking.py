@@ -26,7 +26,7 @@ def whole_words(tokens: np.ndarray, starts: np.ndarray, special: np.ndarray) -> 
     Args:
       tokens: int[n].
       starts: bool[vocab], which tokens begin a word.
-      special: bool[n], which positions are never masked; a word doesn't go on over one.
+      special: bool[n], which positions are never masked; a word never spans one.
     """
     begins = starts[tokens] | special
     begins[1:] |= special[:-1]
@@ -54,7 +54,7 @@ def choose_spans(words: list[Span], budget: int, draw: DrawLength, random: np.ra
         if n == 0:
             continue
         span = words[start][0], words[min(start + n, len(words)) - 1][1]
-        # Words on both sides of a special token are no n-gram.
+        # Words on both sides of a special token don't form an n-gram.
         if _contiguous(words[start : start + n]) and not taken[span[0] : span[1]].any():
             taken[span[0] : span[1]] = True
             chosen.append(span)

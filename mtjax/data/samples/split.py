@@ -13,13 +13,13 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """The shares that `969,30,1` says, normalised to a sum of 1.
 
     Raises:
-      UserError: no number, more than three, or all of them 0.
+      UserError: not a number, more than three, or all of them 0.
     """
-    found = re.findall(r"[.0-9]+", text)
+    numbers = re.findall(r"[.0-9]+", text)
     try:
-        weights = [float(number) for number in found]
+        weights = [float(number) for number in numbers]
     except ValueError as e:
-        raise UserError(f"split {text!r} has something that is no number: {e}") from e
+        raise UserError(f"split {text!r} has something that is not a number: {e}") from e
     if not 0 < len(weights) <= 3 or sum(weights) <= 0:
         raise UserError(f"split {text!r} should be up to three numbers, train,valid,test, not all 0, like 969,30,1")
     weights += [0.0] * (3 - len(weights))

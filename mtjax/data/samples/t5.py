@@ -140,7 +140,7 @@ class T5Dataset:
     def corrupt(self, text: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         """`text` with its spans replaced by sentinels, and (sentinel, span), (sentinel, span), ... - both unpadded."""
         special = np.zeros(len(text), bool)
-        # What doesn't fit into the decoder beside a sentinel for each span and the start is not masked.
+        # The decoder also has to hold its start and a sentinel for each span: no more is masked than fits with them.
         room = (self.options.decoder_length - 1) // 2
         budget = min(max(1, round(len(text) * self.options.mask_probability)), room)
         chosen = choose_spans(whole_words(text, self._starts, special), budget, self._draw, random)

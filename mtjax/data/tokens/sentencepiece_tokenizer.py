@@ -18,7 +18,7 @@ class SentencePieceTokenizer:
         try:
             self._processor = library.SentencePieceProcessor(model_proto=model)
         except RuntimeError as e:
-            raise UserError(f"{source} is no SentencePiece model: {e}") from e
+            raise UserError(f"{source} is not a SentencePiece model: {e}") from e
         self._model = model
         self._eod = self._processor.eos_id()
         if self._eod < 0:

@@ -214,13 +214,13 @@ def _gpt2(folder: Path) -> FastTokenizer:
     if not isinstance(vocab, dict) or wrong is not None:
         line = "" if wrong is None else f"; {' '.join(pairs[wrong])!r} is not"
         raise UserError(
-            f"{folder} is no GPT-2 vocabulary: {vocab_file.name} should map tokens to ids, and each line of "
+            f"{folder} is not a GPT-2 vocabulary: {vocab_file.name} should map tokens to ids, and each line of "
             f"{merges_file.name} should be two tokens{line}"
         )
     try:
         tokenizer = byte_level(HuggingFace(models.BPE(vocab=vocab, merges=pairs)))  # pyright: ignore[reportArgumentType]
     except Exception as e:  # the library raises bare Exceptions
-        raise UserError(f"{folder} is no GPT-2 vocabulary: {e}") from e
+        raise UserError(f"{folder} is not a GPT-2 vocabulary: {e}") from e
     if END_OF_DOCUMENT in vocab:
         tokenizer.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return FastTokenizer(tokenizer, str(folder))
@@ -231,7 +231,7 @@ def _bert(path: Path) -> FastTokenizer:
     vocab = {word: index for index, word in enumerate(words) if word}
     missing = [name for name in ("[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]") if name not in vocab]
     if missing:
-        raise UserError(f"{path} is no BERT vocabulary: it has no {', '.join(missing)}")
+        raise UserError(f"{path} is not a BERT vocabulary: it has no {', '.join(missing)}")
     cased = any(word != word.lower() for word in vocab if not word.startswith("["))
     tokenizer = HuggingFace(models.WordPiece(vocab=vocab, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
@@ -247,7 +247,7 @@ def _hugging_face(path: Path) -> FastTokenizer:
     try:
         tokenizer = HuggingFace.from_str(text)
     except Exception as e:  # the library raises bare Exceptions
-        raise UserError(f"{path} is no tokenizer.json: {e}") from e
+        raise UserError(f"{path} is not a tokenizer.json: {e}") from e
     return FastTokenizer(tokenizer, str(path))
 
 

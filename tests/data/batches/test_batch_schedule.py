@@ -66,7 +66,7 @@ def test_samples_and_steps():
     ("training", "message"),
     [
         (ramp(8, 10, 100), "56 is not divisible by 10"),
-        (ramp(100, 8, 100), "is no ramp up to global_batch_size 64"),
+        (ramp(100, 8, 100), "is not a ramp up to global_batch_size 64"),
         (ramp(8, 0, 100), "INCREMENT at least 1"),
         (Training(global_batch_size=64, train_samples=63), "less than the first global batch, 64"),
     ],

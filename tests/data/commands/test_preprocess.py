@@ -224,7 +224,7 @@ def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer,
             os.killpg(process.pid, signal.SIGKILL)
             kills += 1
         error = process.communicate()[1]
-        resumed += "going on after" in error
+        resumed += "continuing after" in error
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, error
