@@ -38,7 +38,7 @@ from train_step import RESULTS, processor
 
 from mtjax import data
 from mtjax.config import Config
-from mtjax.data.split import Split
+from mtjax.data.samples.split import Split
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch

@@ -82,8 +82,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, fl
 
 
 def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    import mtjax.data.gpt_index
-    import mtjax.data.preprocess  # noqa: F401
+    import mtjax.data.commands.preprocess
+    import mtjax.data.samples.gpt_index  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -96,12 +96,12 @@ def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
-    from mtjax.data import corpus
-    from mtjax.data.train_tokenizer import train_byte_level_bpe
+    from mtjax.data.corpus import default_corpus
+    from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = corpus.documents()
+        texts = default_corpus.documents()
         tokenizer = folder / "tokenizer.json"
         train_byte_level_bpe(texts, tokenizer)
         size = 0
@@ -134,8 +134,8 @@ def _ours(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, 
 
 
 def _mtjax_preprocess(folder: Path, tokenizer: Path, workers: int, turn: int) -> int:
-    from mtjax.data import preprocess
-    from mtjax.data.indexed import IndexedDataset
+    from mtjax.data.commands import preprocess
+    from mtjax.data.corpus.indexed import IndexedDataset
 
     output = folder / f"ours{turn}"
     options = f"--input {folder}/text.jsonl --output {output} --tokenizer hf:{tokenizer} --append-eod"
@@ -178,7 +178,7 @@ def _corpus(samples: int) -> np.ndarray:
 
 def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
     """Seconds for all three indices, of which `build` makes the samples'; wall clock, and of the processor."""
-    from mtjax.data.gpt_index import document_index, plan_epochs, shuffle_index
+    from mtjax.data.samples.gpt_index import document_index, plan_epochs, shuffle_index
 
     lengths = _corpus(samples)
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), 1024, samples)
@@ -194,7 +194,7 @@ def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
 
 
 def _our_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> None:
-    from mtjax.data.gpt_index import sample_index
+    from mtjax.data.samples.gpt_index import sample_index
 
     with tempfile.TemporaryDirectory() as folder:
         sample_index(lengths, documents, 1024, samples, Path(folder) / "samples.npy")
@@ -220,7 +220,7 @@ def _plain_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> 
 def loading(arguments: argparse.Namespace) -> dict[str, Any]:
     from mtjax import config as configs
     from mtjax.data import open_dataset, open_loader
-    from mtjax.data.batch_schedule import constant
+    from mtjax.data.batches.batch_schedule import constant
 
     steps, batch, rows = 300, 16, {}
     for length in (128, 1024):
@@ -244,7 +244,7 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     """The share of the default run's steps that goes into waiting for the next batch, the first one left out."""
-    from mtjax.data.loader import Loader
+    from mtjax.data.batches.loader import Loader
     from mtjax.train import __main__ as train
 
     waits: list[tuple[float, float]] = []

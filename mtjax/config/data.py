@@ -36,3 +36,8 @@ class Data:
     """Keep attention within a document."""
     eod_mask_loss: bool = False
     """Leave tokens whose input is the end of a document out of the loss."""
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out the last validation sample of GPT when the text ends within it; otherwise it is filled up, without loss
+    on what is filled."""
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than a GPT sample has, as the label of its last token; otherwise that has no label."""

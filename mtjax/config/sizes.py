@@ -48,19 +48,6 @@ def padded_vocab_size(model: Model) -> int:
     return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
-def layers_again(count: int, training: Training) -> int:
-    """How many of a stack's `count` layers the backward pass recomputes from their input."""
-    if training.recompute != "full":
-        return 0
-    return min(training.recompute_num_layers, count) if training.recompute_method == "block" else count
-
-
-def layers_nested(count: int, training: Training) -> int:
-    """How many of a stack's `count` layers are recomputed in groups of several."""
-    grouped = training.recompute_method == "uniform" and training.recompute_num_layers > 1
-    return layers_again(count, training) if grouped else 0
-
-
 def describe_recompute(training: Training) -> str:
     """What the backward pass recomputes, in words."""
     if training.recompute != "full":

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from mtjax.data.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
-from mtjax.data.gpt import Dataset
-from mtjax.data.open import open_bert_dataset, open_dataset, open_t5_dataset, vocabulary_size
-from mtjax.data.prepare import load_tokenizer
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.batches.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
+from mtjax.data.datasets import open_dataset, vocabulary_size
+from mtjax.data.run_text import load_tokenizer
+from mtjax.data.samples.sample import Dataset
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mtjax.data.loader import Loader, open_loader
+    from mtjax.data.batches.loader import Loader, open_loader
 
 __all__ = [
     "BatchSchedule",
@@ -19,10 +19,8 @@ __all__ = [
     "batch_schedule",
     "constant",
     "load_tokenizer",
-    "open_bert_dataset",
     "open_dataset",
     "open_loader",
-    "open_t5_dataset",
     "train_samples",
     "train_steps",
     "vocabulary_size",
@@ -32,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """`Loader` and `open_loader` on first use: grain takes a second to import, which other commands needn't wait."""
     if name in ("Loader", "open_loader"):
-        from mtjax.data import loader
+        from mtjax.data.batches import loader
 
         return getattr(loader, name)
     raise AttributeError(name)

@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`mtjax data COMMAND ...`: the same as `python -m mtjax.data.COMMAND ...`."""
+    """`mtjax data COMMAND ...`, also `python -m mtjax.data COMMAND ...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         rows = "\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items())
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"error: no data command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
         return 2
-    return import_module(f"mtjax.data.{argv[0]}").main(argv[1:])
+    return import_module(f"mtjax.data.commands.{argv[0]}").main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -14,19 +14,14 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtjax.config import Config
+import numpy as np
+
+from mtjax.config import Data
 from mtjax.errors import UserError
-
-
-def cache_root(config: Config) -> Path:
-    """`cache_dir` of the config, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
-    if config.data.cache_dir is not None:
-        return config.data.cache_dir.expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "mtjax"
 
 
 def digest(parts: Mapping[str, Any]) -> str:
@@ -35,33 +30,90 @@ def digest(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def cached_folder(root: Path, kind: str, parts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """The folder `root/kind-DIGEST`, made by `build(empty folder)` when it isn't there yet.
+@dataclass(frozen=True)
+class Cache:
+    """A folder of prepared data.
+
+    Attributes:
+      root: the folder; made on first use.
+    """
+
+    root: Path
+
+    @classmethod
+    def of(cls, data: Data) -> "Cache":
+        """The cache of a run: its `cache_dir`, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
+        if data.cache_dir is not None:
+            return cls(data.cache_dir.expanduser().absolute())
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return cls(Path(base).absolute() / "mtjax")
+
+    def folder(self, kind: str, parts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+        """The folder `root/kind-DIGEST`, made by `build(empty folder)` when it does not exist yet.
+
+        Args:
+          kind: a word that a person sees in a listing of the cache.
+          parts: everything that the contents depend on, as JSON values; kept beside the contents as `made_from.json`.
+          build: fills the folder; if it raises, nothing remains.
+
+        Raises:
+          UserError: the cache can't be written.
+        """
+        final = self.root / f"{kind}-{digest(parts)}"
+        if final.is_dir():
+            return final
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with _locked(self.root / f".{final.name}.lock"):
+                if not final.is_dir():
+                    _build(final, parts, build)
+        except PermissionError as e:
+            raise UserError(
+                f"the cache {self.root} can't be written ({e.strerror}); give another with --cache-dir"
+            ) from e
+        except OSError as e:
+            if e.errno is None or e.filename is None:
+                raise
+            raise UserError(f"{e.strerror}: {e.filename}, while preparing data in the cache {self.root}") from e
+        return final
+
+    def file_digest(self, path: Path) -> str:
+        """A file's SHA-256, remembered by path, size and time of change, so that a file is read only once."""
+        status = path.stat()
+        known = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
+
+        def build(folder: Path) -> None:
+            with path.open("rb") as file:
+                (folder / "sha256").write_text(hashlib.file_digest(file, "sha256").hexdigest())
+
+        return (self.folder("file", {"file": known}, build) / "sha256").read_text()
+
+
+def cached_arrays(
+    cache: Cache | None,
+    kind: str,
+    parts: Mapping[str, Any],
+    build: Callable[[Path | None], Mapping[str, np.ndarray]],
+) -> Mapping[str, np.ndarray]:
+    """The arrays that `build` makes: memory-mapped from the cache, or as they are without one.
 
     Args:
-      root: the cache.
-      kind: a word that a person sees in a listing of the cache.
-      parts: everything that the contents depend on, as JSON values; kept beside the contents as `made_from.json`.
-      build: fills the folder; if it raises, nothing remains.
-
-    Raises:
-      UserError: the cache can't be written.
+      cache: where they are kept; nowhere when None.
+      kind: see `Cache.folder`.
+      parts: see `Cache.folder`.
+      build: makes the arrays. It gets a folder, or None without a cache; an array that it writes to `NAME.npy` there
+        itself (because it is large) must come back as a `numpy.memmap`.
     """
-    final = root / f"{kind}-{digest(parts)}"
-    if final.is_dir():
-        return final
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{final.name}.lock"):
-            if not final.is_dir():
-                _build(final, parts, build)
-    except PermissionError as e:
-        raise UserError(f"the cache {root} can't be written ({e.strerror}); give another with --cache-dir") from e
-    except OSError as e:
-        if e.errno is None or e.filename is None:
-            raise
-        raise UserError(f"{e.strerror}: {e.filename}, while preparing data in the cache {root}") from e
-    return final
+    if cache is None:
+        return build(None)
+
+    def fill(folder: Path) -> None:
+        for name, array in build(folder).items():
+            if not isinstance(array, np.memmap):
+                np.save(folder / f"{name}.npy", array)
+
+    folder = cache.folder(kind, parts, fill)
+    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
 
 
 def _build(final: Path, parts: Mapping[str, Any], build: Callable[[Path], None]) -> None:
@@ -97,20 +149,8 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock of this host on `path`; goes on without where the file system has no locks."""
+    """Holds an exclusive lock of this host on `path`; does without where the file system has no locks."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def file_digest(path: Path, root: Path) -> str:
-    """The content hash of a file; remembered in the cache by path, size and time of change, so that it is read once."""
-    status = path.stat()
-    known = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
-
-    def build(folder: Path) -> None:
-        with path.open("rb") as file:
-            (folder / "sha256").write_text(hashlib.file_digest(file, "sha256").hexdigest())
-
-    return (cached_folder(root, "file", {"file": known}, build) / "sha256").read_text()

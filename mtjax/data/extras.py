@@ -15,4 +15,6 @@ def require(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as e:
-        raise UserError(f"this needs the library {name}: pip install 'mtjax[data]'") from e
+        raise UserError(
+            f"this needs the library {name}: in a checkout of mtjax, pip install -e '.[data]' installs it"
+        ) from e

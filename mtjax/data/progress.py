@@ -58,5 +58,5 @@ class ProgressLine:
 
 
 def say(text: str) -> None:
-    """One line to the user, beside whatever a command prints."""
+    """One line to the user on stderr, apart from what a command prints."""
     print(text, file=sys.stderr, flush=True)

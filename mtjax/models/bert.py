@@ -158,7 +158,7 @@ class BERT(nnx.Module):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Masked sentence pairs: `mtjax.data.bert`."""
+        """Masked sentence pairs: `mtjax.data.samples.bert`."""
         names = {"tokens": jnp.int32, "token_types": jnp.int32, "padding_mask": jnp.int32}
         names |= {"labels": jnp.int32, "loss_mask": jnp.float32}
         arrays = {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}

@@ -202,7 +202,7 @@ class T5(nnx.Module):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Corrupted text and its spans: `mtjax.data.t5`."""
+        """Corrupted text and its spans: `mtjax.data.samples.t5`."""
         reads, writes = (config.model.sequence_length,), (decoder_length(config.model),)
         return {
             "encoder_tokens": jax.ShapeDtypeStruct(reads, jnp.int32),

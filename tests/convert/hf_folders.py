@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, trainers
 
-from mtjax.data.tokenizer import byte_level
+from mtjax.data.tokens.tokenizer import byte_level
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB, INNER = 3, 32, 8, 16, 300, 80
 

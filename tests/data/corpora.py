@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from mtjax.data.indexed import token_dtype
-from mtjax.data.writer import IndexedWriter
+from mtjax.data.corpus.indexed import token_dtype
+from mtjax.data.corpus.writer import IndexedWriter
 
 WORDS = (
     "the",

@@ -2,20 +2,21 @@ import multiprocessing
 import os
 import time
 
+import numpy as np
 import pytest
 
-from mtjax.config import Config, Data
-from mtjax.data.cache import cache_root, cached_folder, digest, file_digest
+from mtjax.config import Data
+from mtjax.data.cache import Cache, cached_arrays, digest
 from mtjax.errors import UserError
 
 
 def test_where_it_is(monkeypatch, tmp_path):
-    assert cache_root(Config(data=Data(cache_dir=tmp_path / "x"))) == tmp_path / "x"
+    assert Cache.of(Data(cache_dir=tmp_path / "x")).root == tmp_path / "x"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root(Config()) == tmp_path / "mtjax"
+    assert Cache.of(Data()).root == tmp_path / "mtjax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root(Config()) == tmp_path / ".cache" / "mtjax"
+    assert Cache.of(Data()).root == tmp_path / ".cache" / "mtjax"
 
 
 def test_named_by_content():
@@ -28,9 +29,9 @@ def test_nothing_remains_of_a_build_that_fails(tmp_path):
         raise UserError("no")
 
     with pytest.raises(UserError, match="no"):
-        cached_folder(tmp_path, "x", {}, build)
+        Cache(tmp_path).folder("x", {}, build)
     assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
-    folder = cached_folder(tmp_path, "x", {}, lambda folder: (folder / "whole").touch())
+    folder = Cache(tmp_path).folder("x", {}, lambda folder: (folder / "whole").touch())
     assert {p.name for p in folder.iterdir()} == {"whole", "made_from.json"}
 
 
@@ -40,7 +41,7 @@ def _slow(root, queue):
         time.sleep(0.5)
         (folder / "by").write_text(str(os.getpid()))
 
-    queue.put((cached_folder(root, "x", {"a": 1}, build) / "by").read_text())
+    queue.put((Cache(root).folder("x", {"a": 1}, build) / "by").read_text())
 
 
 def test_many_processes_build_once(tmp_path):
@@ -65,14 +66,14 @@ def test_two_builders_without_locks(tmp_path, monkeypatch):
 
     def outer(folder):
         (folder / "by").write_text("outer")
-        cached_folder(tmp_path, "x", {}, inner)
+        Cache(tmp_path).folder("x", {}, inner)
 
-    assert (cached_folder(tmp_path, "x", {}, outer) / "by").read_text() == "inner"
+    assert (Cache(tmp_path).folder("x", {}, outer) / "by").read_text() == "inner"
     assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_leftovers_of_the_dead_are_removed(tmp_path):
-    final = cached_folder(tmp_path, "x", {}, lambda folder: None)
+    final = Cache(tmp_path).folder("x", {}, lambda folder: None)
     host = os.uname().nodename
     dead, alive, elsewhere = (
         tmp_path / f".{final.name}.{name}.tmp"
@@ -82,19 +83,37 @@ def test_leftovers_of_the_dead_are_removed(tmp_path):
         folder.mkdir()
     (final / "made_from.json").unlink()
     final.rmdir()
-    cached_folder(tmp_path, "x", {}, lambda folder: None)
+    Cache(tmp_path).folder("x", {}, lambda folder: None)
     assert [p.exists() for p in (dead, alive, elsewhere)] == [False, True, True]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"(?i)not a directory|file exists"):
-        cached_folder(tmp_path / "file", "x", {}, lambda folder: None)
+        Cache(tmp_path / "file").folder("x", {}, lambda folder: None)
 
 
 def test_a_changed_file_has_another_digest(tmp_path):
     (tmp_path / "x").write_text("one")
-    first = file_digest(tmp_path / "x", tmp_path / "cache")
-    assert first == file_digest(tmp_path / "x", tmp_path / "cache")
+    first = Cache(tmp_path / "cache").file_digest(tmp_path / "x")
+    assert first == Cache(tmp_path / "cache").file_digest(tmp_path / "x")
     (tmp_path / "x").write_text("other")
-    assert first != file_digest(tmp_path / "x", tmp_path / "cache")
+    assert first != Cache(tmp_path / "cache").file_digest(tmp_path / "x")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_arrays_are_the_same_with_and_without_a_cache(tmp_path, kept):
+    calls = []
+
+    def build(folder):
+        calls.append(folder)
+        large = np.zeros(3, np.int32)
+        if folder is not None:
+            large = np.lib.format.open_memmap(folder / "large.npy", "w+", np.int32, (3,))
+        large[:] = (7, 8, 9)
+        return {"small": np.arange(4), "large": large}
+
+    for _ in range(2):
+        arrays = cached_arrays(Cache(tmp_path) if kept else None, "x", {"a": 1}, build)
+        assert {name: array.tolist() for name, array in arrays.items()} == {"small": [0, 1, 2, 3], "large": [7, 8, 9]}
+    assert len(calls) == (1 if kept else 2)

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from tensorboardX.proto.event_pb2 import Event
 
 from mtjax import config
-from mtjax.data.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from tests.end_to_end.runs import Finished, Launcher, finish
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}

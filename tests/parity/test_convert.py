@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtjax.convert.__main__ import main
-from mtjax.data.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import batch_sharding
 from tests.convert.hf_folders import small_tokenizer

@@ -7,7 +7,7 @@ from mtjax.config.sizes import mlp_size
 from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
 from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 LAYERS, BLOCK = "stack.layers", "bert.encoder.layer.{layer}"
 

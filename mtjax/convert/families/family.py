@@ -7,7 +7,7 @@ from typing import Any
 from mtjax.config import Config, Model, replace
 from mtjax.config.shape import effective_settings
 from mtjax.convert.table import Table
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 Json = Mapping[str, Any]

@@ -7,8 +7,8 @@ from mtjax.config.sizes import decoder_layers, head_dim, mlp_size
 from mtjax.convert.families.family import Family, Field, Json
 from mtjax.convert.families.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table
-from mtjax.data.t5 import t5_ids
-from mtjax.data.tokenizer import Tokenizer
+from mtjax.data.samples.t5 import t5_ids
+from mtjax.data.tokens.tokenizer import Tokenizer
 
 
 def _half(name: str, mlp: int) -> tuple[Row, ...]:
@@ -104,7 +104,7 @@ def _write(model: Model) -> dict[str, Any]:
 
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of the first vocabulary; of our own, those that the samples have (`mtjax.data.t5`)."""
+    """Of the first vocabulary; of our own, those that the samples have (`mtjax.data.samples.t5`)."""
     if tokenizer is None:
         return {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     ids = t5_ids(tokenizer)

@@ -1,0 +1,1 @@
+"""Batches: how many samples a step takes, and reading them ahead of time."""

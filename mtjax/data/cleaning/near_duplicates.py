@@ -1,0 +1,111 @@
+"""Near-duplicates in a corpus, by locality-sensitive hashing of MinHash signatures.
+
+A signature is cut into bands; documents that agree in a whole band are compared. Bands are sorted one at a time, so
+memory is some bytes per document, and the signatures stay on disk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtjax.data.cleaning.minhash import PERMUTATIONS, mix
+
+ROWS = 5
+BANDS = PERMUTATIONS // ROWS
+DOCUMENTS_AT_A_TIME = 1 << 16
+PAIRS_AT_A_TIME = 1 << 15
+COMPARED_WITH = 32
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A document to drop.
+
+    Attributes:
+      document: its number.
+      original: number of the document that is kept in its place.
+      similarity: estimated Jaccard similarity of the two.
+    """
+
+    document: int
+    original: int
+    similarity: float
+
+
+def find_duplicates(
+    signatures: np.ndarray, threshold: float, protected: int = 0, progress: Callable[[int], None] = lambda _: None
+) -> list[Duplicate]:
+    """Documents that are more similar than `threshold` to an earlier one that is kept.
+
+    With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999.
+    In a bucket, documents are compared with its first 32: that bounds the work a much repeated text can cause.
+
+    Args:
+      signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.
+      threshold: Jaccard similarity above which the later document goes.
+      protected: this many documents at the beginning are never dropped.
+      progress: is told how many bands are done.
+    """
+    pairs, similarity = np.empty((0, 2), np.int64), np.empty(0)
+    for band in range(BANDS):
+        candidates = _candidates(_band_hashes(signatures, band))
+        new = candidates[~np.isin(_keys(candidates), _keys(pairs))]
+        similar, values = _similar_pairs(signatures, new, threshold)
+        pairs, similarity = np.concatenate([pairs, similar]), np.concatenate([similarity, values])
+        progress(band + 1)
+    return _resolve(pairs, similarity, protected)
+
+
+def _keys(pairs: np.ndarray) -> np.ndarray:
+    """A number for each pair of documents, of which there are fewer than 2^32."""
+    return pairs[:, 0] << 32 | pairs[:, 1]
+
+
+def _band_hashes(signatures: np.ndarray, band: int) -> np.ndarray:
+    """uint64[documents]: a hash of one band of each signature."""
+    hashes = np.zeros(len(signatures), np.uint64)
+    with np.errstate(over="ignore"):
+        for at in range(0, len(signatures), DOCUMENTS_AT_A_TIME):
+            rows = np.asarray(signatures[at : at + DOCUMENTS_AT_A_TIME, band * ROWS : (band + 1) * ROWS])
+            for row in rows.T:
+                part = hashes[at : at + DOCUMENTS_AT_A_TIME]
+                part[:] = mix(part + row)
+    return hashes
+
+
+def _candidates(hashes: np.ndarray) -> np.ndarray:
+    """int64[pairs, 2]: (earlier, later) documents in one bucket, the earlier among the bucket's first."""
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.empty(0, bool)
+    start = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0)) if len(order) else order
+    place = np.arange(len(order)) - start  # of a document within its bucket
+    pairs = []
+    for k in range(COMPARED_WITH):
+        later = np.flatnonzero(place > k)
+        if len(later) == 0:
+            break
+        pairs.append(np.stack([order[start[later] + k], order[later]], axis=1))
+    return np.concatenate(pairs) if pairs else np.empty((0, 2), np.int64)
+
+
+def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    kept, values = [np.empty((0, 2), np.int64)], [np.empty(0)]
+    for at in range(0, len(pairs), PAIRS_AT_A_TIME):
+        part = pairs[at : at + PAIRS_AT_A_TIME]
+        similarity = (signatures[part[:, 0]] == signatures[part[:, 1]]).mean(axis=1)
+        above = similarity > threshold
+        kept.append(part[above])
+        values.append(similarity[above])
+    return np.concatenate(kept), np.concatenate(values)
+
+
+def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
+    """In order of the corpus, drops what is like a document that was kept; being like a dropped one does not count."""
+    order = np.lexsort((pairs[:, 0], pairs[:, 1]))
+    dropped: dict[int, Duplicate] = {}
+    for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):
+        if document >= protected and document not in dropped and original not in dropped:
+            dropped[document] = Duplicate(document, original, round(value, 4))
+    return list(dropped.values())

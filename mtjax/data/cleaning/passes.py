@@ -1,0 +1,236 @@
+"""The passes of cleaning over a corpus: see `clean`."""
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import numpy as np
+
+from mtjax.data.cleaning.document import EXCERPT, CleanedChunk, Cleaner, CleanOptions, Drop, OverlapFinder, parse
+from mtjax.data.cleaning.minhash import PERMUTATIONS
+from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicates
+from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
+from mtjax.data.corpus.parallel import map_in_order
+from mtjax.data.corpus.reader import Chunk, chunks, expand, total_bytes
+from mtjax.data.extras import require
+from mtjax.data.progress import ProgressLine
+from mtjax.errors import UserError
+
+NEAR_DUPLICATE, LIKE_REMOVED, UNUSABLE = "near-duplicate", "like a removed document", "unusable line"
+
+
+@dataclass(frozen=True)
+class CleanJob:
+    """What to clean, into what, and how.
+
+    Attributes:
+      paths: text files, in the order that decides which of two duplicates is the first.
+      output: the file that is written.
+      options: what is done to each document.
+      jaccard: similarity above which the later of two documents goes; 1 for no such comparison.
+      remove_like: files of documents whose near-duplicates go.
+      overlap_with: test sets to look for.
+      workers: processes.
+      on_error: what a line that can't be used does: end the run, or be dropped.
+    """
+
+    paths: Sequence[str]
+    output: Path
+    options: CleanOptions
+    jaccard: float = 0.7
+    remove_like: Sequence[str] = ()
+    overlap_with: Sequence[str] = ()
+    workers: int = 0
+    on_error: Literal["fail", "skip"] = "fail"
+
+
+@dataclass
+class _Seen:
+    """What the first pass leaves: files in the working folder, and counts."""
+
+    folder: Path
+    removed: int = 0  # documents of the removal lists, whose signatures come first
+    kept: int = 0
+    documents: int = 0
+    repaired: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+    def signatures(self) -> np.ndarray:
+        """uint32[removed + kept, PERMUTATIONS], on disk."""
+        return _mapped(self.folder / "signatures", np.dtype(np.uint32)).reshape(-1, PERMUTATIONS)
+
+    def places(self) -> np.ndarray:
+        """int64[kept, 2]: file and line of each row, on disk."""
+        return _mapped(self.folder / "places", np.dtype(np.int64)).reshape(-1, 2)
+
+
+def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
+    """Cleans into `folder`: the output under its own name, and `dropped.jsonl`.
+
+    Returns:
+      The report: documents read, repaired, dropped by reason, and kept; overlap of each test set.
+
+    Raises:
+      UserError: a file can't be read, or a document can't be used.
+    """
+    tests = [grams_of(path, _texts_of(path, job.options.key)) for path in expand(job.overlap_with)]
+    seen = _Seen(folder)
+    with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
+        _first_pass(job, seen, dropped)
+        gone = _drop_duplicates(job, seen, dropped)
+    found = _second_pass(job, seen, gone, tests)
+    overlap = {
+        test.name: {"ngrams": int(test.counts.sum()), "share": share(test, hit)}
+        for test, hit in zip(tests, found, strict=True)
+    }
+    return {
+        "output": str(job.output),
+        "documents": seen.documents,
+        "repaired": seen.repaired,
+        "dropped": dict(seen.reasons),
+        "kept": seen.kept - int(gone.sum()),
+        "overlap": overlap,
+    }
+
+
+def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
+    cleaner = Cleaner(job.options)
+    with ExitStack() as stack:
+        rows = stack.enter_context(seen.rows.open("wb"))
+        signatures = stack.enter_context((seen.folder / "signatures").open("wb"))
+        places = stack.enter_context((seen.folder / "places").open("wb"))
+        for path in job.remove_like:
+            signed = cleaner.sign([text for text in _texts_of(path, job.options.key) if text.strip()])
+            signatures.write(signed.tobytes())
+            seen.removed += len(signed)
+        progress = stack.enter_context(ProgressLine("cleaning", sum(total_bytes(p) for p in job.paths)))
+        before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
+        results = map_in_order(cleaner, chunks(job.paths), job.workers)
+        stack.callback(results.close)
+        text_bytes = 0
+        for chunk, result in results:
+            rows.writelines(result.rows)
+            signatures.write(result.signatures.tobytes())
+            files = np.full(len(result.lines), chunk.file, np.int64)
+            places.write(np.stack([files, result.lines], axis=1).tobytes())
+            _count(job, chunk, result, seen, dropped)
+            text_bytes += chunk.end - chunk.start
+            progress.update(int(before[chunk.file]) + chunk.read, text_bytes)
+
+
+def _count(job: CleanJob, chunk: Chunk, result: CleanedChunk, seen: _Seen, dropped: IO[str]) -> None:
+    for line, message in result.errors:
+        if job.on_error == "fail":
+            raise UserError(f"{chunk.path}, line {line}: {message}; --on-error skip leaves such lines out")
+        _write_drop(dropped, chunk.path, Drop(line, UNUSABLE, message))
+    for drop in result.drops:
+        _write_drop(dropped, chunk.path, drop)
+    seen.reasons.update(drop.reason for drop in result.drops)
+    if result.errors:
+        seen.reasons[UNUSABLE] += len(result.errors)
+    seen.kept += len(result.rows)
+    seen.repaired += result.repaired
+    seen.documents += len(result.rows) + len(result.drops) + len(result.errors)
+
+
+def _write_drop(file: IO[str], path: str, drop: Drop, **more: Any) -> None:
+    row = {"file": path, "line": drop.line, "reason": drop.reason, **more, "text": drop.text}
+    file.write(json.dumps(row) + "\n")
+
+
+def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray:
+    """bool[kept]: which rows go, each reported with what it is like."""
+    gone = np.zeros(seen.kept, bool)
+    if job.jaccard >= 1:
+        return gone
+    signatures, places = seen.signatures(), seen.places()
+    with ProgressLine("comparing", BANDS) as progress:
+        duplicates = find_duplicates(signatures, job.jaccard, seen.removed, progress.update)
+    for duplicate in sorted(duplicates, key=lambda d: d.document):
+        row = duplicate.document - seen.removed
+        gone[row] = True
+        reason = LIKE_REMOVED if duplicate.original < seen.removed else NEAR_DUPLICATE
+        seen.reasons[reason] += 1
+        _report_duplicate(job, seen, places, duplicate, reason, dropped)
+    return gone
+
+
+def _report_duplicate(
+    job: CleanJob, seen: _Seen, places: np.ndarray, duplicate: Duplicate, reason: str, dropped: IO[str]
+) -> None:
+    file, line = (int(n) for n in places[duplicate.document - seen.removed])
+    like: Any = duplicate.original  # its number in the removal lists
+    if duplicate.original >= seen.removed:
+        other_file, other_line = (int(n) for n in places[duplicate.original - seen.removed])
+        like = {"file": job.paths[other_file], "line": other_line}
+    _write_drop(dropped, job.paths[file], Drop(line, reason, ""), like=like, similarity=duplicate.similarity)
+
+
+def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[TestGrams]) -> list[np.ndarray]:
+    """Writes the rows that stay; returns for each test set which of its n-grams they hold, bool[u]."""
+    found = [np.zeros(len(test.unique), bool) for test in tests]
+    with _open_output(seen.folder / job.output.name) as out:
+        staying = _staying(seen, gone, out)
+        if not tests:
+            for _ in staying:
+                pass
+            return found
+        results = map_in_order(OverlapFinder(tests, job.options.key), staying, job.workers)
+        for _, hits in results:
+            for mark, hit in zip(found, hits, strict=True):
+                mark[hit] = True
+    return found
+
+
+def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Chunk]:
+    """Chunks of the rows that stay, written on the way."""
+    number = 0
+    for chunk in chunks([str(seen.rows)]):
+        rows = [row for i, row in enumerate(chunk.documents, start=number) if not gone[i]]
+        number += len(chunk.documents)
+        out.writelines(rows)
+        yield replace(chunk, documents=rows)
+
+
+@contextmanager
+def _open_output(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("wb") as raw:
+        if path.suffix == ".gz":
+            # No name and time inside, so that equal contents are equal bytes.
+            with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
+                yield cast("IO[bytes]", file)
+        elif path.suffix == ".zst":
+            with require("zstandard").ZstdCompressor().stream_writer(raw, closefd=False) as file:
+                yield file
+        else:
+            yield raw
+
+
+def _texts_of(path: str, key: str) -> list[str]:
+    """The texts of a small file: a test set or a removal list.
+
+    Raises:
+      UserError: a line that is not a document.
+    """
+    texts = []
+    for chunk in chunks([path]):
+        for document in chunk.documents:
+            try:
+                texts.append(parse(document, chunk.is_json, key)[key])
+            except ValueError as e:
+                raise UserError(f"{path}: {e}: {document[:EXCERPT]!r}") from e
+    return texts
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    # An empty file can't be mapped.
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

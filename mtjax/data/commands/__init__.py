@@ -1,0 +1,1 @@
+"""The `mtjax data` commands, a module each."""

@@ -1,0 +1,149 @@
+"""`mtjax data clean`: the cleaning of section 4.1 of arXiv 1909.08053, in a stream and on all cores.
+
+First pass: repair unicode, drop short documents and those on removal lists, sign the rest. Then near-duplicates are
+found among the signatures. Second pass: write what stays, and look for the test sets' 8-grams in it.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from mtjax.cli import read, run_main
+from mtjax.data.cleaning.document import CleanOptions
+from mtjax.data.cleaning.passes import CleanJob, clean
+from mtjax.data.corpus.reader import expand
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Cleans text: unicode repair, minimum length, near-duplicates, removal lists, overlap with test sets.
+
+    Writes OUTPUT, OUTPUT.dropped.jsonl (what went, and why) and OUTPUT.report.json (counts).
+    Example: mtjax data clean --input 'raw/*.jsonl.gz' --output clean.jsonl.gz --overlap-with wikitext103.test.jsonl
+    """
+
+    input: tuple[str, ...]
+    """Files, globs or URLs: JSON lines (.jsonl, .json), or plain text (anything else); also as .gz and .zst."""
+    output: Path
+    """A .jsonl file to write, compressed when it ends in .gz or .zst."""
+    json_key: str = "text"
+    """Key of the JSON objects whose value is the text; other keys are kept as they are."""
+    tokenizer: str | None = None
+    """Counts tokens for --min-tokens, KIND:PATH as in preprocess; words are counted when not given."""
+    min_tokens: int = 128
+    """Shorter documents are dropped; 0 drops none."""
+    fix_unicode: bool = True
+    """Repair wrongly decoded text with ftfy."""
+    jaccard: float = 0.7
+    """Of documents whose sets of word n-grams are more similar than this, the first is kept; 1 keeps all."""
+    shingle_words: int = 5
+    """Words in such an n-gram."""
+    remove_ids: tuple[Path, ...] = ()
+    """Files with a document's id on each line: those documents are dropped."""
+    id_key: str = "id"
+    """Key of the JSON objects that --remove-ids is about."""
+    remove_like: tuple[str, ...] = ()
+    """Files of documents (say, the articles of a test set): what is more similar to one than --jaccard is dropped."""
+    overlap_with: tuple[str, ...] = ()
+    """Test sets: the report says which share of each one's word 8-grams occurs in the cleaned corpus."""
+    workers: Annotated[int | None, tyro.conf.arg(help="Processes; one per core when not given.")] = None
+    on_error: Literal["fail", "skip"] = "fail"
+    """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is dropped."""
+    overwrite: bool = False
+    """Replace an earlier output."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    return run_main(lambda: run(read(Options, argv, "mtjax data clean")))
+
+
+def run(options: Options) -> None:
+    """Cleans as the options say, and prints the counts.
+
+    Raises:
+      UserError: input or options can't be used, or the output exists.
+    """
+    workers = (os.cpu_count() or 1) if options.workers is None else options.workers
+    if not 0 < options.jaccard <= 1:
+        raise UserError(f"--jaccard {options.jaccard} must be above 0 and at most 1")
+    if options.shingle_words < 1 or options.min_tokens < 0 or workers < 0:
+        raise UserError("--shingle-words must be at least 1, --min-tokens and --workers at least 0")
+    if options.output.exists() and not options.overwrite:
+        raise UserError(f"{options.output} exists; choose another --output, or replace it with --overwrite")
+    cleaning = CleanOptions(
+        key=options.json_key,
+        fix_unicode=options.fix_unicode,
+        min_tokens=options.min_tokens,
+        tokenizer=open_tokenizer(options.tokenizer) if options.tokenizer else None,
+        shingle_words=options.shingle_words,
+        id_key=options.id_key,
+        removed_ids=_read_ids(options.remove_ids),
+    )
+    job = CleanJob(
+        paths=expand(options.input),
+        output=options.output,
+        options=cleaning,
+        jaccard=options.jaccard,
+        remove_like=expand(options.remove_like),
+        overlap_with=options.overlap_with,
+        workers=workers,
+        on_error=options.on_error,
+    )
+    Console(highlight=False).print(_table(_clean_into_place(job)))
+
+
+def _read_ids(paths: Sequence[Path]) -> frozenset[str]:
+    try:
+        lines = [line.strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"a list of ids can't be read: {e}") from e
+    return frozenset(line for line in lines if line)
+
+
+def _clean_into_place(job: CleanJob) -> dict[str, Any]:
+    """Cleans in a hidden folder next to the output, and renames what came out; leaves nothing behind on failure."""
+    folder = job.output.with_name(f".{job.output.name}.{os.getpid()}.cleaning")
+    try:
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except OSError as e:
+        raise UserError(f"{job.output} can't be written: {e.strerror}") from e
+    try:
+        report = clean(job, folder)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        for name, final in (("dropped.jsonl", ".dropped.jsonl"), ("report.json", ".report.json")):
+            (folder / name).replace(Path(f"{job.output}{final}"))
+        (folder / job.output.name).replace(job.output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(show_header=False, title=f"{report['output']}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("documents read", f"{report['documents']:,}")
+    table.add_row("unicode repaired", f"{report['repaired']:,}")
+    for reason, count in report["dropped"].items():
+        table.add_row(f"dropped: {reason}", f"{count:,}")
+    table.add_row("documents kept", f"{report['kept']:,}")
+    for name, overlap in report["overlap"].items():
+        table.add_row(f"8-grams of {name} in the corpus", f"{overlap['share']:.1%} of {overlap['ngrams']:,}")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

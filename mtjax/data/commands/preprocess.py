@@ -1,0 +1,121 @@
+"""`mtjax data preprocess`: text files to Megatron's indexed datasets.
+
+Streams, so memory does not grow with the corpus; uses all cores; gives the same bytes whatever the number of workers;
+after a kill, the same command continues where it stopped.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from mtjax.cli import read, run_main
+from mtjax.data.corpus.encode import EncodeOptions
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path
+from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
+from mtjax.data.corpus.reader import expand
+from mtjax.data.corpus.resume_record import ResumeRecord, refuse_existing
+from mtjax.data.progress import say
+from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Turns text files into PREFIX_KEY_document.bin and .idx, which --data takes.
+
+    Example: mtjax data preprocess --input 'corpus/*.jsonl.gz' --output data/books --tokenizer gpt2:vocab/ --append-eod
+    """
+
+    input: tuple[str, ...]
+    """Files, globs or URLs: JSON lines (.jsonl, .json), or plain text (anything else); also as .gz and .zst."""
+    output: Path
+    """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences."""
+    tokenizer: str
+    """gpt2:DIR (encoder.json + vocab.bpe), bert:vocab.txt, hf:tokenizer.json or sentencepiece:FILE."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of the JSON objects whose text is taken; each makes a dataset."""
+    append_eod: bool = False
+    """End each document with the end-of-document token: what GPT needs."""
+    split_sentences: bool = False
+    """Make each sentence a sequence: what BERT and T5 need."""
+    language: str = "en"
+    """Whose rules split sentences: an ISO 639 code."""
+    workers: Annotated[int | None, tyro.conf.arg(help="Processes that encode; one per core when not given.")] = None
+    on_error: Literal["fail", "skip"] = "fail"
+    """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is reported and left out."""
+    overwrite: bool = False
+    """Replace a dataset of the same name."""
+    resume: bool = True
+    """Continue where an interrupted run of the same command stopped."""
+    save_every: float = 5.0
+    """Seconds of work that an interruption may cost."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    return run_main(lambda: run(read(Options, argv, "mtjax data preprocess")))
+
+
+def run(options: Options) -> None:
+    """Preprocesses as the options say.
+
+    Raises:
+      UserError: input, tokenizer or output can't be used.
+    """
+    workers = (os.cpu_count() or 1) if options.workers is None else options.workers
+    if workers < 0 or options.save_every < 0:
+        raise UserError(f"--workers {workers} and --save-every {options.save_every} must be 0 or more")
+    if len(set(options.json_keys)) != len(options.json_keys):
+        raise UserError(f"--json-keys {' '.join(options.json_keys)} names a key twice")
+    paths = expand(options.input)
+    tokenizer = open_tokenizer(options.tokenizer)
+    encoding = EncodeOptions(options.json_keys, options.append_eod, options.split_sentences, options.language)
+    outputs = prefixes(options.output, encoding)
+    identity = _identity(options, paths)
+    record = ResumeRecord(outputs, identity)
+    if not options.overwrite and (record.read() is None or not options.resume):
+        refuse_existing(list(outputs.values()))
+    if not options.resume:
+        record.remove()
+    job = Job(
+        paths=paths,
+        outputs=outputs,
+        tokenizer=tokenizer,
+        options=encoding,
+        workers=workers,
+        on_error=options.on_error,
+        identity=identity,
+        tokenizer_name=_absolute(options.tokenizer),
+        seconds_per_save=options.save_every,
+    )
+    start = time.monotonic()
+    counts = preprocess(job)
+    seconds = time.monotonic() - start
+    left_out = f", {counts.skipped:,} left out" if counts.skipped else ""
+    say(f"{counts.documents:,} documents{left_out}, {counts.text_bytes / 1e6:,.1f} MB of text in {seconds:.1f} s")
+    for prefix in outputs.values():
+        dataset = IndexedDataset(prefix)
+        print(f"{bin_path(prefix)}: {dataset.num_tokens:,} tokens in {len(dataset):,} sequences, {dataset.dtype}")
+
+
+def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
+    """All that the output depends on: a run with another identity doesn't continue this one's partial files."""
+    statuses = [Path(path).stat() if "://" not in path else None for path in paths]
+    files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
+    chosen = [options.json_keys, options.append_eod, options.split_sentences, options.language]
+    return {"files": files, "tokenizer": digest_of(options.tokenizer), "options": chosen}
+
+
+def _absolute(tokenizer: str) -> str:
+    kind, colon, path = tokenizer.rpartition(":")
+    return f"{kind}{colon}{Path(path).expanduser().absolute()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""`mtjax data verify`: reads every byte of an indexed dataset, and says whether it is whole."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from mtjax.cli import read, run_main
+from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.verify import verify
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checks indexed datasets: structure, checksums, tokens within the vocabulary. Exit code 2 on damage."""
+
+    prefix: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Paths without .bin and .idx."""
+    tokenizer: str | None = None
+    """Whose vocabulary the tokens must be in; that of the tokenizer they were made with when not given, if known."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    return run_main(lambda: run(read(Options, argv, "mtjax data verify")))
+
+
+def run(options: Options) -> None:
+    """Checks each dataset and prints a line for it.
+
+    Raises:
+      UserError: the first fault found.
+    """
+    vocab_size = open_tokenizer(options.tokenizer).vocab_size if options.tokenizer else None
+    if not options.prefix:
+        raise UserError("name at least one dataset")
+    for prefix in options.prefix:
+        dataset = IndexedDataset(prefix.removesuffix(".idx").removesuffix(".bin"))
+        print(f"{dataset.prefix}: {verify(dataset, vocab_size)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

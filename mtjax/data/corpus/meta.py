@@ -1,0 +1,68 @@
+"""`PREFIX.meta.json`: what Megatron's two files don't say - the tokenizer and checksums. Optional, and ours alone."""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtjax.errors import UserError
+
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known about an indexed dataset besides what its two files say.
+
+    Attributes:
+      tokenizer: its name as in `--tokenizer`, when the dataset was made by preprocessing.
+      vocab_size: ids are below this.
+      eod: the id that ends a document.
+      idx_crc32: checksum of `.idx`.
+      bin_crc32: checksum of `.bin`.
+    """
+
+    tokenizer: str | None
+    vocab_size: int | None
+    eod: int | None
+    idx_crc32: int
+    bin_crc32: int
+
+
+def meta_path(prefix: str | Path) -> Path:
+    """Where the facts about `prefix` are."""
+    return Path(f"{prefix}.meta.json")
+
+
+def read_meta(prefix: str | Path) -> Meta | None:
+    """The facts about a dataset, None when there is no such file (Megatron writes none).
+
+    Raises:
+      UserError: the file is there, and is not what this writes.
+    """
+    path = meta_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        meta = Meta(**fields)
+        if not all(isinstance(value, int) for value in (meta.idx_crc32, meta.bin_crc32)):
+            raise TypeError("a checksum is not a number")
+    except (OSError, ValueError, TypeError) as e:
+        raise UserError(f"{path} is damaged ({e}); delete it to use the dataset without its checksums") from e
+    return meta
+
+
+def write_meta(path: Path, meta: Meta) -> None:
+    """Writes the facts about a dataset to `path`."""
+    path.write_text(json.dumps(asdict(meta), indent=1) + "\n")
+
+
+def file_crc32(path: Path) -> int:
+    """Checksum of a file, read in pieces."""
+    value = 0
+    with path.open("rb") as file:
+        while data := file.read(CHUNK):
+            value = zlib.crc32(data, value)
+    return value

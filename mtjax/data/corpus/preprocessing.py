@@ -1,0 +1,154 @@
+"""From text files to indexed datasets: read, encode on all cores, write in order, remember how far it got.
+
+The output depends on the text, the tokenizer and the options, never on the number of workers or on interruptions.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
+from mtjax.data.corpus.indexed import token_dtype
+from mtjax.data.corpus.parallel import map_in_order
+from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
+from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
+from mtjax.data.corpus.writer import IndexedWriter, publish
+from mtjax.data.progress import ProgressLine, say
+from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import UserError
+
+SECONDS_PER_SAVE = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to preprocess, into what, and how.
+
+    Attributes:
+      paths: text files, read in this order.
+      outputs: key -> prefix of its dataset.
+      tokenizer: text to ids.
+      options: keys, end of document, sentences.
+      workers: processes that encode; 0 encodes in this one, over all cores where the tokenizer can.
+      on_error: whether a document that can't be used ends the run, or is reported and left out.
+      identity: all that the output depends on, as JSON values: an interrupted job continues if it is the same. Without
+        it every run starts afresh.
+      tokenizer_name: written next to the dataset, so that it can be opened without naming it again.
+      task: what the progress line says.
+      seconds_per_save: how much work an interruption may cost.
+    """
+
+    paths: Sequence[str]
+    outputs: Mapping[str, Path]
+    tokenizer: Tokenizer
+    options: EncodeOptions
+    workers: int = 0
+    on_error: Literal["fail", "skip"] = "fail"
+    identity: Mapping[str, Any] | None = None
+    tokenizer_name: str | None = None
+    task: str = "preprocessing"
+    seconds_per_save: float = SECONDS_PER_SAVE
+
+
+def prefixes(output: Path, options: EncodeOptions) -> dict[str, Path]:
+    """Key -> the dataset's prefix: `{output}_{key}_{document|sentence}`, as Megatron names them."""
+    level = "sentence" if options.split_sentences else "document"
+    return {key: output.with_name(f"{output.name}_{key}_{level}") for key in options.keys}
+
+
+def preprocess(job: Job) -> Counts:
+    """Makes the indexed datasets of a job; returns what went through.
+
+    Raises:
+      UserError: a file is damaged, a document can't be used, or the output can't be written. What was done until then
+        is kept if the job can be continued, and deleted otherwise.
+    """
+    record = ResumeRecord(job.outputs, job.identity)
+    with record.locked():
+        saved = record.read()
+        if saved is None:
+            record.remove()
+        elif not saved.sealed:
+            say(f"continuing after {saved.counts.documents:,} documents of an interrupted run")
+        state = saved or State()
+        if not state.sealed:
+            try:
+                _encode_into(job, state, record)
+            except BaseException:
+                if record.read() is None:
+                    record.remove()
+                raise
+        for prefix in job.outputs.values():
+            publish(prefix)
+        record.remove()
+    return state.counts
+
+
+def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
+    """Takes the job from `state` to sealed, bringing `state` and its record up to date on the way."""
+    dtype = token_dtype(job.tokenizer.vocab_size)
+    counts, before, last_save = state.counts, _bytes_before(job.paths), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        writers = {
+            key: stack.enter_context(IndexedWriter(prefix, dtype, state.writers.get(key)))
+            for key, prefix in job.outputs.items()
+        }
+        progress = stack.enter_context(ProgressLine(job.task, before[-1], counts.text_bytes))
+        encoded = map_in_order(Encoder(job.tokenizer, job.options), chunks(job.paths, state.position), job.workers)
+        stack.callback(encoded.close)
+        for chunk, result in encoded:
+            _report(chunk, result, job.on_error)
+            for key, writer in writers.items():
+                writer.add(*result.arrays[key])
+            counts.documents += result.documents
+            counts.skipped += len(result.errors)
+            counts.text_bytes += result.text_bytes
+            progress.update(before[chunk.file] + chunk.read, counts.text_bytes)
+            if time.monotonic() - last_save > job.seconds_per_save:
+                state.position = _after(chunk)
+                state.writers = {key: writer.position() for key, writer in writers.items()}
+                record.write(state)
+                last_save = time.monotonic()
+        _refuse_empty(job, writers, record)
+        for writer in writers.values():
+            writer.seal(job.tokenizer_name, job.tokenizer.vocab_size, job.tokenizer.eod)
+        state.sealed = True
+        record.write(state)
+
+
+def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: ResumeRecord) -> None:
+    """Refuses a dataset without a single token, and forgets the run: to continue it would change nothing.
+
+    Raises:
+      UserError: names the key that has no text.
+    """
+    for key, writer in writers.items():
+        if not writer.position()["bin"]:
+            record.remove()
+            others = f" and {len(job.paths) - 1} more files" if len(job.paths) > 1 else ""
+            raise UserError(f"{job.paths[0]}{others}: there is no text under the key {key!r}, and so no token to write")
+
+
+def _after(chunk: Chunk) -> Position:
+    lines = sum(document.count(b"\n") for document in chunk.documents)
+    return Position(chunk.file, chunk.end, chunk.first_line + lines)
+
+
+def _report(chunk: Chunk, result: Encoded, on_error: str) -> None:
+    for line, message in result.errors:
+        text = f"{chunk.path}, line {line}: {message}"
+        if on_error == "fail":
+            raise UserError(f"{text}; --on-error skip leaves such lines out")
+        say(f"skipped {text}")
+
+
+def _bytes_before(paths: Sequence[str]) -> list[int]:
+    """Bytes before each file, and in all of them; what is not local counts as nothing."""
+    total, sums = 0, [0]
+    for path in paths:
+        total += total_bytes(path)
+        sums.append(total)
+    return sums

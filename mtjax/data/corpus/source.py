@@ -1,0 +1,66 @@
+"""What `--data` says: one or more datasets, each text files or an indexed dataset, with or without weights."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtjax.data.corpus.indexed import bin_path, idx_path, is_indexed
+from mtjax.data.corpus.reader import expand
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset before it is opened.
+
+    Attributes:
+      name: what messages call it.
+      paths: a prefix of an indexed dataset, or paths and globs of text; empty for the default corpus.
+      weight: its share in a blend, None when none is given.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    weight: float | None
+
+
+def parse_sources(text: str) -> list[Source]:
+    """The datasets that `FILE`, `A B`, or `0.3 A 0.7 B` name; the default corpus when the text is empty.
+
+    Words are separated by spaces (quote a path that has some); several files of one dataset are joined by commas.
+
+    Raises:
+      UserError: weights for some but not all, or a file that doesn't exist.
+    """
+    if not text.strip():
+        return [Source("the default corpus", (), None)]
+    words = [text] if Path(text).is_file() or is_indexed(text) else shlex.split(text)
+    numbers = [_number(word) for word in words]
+    if all(n is None for n in numbers):
+        return [_source(word, None) for word in words]
+    pairs = list(zip(numbers[::2], words[1::2], strict=False))
+    if len(words) % 2 or any(n is None for n in numbers[::2]) or any(n is not None for n in numbers[1::2]):
+        raise UserError(f"data {text!r} should be datasets only, or a weight before each: 0.3 A 0.7 B")
+    return [_source(word, weight) for weight, word in pairs]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _source(word: str, weight: float | None) -> Source:
+    for suffix in (".bin", ".idx"):
+        if word.endswith(suffix) and is_indexed(word.removesuffix(suffix)):
+            word = word.removesuffix(suffix)
+    prefix = str(Path(word).expanduser())
+    if bin_path(prefix).is_file() or idx_path(prefix).is_file():
+        missing = next((p for p in (bin_path(prefix), idx_path(prefix)) if not p.is_file()), None)
+        if missing is not None:
+            raise UserError(f"{missing} does not exist, and {prefix} needs both its .bin and its .idx")
+        return Source(prefix, (prefix,), weight)
+    paths = tuple(word.split(","))
+    expand(paths)
+    return Source(word, paths, weight)

@@ -1,0 +1,112 @@
+"""The datasets that a config asks for: samples of a split for the run's family, from text or token ids, blended."""
+
+from mtjax.config import Config
+from mtjax.data.corpus.source import Source, parse_sources
+from mtjax.data.run_text import RunText
+from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.family import FamilySamples, Share
+from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.samples.sample import Bounds, Dataset
+from mtjax.data.samples.split import Split, split_bounds
+from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import UserError
+
+
+def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
+    """The samples of one split of a run's data, as its family of models reads them, in Megatron's order.
+
+    Args:
+      config: says where the text is and what samples look like.
+      split: which share.
+      num_samples: how many will be needed: decides how often the text is gone through. There may be more.
+
+    Returns:
+      Samples by number. What is in one, the family's dataset says: `samples.gpt.GPTDataset`,
+      `samples.bert.BertDataset`, `samples.t5.T5Dataset`.
+
+    Raises:
+      UserError: the data can't be read, this split has none, or a blend without weights has too few.
+    """
+    opener = _SplitOpener(config, split)
+    given = [source.weight for source in opener.sources if source.weight is not None]
+    # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
+    if len(opener.sources) == 1 and not (given and opener.shares):
+        return opener.open(opener.sources[0], max(num_samples, 1))
+    if not given:
+        return _unweighted(opener, num_samples)
+    weights = normalise(given)
+    counts = samples_of_each(weights, num_samples)
+    parts = [opener.open(source, max(n, 1)) for source, n in zip(opener.sources, counts, strict=True)]
+    return BlendedDataset(parts, weights, num_samples, opener.text.cache)
+
+
+def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Ids that a family's samples are made of, with what it adds to the tokenizer's: T5 may add sentinels."""
+    return FAMILIES[config.model.family].vocabulary_size(tokenizer)
+
+
+def _unweighted(opener: "_SplitOpener", num_samples: int) -> BlendedDataset:
+    """The blend of all samples of one pass over each dataset, in proportion to their numbers.
+
+    Raises:
+      UserError: there are fewer than the run needs. Megatron's blend would end there, and its training with it.
+    """
+    parts = [opener.open(source, None) for source in opener.sources]
+    blend = BlendedDataset(parts, None, num_samples, opener.text.cache)
+    if len(blend) < num_samples:
+        raise UserError(
+            f"a blend without weights goes through its text once, which gives {len(blend):,} {opener.split} samples, "
+            f"and the run asks for {num_samples:,}: put a weight before each dataset to go through it more often, or "
+            "ask for fewer"
+        )
+    return blend
+
+
+class _SplitOpener:
+    """Opens the sources of one split of a run."""
+
+    def __init__(self, config: Config, split: Split) -> None:
+        self.split: Split = split
+        self.sources, self.shares = _sources_of(config, split)
+        self.text = RunText(config.data)
+        self._config = config
+        self._family: FamilySamples = FAMILIES[config.model.family]
+
+    def open(self, source: Source, num_samples: int | None) -> Dataset:
+        """The samples of one source, at least `num_samples` of them; those of one pass when None."""
+        corpus = self.text.indexed(source, self._family.encoding)
+        bounds = _bounds(source, self.shares, self.split, self._family.items(corpus))
+        share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache)
+        return self._family.open(self._config, share)
+
+
+def _sources_of(config: Config, split: Split) -> tuple[list[Source], str | None]:
+    """The sources of a split, and the shares they are cut into; None when all of each belongs to the split.
+
+    Raises:
+      UserError: both kinds of options are given, or none for this split.
+    """
+    data = config.data
+    own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
+    if not any(own.values()):
+        return parse_sources(data.data or ""), data.split
+    if data.data:
+        raise UserError("give either --data, which is split, or --train-data, --valid-data and --test-data")
+    if not own[split]:
+        raise UserError(f"there is no --{split}-data, and the run asks for {split} samples")
+    return parse_sources(own[split] or ""), None
+
+
+def _bounds(source: Source, shares: str | None, split: Split, items: int) -> Bounds:
+    if shares is None:
+        return 0, items
+    bounds = split_bounds(shares, items)[split]
+    if bounds is None:
+        raise UserError(f"split {shares} leaves nothing for {split}; give it a share")
+    if bounds[0] == bounds[1]:
+        without = ", or train without with --valid-every 0" if split == "valid" else ""
+        raise UserError(
+            f"split {shares} leaves none of the {items} documents of {source.name} for {split}; give it a larger "
+            f"share{without}"
+        )
+    return bounds

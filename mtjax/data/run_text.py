@@ -1,0 +1,156 @@
+"""The text of a run as token ids: prepared once into the cache, with a tokenizer trained on it where none is named."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mtjax.config import Config, Data
+from mtjax.data.cache import Cache
+from mtjax.data.corpus import default_corpus
+from mtjax.data.corpus.encode import EncodeOptions
+from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
+from mtjax.data.corpus.meta import read_meta
+from mtjax.data.corpus.preprocessing import Job, preprocess
+from mtjax.data.corpus.reader import chunks, expand, text_of
+from mtjax.data.corpus.source import Source, parse_sources
+from mtjax.data.progress import say
+from mtjax.data.tokens.tokenizer import Tokenizer, digest_of, open_tokenizer
+from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
+from mtjax.errors import UserError
+
+FORMAT = 1
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of a run; see `RunText.tokenizer`."""
+    return RunText(config.data).tokenizer
+
+
+class RunText:
+    """The text that a run's settings name, with its tokenizer and the cache that keeps what is prepared.
+
+    Attributes:
+      cache: where prepared data are kept.
+    """
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self.cache = Cache.of(data)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the settings name, else a byte-level BPE trained on the run's text.
+
+        Raises:
+          UserError: it can't be read, or the data are token ids already and don't say what made them.
+        """
+        name = self._data.tokenizer or self._tokenizer_of_indexed()
+        return open_tokenizer(name) if name else open_tokenizer(f"hf:{self._trained_tokenizer()}")
+
+    def indexed(self, source: Source, options: EncodeOptions) -> IndexedDataset:
+        """A source as an indexed dataset, which is made into the cache when the source is text.
+
+        Raises:
+          UserError: the text can't be read.
+        """
+        if source.paths and is_indexed(source.paths[0]):
+            return IndexedDataset(source.paths[0])
+        named = self._data.tokenizer
+        identity = {
+            "text": self._identity(source),
+            "tokenizer": digest_of(named) if named else self._trained_identity(),
+            "options": asdict(options),
+            "format": FORMAT,
+        }
+
+        def build(folder: Path) -> None:
+            say(f"preparing {source.name} (once; kept in {self.cache.root})")
+            paths = _text_files(source, folder)
+            task = f"tokenizing {source.name}"
+            preprocess(Job(paths, {"text": folder / "data"}, self.tokenizer, options, task=task))
+            if not source.paths:
+                Path(paths[0]).unlink()
+
+        return IndexedDataset(self.cache.folder("tokens", identity, build) / "data")
+
+    def _sources(self) -> list[Source]:
+        """All sources whatever their split; the default corpus when none is named."""
+        data = self._data
+        named = [text for text in (data.data, data.train_data, data.valid_data, data.test_data) if text]
+        return [source for text in named or [""] for source in parse_sources(text)]
+
+    def _tokenizer_of_indexed(self) -> str | None:
+        """The tokenizer that made the run's token ids, None when the run reads text.
+
+        Raises:
+          UserError: the token ids don't say, or don't agree.
+        """
+        indexed = [source for source in self._sources() if source.paths and is_indexed(source.paths[0])]
+        if not indexed:
+            return None
+        names = {meta.tokenizer if (meta := read_meta(source.paths[0])) else None for source in indexed}
+        name = names.pop()
+        if names or name is None:
+            why = (
+                "were made with different tokenizers"
+                if names
+                else f"{indexed[0].name} doesn't say with which tokenizer"
+            )
+            raise UserError(f"the data are token ids already, and {why}: name it with --tokenizer")
+        return name
+
+    def _trained_tokenizer(self) -> Path:
+        sources = self._sources()
+
+        def build(folder: Path) -> None:
+            say(f"training a tokenizer on {sources[0].name} (once; kept in {self.cache.root})")
+            train_byte_level_bpe(_texts(sources), folder / "tokenizer.json")
+
+        return self.cache.folder("tokenizer", self._trained_identity(), build) / "tokenizer.json"
+
+    def _trained_identity(self) -> dict[str, Any]:
+        texts = [self._identity(source) for source in self._sources()]
+        return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT}
+
+    def _identity(self, source: Source) -> Any:
+        """What the text of a source is: file endings and content hashes; addresses of what is not local."""
+        if not source.paths:
+            return default_corpus.identity()
+        paths = expand(source.paths)
+        return [[Path(p).suffixes, self.cache.file_digest(Path(p)) if "://" not in p else p] for p in paths]
+
+
+def _text_files(source: Source, folder: Path) -> list[str]:
+    """The files of a source; the default corpus is first written as one."""
+    if source.paths:
+        return expand(source.paths)
+    path = folder / "corpus.jsonl"
+    default_corpus.write(path)
+    return [str(path)]
+
+
+def _texts(sources: Sequence[Source]) -> Iterator[str]:
+    """The texts of all sources.
+
+    Raises:
+      UserError: one can't be used; the message has its file and line.
+    """
+    for source in sources:
+        if not source.paths:
+            yield from default_corpus.documents()
+            continue
+        for chunk in chunks(expand(source.paths)):
+            line = chunk.first_line
+            for document in chunk.documents:
+                if document.strip():
+                    yield from _pieces(document, chunk.is_json, f"{chunk.path}, line {line}")
+                line += document.count(b"\n")
+
+
+def _pieces(document: bytes, is_json: bool, where: str) -> list[str]:
+    try:
+        return text_of(document, is_json, ("text",))["text"]
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{where}: {e}") from e

@@ -1,0 +1,1 @@
+"""Samples of each model family from indexed datasets: what is in them, and their order."""

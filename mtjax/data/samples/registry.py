@@ -1,0 +1,11 @@
+"""Which samples each family of models reads: the one place where a new family adds its own."""
+
+from mtjax.data.samples import bert, gpt, t5
+from mtjax.data.samples.family import FamilySamples
+
+FAMILIES: dict[str, FamilySamples] = {
+    "gpt": gpt.SAMPLES,
+    "llama": gpt.SAMPLES,
+    "bert": bert.SAMPLES,
+    "t5": t5.SAMPLES,
+}

@@ -1,0 +1,68 @@
+"""SentencePiece models behind the `Tokenizer` interface; needs the extra `data`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtjax.data.extras import require
+from mtjax.errors import UserError
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model: LLaMA's, T5's and the like."""
+
+    def __init__(self, path: Path) -> None:
+        self._load(path.read_bytes(), str(path))
+
+    def _load(self, model: bytes, source: str) -> None:
+        library = require("sentencepiece")
+        try:
+            self._processor = library.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as e:
+            raise UserError(f"{source} is not a SentencePiece model: {e}") from e
+        self._model = model
+        self._eod = self._processor.eos_id()
+        if self._eod < 0:
+            raise UserError(f"the SentencePiece model {source} has no end-of-sequence token to end documents with")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._processor.vocab_size()
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, nothing added."""
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, over all cores."""
+        return self._processor.encode(list(texts), num_threads=-1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        return self._processor.decode([int(i) for i in ids])
+
+    def token(self, index: int) -> str:
+        """How the vocabulary writes one id."""
+        return self._processor.id_to_piece(int(index)) if 0 <= index < self.vocab_size else f"<{index}>"
+
+    def special(self, name: str) -> int | None:
+        """Id of the special token `name`, or None."""
+        index = self._processor.piece_to_id(name)
+        return None if index == self._processor.unk_id() and name != self.token(index) else index
+
+    def save(self, folder: Path) -> None:
+        """Writes the model into `folder`."""
+        temporary = folder / ".tokenizer.model.tmp"
+        temporary.write_bytes(self._model)
+        temporary.replace(folder / "tokenizer.model")
+
+    def __getstate__(self) -> bytes:
+        return self._model
+
+    def __setstate__(self, state: bytes) -> None:
+        self._load(state, "a worker's tokenizer")

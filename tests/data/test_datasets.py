@@ -1,0 +1,246 @@
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.text import Text
+
+from mtjax.config import Config, Data, Model, Training, replace
+from mtjax.data import load_tokenizer, open_dataset, vocabulary_size
+from mtjax.data.commands import preprocess
+from mtjax.data.corpus.default_corpus import documents
+from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.samples.family import DOCUMENTS, FamilySamples
+from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+from tests.data.corpora import texts, write_bert_vocab, write_jsonl
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(data=None, **more):
+        options = Data(data=None if data is None else str(data), cache_dir=tmp_path / "cache", **more)
+        return Config(model=Model(sequence_length=32), data=options, training=Training(seed=5))
+
+    return make
+
+
+@pytest.fixture
+def small_corpus(monkeypatch):
+    """The first documents of the default corpus, to be quick."""
+    few = [text[:3000] for text in documents()[:400]]
+    monkeypatch.setattr("mtjax.data.corpus.default_corpus.documents", lambda: few)
+    return few
+
+
+def test_the_default_corpus_is_text_that_python_ships():
+    first, again = documents(), documents()
+    assert first == again
+    assert 8_000_000 < sum(map(len, first)) < 60_000_000
+    together = "\n".join(first)
+    assert "The following sections describe the standard types" in together or "compound statement" in together
+    assert "def namedtuple(" in together
+    assert "Return the absolute value of the argument." in together
+
+
+def test_the_default_run(config, small_corpus):
+    tokenizer = load_tokenizer(config())
+    train, valid = (open_dataset(config(), split, 50) for split in ("train", "valid"))
+    assert tokenizer.vocab_size <= 8192
+    for text in small_corpus[:20]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert {k: (v.dtype.str, v.shape) for k, v in train[0].items()} == {
+        "tokens": ("<i4", (32,)),
+        "labels": ("<i4", (32,)),
+        "loss_mask": ("<f4", (32,)),
+        "position_ids": ("<i4", (32,)),
+    }
+    assert len(train) >= 50 and len(valid) >= 50
+    seen = tokenizer.decode(train[3]["tokens"].tolist())
+    assert any(seen[:20] in text for text in small_corpus) or "<|endoftext|>" in seen
+
+
+def test_prepared_once(config, small_corpus, monkeypatch):
+    first = open_dataset(config(), "train", 50)[7]["tokens"]
+
+    def never(*_):
+        raise AssertionError("prepared again")
+
+    monkeypatch.setattr("mtjax.data.run_text.preprocess", never)
+    monkeypatch.setattr("mtjax.data.run_text.train_byte_level_bpe", never)
+    assert np.array_equal(open_dataset(config(), "train", 50)[7]["tokens"], first)
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
+def test_text_of_ones_own(config, tmp_path, name):
+    path = tmp_path / name
+    if name == "x.txt":
+        path.write_text("\n\n".join(texts(400)))
+    else:
+        write_jsonl(path, texts(400))
+    run = config(path)
+    words = load_tokenizer(run)
+    for split in ("train", "valid"):
+        text = words.decode(open_dataset(run, split, 10)[0]["tokens"].tolist())
+        assert "stone" in text or "river" in text or "walks" in text
+
+
+def test_changed_text_is_prepared_again(config, tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(100))
+    before = open_dataset(config(path), "train", 10)[0]["tokens"]
+    write_jsonl(path, texts(100, seed=9))
+    assert not np.array_equal(open_dataset(config(path), "train", 10)[0]["tokens"], before)
+
+
+@pytest.fixture
+def indexed(config, tmp_path):
+    """Two indexed datasets and the tokenizer that made them."""
+    write_jsonl(tmp_path / "all.jsonl", texts(100))
+    load_tokenizer(config(tmp_path / "all.jsonl")).save(tmp_path)
+    for name, seed in (("a", 1), ("b", 2)):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(200, seed=seed))
+        arguments = f"--input {tmp_path}/{name}.jsonl --output {tmp_path}/{name} --workers 0 --append-eod"
+        assert preprocess.main([*arguments.split(), "--tokenizer", f"hf:{tmp_path}/tokenizer.json"]) == 0
+    return tmp_path / "a_text_document", tmp_path / "b_text_document"
+
+
+def test_indexed_data_know_their_tokenizer(config, indexed, tmp_path):
+    run = config(indexed[0])
+    assert load_tokenizer(run).vocab_size == open_tokenizer(f"{tmp_path}/tokenizer.json").vocab_size
+    assert np.array_equal(
+        open_dataset(run, "train", 10)[0]["tokens"], open_dataset(config(f"{indexed[0]}.bin"), "train", 10)[0]["tokens"]
+    )
+    indexed[0].with_name(indexed[0].name + ".meta.json").unlink()
+    with pytest.raises(UserError, match="a_text_document doesn't say with which tokenizer: name it with --tokenizer"):
+        load_tokenizer(run)
+
+
+def test_text_and_its_indexed_form_give_the_same_samples(config, indexed, tmp_path):
+    tokenizer = f"{tmp_path}/tokenizer.json"
+    text, ids = (config(data, tokenizer=tokenizer) for data in (tmp_path / "a.jsonl", indexed[0]))
+    a, b = (open_dataset(run, "train", 100) for run in (text, ids))
+    assert all(np.array_equal(a[i]["tokens"], b[i]["tokens"]) for i in range(100))
+
+
+def test_blends(config, indexed, tmp_path):
+    a, b = indexed
+    run = config(f"0.3 {a} 0.7 {b}")
+    blend = open_dataset(run, "train", 12)
+    parts = [open_dataset(config(path, tokenizer=f"{tmp_path}/tokenizer.json"), "train", 12) for path in indexed]
+    order = zip([1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1], [0, 0, 1, 2, 1, 3, 4, 2, 5, 6, 3, 7], strict=True)
+    for i, (dataset, sample) in enumerate(order):
+        assert np.array_equal(blend[i]["tokens"], parts[dataset][sample]["tokens"])
+    assert len(open_dataset(config(f"{a} {b}"), "train", 40)) == 40
+    for wrong in (f"0.3 {a} {b}", f"{a} 0.3", f"0.3 {a} 0.7"):
+        with pytest.raises(UserError, match="should be datasets only, or a weight before each"):
+            open_dataset(config(wrong), "train", 5)
+
+
+def test_a_blend_without_weights_goes_through_its_text_once(config, indexed):
+    a, b = indexed
+    parts = [open_dataset(config(path), "train", 1) for path in indexed]
+    whole = sum(map(len, parts))
+    blend = open_dataset(config(f"{a} {b}"), "train", whole - 1)
+    seen = [blend[i]["tokens"].tolist() for i in range(len(blend))]
+    first = [part[i]["tokens"].tolist() for part in parts for i in range(len(part))]
+    assert len(seen) == whole - 1 and all(tokens in first for tokens in seen)
+    with pytest.raises(UserError, match=rf"gives {whole:,} train samples, and the run asks for {whole + 1:,}: put a w"):
+        open_dataset(config(f"{a} {b}"), "train", whole + 1)
+
+
+def test_only_the_validation_split_keeps_a_partial_sample(config, indexed):
+    kept, dropped = (config(indexed[0], drop_last_partial_validation_sequence=drop) for drop in (False, True))
+    lengths = [len(open_dataset(run, split, 1)) for run in (kept, dropped) for split in ("train", "valid")]
+    assert lengths[0] == lengths[2] and lengths[1] == lengths[3] + 1
+    run = config(indexed[0], add_extra_token_to_sequence=False)
+    sample = open_dataset(run, "train", 1)[0]
+    assert sample["labels"].tolist() == [*sample["tokens"].tolist()[1:], 0] and sample["loss_mask"][-1] == 0
+
+
+def test_a_bad_line_is_named_while_a_tokenizer_is_trained(config, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n\n{"text": "\\ud800"}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl, line 3: the text under the key 'text' has the lone surrogate"):
+        load_tokenizer(config(tmp_path / "x.jsonl"))
+
+
+def test_a_family_adds_its_samples_in_one_place(config, indexed, monkeypatch):
+    """A new family's samples are one row of the registry; opening, blending and sizing the vocabulary follow it."""
+
+    class Lengths:
+        def __init__(self, share):
+            self.share = share
+
+        def __len__(self):
+            return self.share.bounds[1] - self.share.bounds[0]
+
+        def __getitem__(self, index):
+            return {"tokens": self.share.corpus.lengths[self.share.bounds[0] + index]}
+
+    row = FamilySamples(
+        DOCUMENTS,
+        open=lambda config, share: Lengths(share),
+        render=lambda sample, tokenizer: Text(str(sample)),
+        vocabulary_size=lambda tokenizer: 7,
+    )
+    monkeypatch.setitem(FAMILIES, "dummy", row)
+    run = config(f"1 {indexed[0]} 1 {indexed[1]}")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, family="dummy"))
+    samples = open_dataset(run, "train", 10)
+    corpora = [IndexedDataset(prefix) for prefix in indexed]
+    assert [int(samples[i]["tokens"]) for i in range(2)] == [int(corpus.lengths[0]) for corpus in corpora]
+    assert vocabulary_size(run, load_tokenizer(run)) == 7
+
+
+def test_data_of_their_own_for_each_split(config, indexed):
+    a, b = (str(path) for path in indexed)
+    run = config(train_data=a, valid_data=b)
+    assert len(open_dataset(run, "train", 5)) > 5
+    with pytest.raises(UserError, match="there is no --test-data"):
+        open_dataset(run, "test", 5)
+    with pytest.raises(UserError, match="give either --data, which is split, or"):
+        open_dataset(config(a, valid_data=b), "train", 5)
+
+
+def test_a_split_without_documents_is_refused(config, indexed):
+    with pytest.raises(UserError, match="leaves nothing for valid"):
+        open_dataset(config(indexed[0], split="100,0,0"), "valid", 5)
+    with pytest.raises(UserError, match="leaves none of the 200 documents"):
+        open_dataset(config(indexed[0], split="9999,1,0"), "valid", 5)
+
+
+def test_segments_on_request(config, indexed):
+    run = config(indexed[0], reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+    segments = [open_dataset(run, "train", 20)[i]["segment_ids"].max() for i in range(20)]
+    assert max(segments) > 0
+
+
+def test_bert_and_t5_from_text(config, tmp_path):
+    vocab = write_bert_vocab(tmp_path / "vocab.txt")
+    run = config(write_jsonl(tmp_path / "x.jsonl", texts(300)), tokenizer=f"bert:{vocab}")
+    bert, t5 = (replace(run, family=family, sequence_length=32) for family in ("bert", "t5"))
+    sample = open_dataset(bert, "train", 20)[0]
+    assert sample["tokens"].shape == (32,)
+    assert sample["loss_mask"].sum() > 0
+    sample = open_dataset(replace(t5, decoder_sequence_length=16), "valid", 20)[0]
+    assert (sample["encoder_tokens"].shape, sample["decoder_tokens"].shape) == ((32,), (16,))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [("nowhere.txt", "no file matches 'nowhere.txt'"), ("only.bin", r"only\.idx does not exist, and .* needs both")],
+)
+def test_data_that_are_not_there(config, tmp_path, monkeypatch, data, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=message):
+        open_dataset(config(data.removesuffix(".bin")), "train", 5)
+
+
+def test_importing_starts_no_backend():
+    code = (
+        "import mtjax.data, sys; assert 'jax' not in sys.modules; from mtjax.data import open_loader;"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
