@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from train_step import processor
 
-from mtjax.models.layers import dropout
+from mtjax.models.dropout import dropout
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.mesh import attach_devices, parse_mesh

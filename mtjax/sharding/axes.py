@@ -28,6 +28,8 @@ class Rules:
 
     batch: str | None = None
     seq: str | None = None
+    key_seq: str | None = None
+    """The sequence that queries look at: of keys, in scores and masks."""
     act_seq: str | None = None
     """The sequence in the residual stream between blocks."""
     embed: str | None = None

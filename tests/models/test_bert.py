@@ -6,7 +6,7 @@ import pytest
 
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
-from mtjax.models.attention import choose_kernel
+from mtjax.models.kernels.choice import choose_kernel
 from mtjax.plan.formulas import Shape, parameters
 from mtjax.sharding.axes import use_rules
 from tests.tiny import batch_of, program_of, run_steps, tiny_config
