@@ -1,4 +1,4 @@
-"""What every layer of a stack reads beside the residual stream."""
+"""The residual stream, and what every layer of a stack reads beside it."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,9 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from mtjax.models.rotary import Rotation
+
+RESIDUAL = ("batch", "act_seq", "embed")
+"""Logical names of the residual stream's dimensions."""
 
 
 @dataclass(frozen=True)

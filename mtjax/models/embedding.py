@@ -8,7 +8,7 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model, padded_vocab_size
-from mtjax.models.layer import RESIDUAL
+from mtjax.models.context import RESIDUAL
 from mtjax.models.linear import normal
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import vocab_parallel_embedding

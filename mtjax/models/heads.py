@@ -10,8 +10,8 @@ from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int
 
 from mtjax.config import GATED, Model, most_masked, padded_vocab_size
+from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.linear import Linear, constant
-from mtjax.models.mixers.mlp import ACTIVATIONS
 from mtjax.models.norms import make_norm
 from mtjax.sharding.axes import spec
 

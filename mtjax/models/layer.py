@@ -10,14 +10,11 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.models.context import Context
+from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
-
-RESIDUAL = ("batch", "act_seq", "embed")
-"""Logical names of the residual stream's dimensions."""
 
 Pointwise = Callable[[Array], Array]
 Mix = Callable[[Array], tuple[Array, State]]

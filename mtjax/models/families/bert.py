@@ -14,11 +14,10 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
-from mtjax.models.context import Context
+from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
 from mtjax.models.heads import Masked, MaskedLMHead, SentenceOrderHead, vocabulary_logits
-from mtjax.models.layer import RESIDUAL
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute

@@ -14,11 +14,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model, decoder_layers, decoder_length
-from mtjax.models.context import Context
+from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import vocabulary_logits
-from mtjax.models.layer import RESIDUAL
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias

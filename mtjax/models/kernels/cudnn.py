@@ -19,5 +19,6 @@ def attend(
     It has no mask, bias, scale or dropout of its own: `mtjax.models.kernels.choice` takes it only for models that ask
     for none.
     """
-    assert context.is_causal and context.segment_ids is None and context.bias is None and rate == 0
+    assert context.is_causal and context.segment_ids is None and rate == 0
+    assert context.bias is None and context.scale is None
     return flash_attention(query, key, value)

@@ -1,7 +1,5 @@
-"""The MLP of a transformer, and its activations."""
+"""The MLP of a transformer."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -11,26 +9,11 @@ from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import GATED, Model, mlp_size
+from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.context import Context
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.mixer import State
 from mtjax.sharding.axes import spec
-
-
-def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """[batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (arXiv 2002.05202)."""
-    return lambda x: activation(x[:, :, 0]) * x[:, :, 1]
-
-
-_gelu = partial(jax.nn.gelu, approximate=True)
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "gelu": _gelu,
-    "gelu_exact": partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "swiglu": _gated(jax.nn.silu),
-    "geglu": _gated(_gelu),
-}
 
 
 class MLP(nnx.Module):
