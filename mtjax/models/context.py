@@ -16,8 +16,8 @@ class Context:
     """What every layer reads beside the residual stream; each field may be left out."""
 
     dropout_keys: Key[Array, " batch"] | None = None
-    """One per sample, so that what is dropped does not depend on the mesh; a layer gets keys of its own, made of these
-    and its number. None turns dropout off."""
+    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, made of the stack's and its
+    number."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their own segment only; padding is a segment of its own."""
     rotation: Rotation | None = None

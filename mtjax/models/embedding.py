@@ -37,7 +37,15 @@ def embed_tokens(
     dtype: jax.typing.DTypeLike,
     position_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
-    """The tokens' rows, in `dtype`, with their positions' vectors added where there are any: 0, 1, ... when None."""
+    """The tokens' rows of the vocabulary's table, plus the vectors of their positions where these are learned.
+
+    Args:
+      table: [vocab, embed], float32.
+      positions: [seq, embed], float32; None where positions are not learned.
+      tokens: ids.
+      dtype: of the result.
+      position_ids: of each token; 0, 1, ... when None.
+    """
     x = vocab_parallel_embedding(table[...], tokens, dtype)
     if positions is None:
         return x

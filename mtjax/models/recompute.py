@@ -34,7 +34,7 @@ LAYER_INPUT = "layer input"
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 States = Any
-"""What layers hand on beside the stream, likewise stacked, such as a cache; None where there is nothing."""
+"""What layers read and hand on beside the stream, such as a cache, stacked like `Layers`; None where there is none."""
 RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
 """(stream, one layer, its number, its state) -> (stream, state)."""
 SavePolicy = Callable[[Any], Any]

@@ -9,8 +9,8 @@ from mtjax.config import Model
 from mtjax.models.context import Context
 
 State = Any
-"""What a mixer hands on beside the stream, a tree of arrays, such as a cache of keys and values; None where there is
-nothing, as in training."""
+"""A tree of arrays that a mixer reads and hands on beside the stream, such as a cache of keys and values; None where
+there is none, as in training."""
 
 
 class Mixer(Protocol):
@@ -19,7 +19,7 @@ class Mixer(Protocol):
     scope: ClassVar[str]
     """Named scope of its operations in profiles and compiled programs."""
     init_number: ClassVar[int]
-    """Folded into the layer's key for its initial parameters; each mixer has its own."""
+    """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
     dropout_site: ClassVar[int]
     """Site, within the layer, of the dropout on what it adds to the residual stream; dropouts inside a mixer have sites
     too, and no two of a layer the same."""
