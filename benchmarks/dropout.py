@@ -21,7 +21,7 @@ from jax import Array
 from mtjax.sharding.layouts import TENSOR
 from train_step import processor
 
-from mtjax.models.layers import dropout
+from mtjax.models.dropout import dropout
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh

@@ -33,6 +33,12 @@ SHOWS = {"train.loop"}
 """`train --inspect` shows the program before it runs."""
 
 
+IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "families")
+"""Inside models each imports those before it; the files that are not named here import none of these."""
+JAX_FREE = {"models.kernels.choice"}
+"""Modules, of packages that need jax, that the planner reads too."""
+
+
 def module_of(path: Path) -> str:
     """`sharding.mesh`, `train`, `` for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -74,6 +80,22 @@ def test_arrows_point_one_way(path: Path) -> None:
         allowed |= {"inspect"}
     wrong = [name for name in imports_of(path) if not within(name, allowed)]
     assert not wrong, f"{module} imports {wrong}"
+
+
+def place_in_models(module: str) -> int:
+    """Where a module stands in `IN_MODELS`; -1 where it is not named there, or not of models."""
+    package, _, rest = module.partition(".")
+    part = rest.partition(".")[0]
+    return IN_MODELS.index(part) if package == "models" and part in IN_MODELS else -1
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_import_inside_models_climbs(path: Path) -> None:
+    if module_of(path).partition(".")[0] != "models":
+        return
+    own = place_in_models(module_of(path))
+    wrong = [name for name in imports_of(path) if place_in_models(name) > own]
+    assert not wrong, f"{module_of(path)} imports {wrong}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

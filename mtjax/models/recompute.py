@@ -1,8 +1,8 @@
-"""What layers keep for their backward pass, and what they compute again: `recompute` and what goes with it.
+"""What layers save for their backward pass, and what they compute again: `recompute` and what goes with it.
 
-`none` and `selective` keep what names itself here, once and in the compute type: products of activations with weights,
-dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always computed
-again. Nothing that was gathered along the sequence is kept: its split source is, and the gather runs again.
+`none` and `selective` save what is given a name below, once and in the compute type: products of activations with
+weights, dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always
+computed again. Nothing that was gathered along the sequence is saved: its split source is, and the gather runs again.
 
 Per layer, in units of s b h elements at f = 4h and with sequence parallelism all of it over t: the layer's input 1,
 query, key and value 3/t, attention's output 1/t, what it adds to the residual stream 1, MLP 4/t, and two masks of a
@@ -33,10 +33,12 @@ LAYER_INPUT = "layer input"
 
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
-RunLayer = Callable[[Array, Any, Array], Array]
-"""(input, one layer, its number) -> output."""
-Keeping = Callable[[Any], Any]
-"""Makes of a function of the residual stream and more one that keeps less for its backward pass."""
+States = Any
+"""What layers read and hand on beside the stream, such as a cache, stacked like `Layers`; None where there is none."""
+RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
+"""(stream, one layer, its number, its state) -> (stream, state)."""
+SavePolicy = Callable[[Any], Any]
+"""Wraps a layer function so that it saves less for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -62,86 +64,109 @@ class Recompute:
         )
 
 
-def scan_layers(run: RunLayer, x: Array, layers: Layers, count: int, recompute: Recompute) -> Array:
-    """The output of `count` layers, one after the other.
+def scan_layers(
+    run: RunLayer, x: Array, layers: Layers, numbers: Array, recompute: Recompute, states: States = None
+) -> tuple[Array, States]:
+    """Runs layers one after the other.
 
     Args:
       run: one layer.
       x: input of the first.
       layers: their parameters, stacked.
-      count: how many they are.
-      recompute: what each keeps.
+      numbers: of the layers.
+      recompute: what each saves for its backward pass.
+      states: what each layer reads beside the stream, stacked, if anything.
+
+    Returns:
+      The output of the last, and what each layer hands on, stacked.
     """
     layers, sums = without_sums(layers)
-    stack: Any = (layers, jnp.arange(count))
+    count, group = len(numbers), recompute.group
+    stack: Any = (layers, numbers, states)
     loops = _loops(count, recompute)
-    if recompute.group > 1:
-        stack, sums = jax.tree.map(lambda a: a.reshape(-1, recompute.group, *a.shape[1:]), (stack, sums))
+    if group > 1:
+        stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
     if len(loops) > 1 or sums is not None:
-        return _scan_adding(run, x, stack, loops, sums)
-    ((kept, _),) = loops
-    return _scan(kept(run), x, stack)
+        x, states = _scan_adding(run, x, stack, loops, sums)
+    else:
+        ((saving, _),) = loops
+        x, states = _scan(saving(run), x, stack)
+    if group > 1:
+        states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
+    return x, states
 
 
-def _loops(count: int, recompute: Recompute) -> list[tuple[Keeping, int]]:
-    """What layers keep, and how many of them keep it, one loop after the other; a group counts as one layer."""
+def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
+    """What layers save, and how many of them save it, one loop after the other; a group counts as one layer."""
     if recompute.kind != "full":
-        return [(partial(_keeping, kind=recompute.kind), count)]
-    again = partial(_again, offload=recompute.offload)
+        return [(partial(_save_products, kind=recompute.kind), count)]
+    save_input = partial(_save_input, offload=recompute.offload)
     if recompute.method == "block":
         first = min(recompute.num_layers, count)
-        loops: list[tuple[Keeping, int]] = [(again, first), (partial(_keeping, kind="none"), count - first)]
+        loops: list[tuple[SavePolicy, int]] = [
+            (save_input, first),
+            (partial(_save_products, kind="none"), count - first),
+        ]
         return [loop for loop in loops if loop[1]]
     if count % recompute.group:
-        raise UserError(f"{count} layers are no multiple of recompute_num_layers {recompute.group}")
-    return [(again, count // recompute.group)]
+        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {recompute.group}")
+    return [(save_input, count // recompute.group)]
 
 
-def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array) -> Array:
-    return _scan(_keeping(run, "none"), x, (layers, numbers))
+def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
+    return _scan(_save_products(run, "none"), x, (layers, numbers, states))
 
 
-def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array]) -> Array:
-    return lax.scan(lambda x, layer: (run(x, *layer), None), x, stack)[0]
+def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
+    return lax.scan(lambda x, layer: run(x, *layer), x, stack)
 
 
 def _scan_adding(
-    run: RunLayer, x: Array, stack: tuple[Layers, Array], loops: list[tuple[Keeping, int]], sums: list[Array] | None
-) -> Array:
+    run: RunLayer,
+    x: Array,
+    stack: tuple[Layers, Array, States],
+    loops: list[tuple[SavePolicy, int]],
+    sums: list[Array] | None,
+) -> tuple[Array, States]:
     """Loops over one stack in which every turn of the backward pass adds its layer's gradients to those of the stack.
 
     By itself autodiff would stack the gradients of each loop, for the compiler to concatenate and to add to `sums`:
     two or three times the memory. So loops carry the stack, unchanged, for its cotangent: that begins as `sums`, and
     turns write to it in place. A turn picks its layer from a copy that has no gradient.
     """
-    layers, numbers = stack
+    layers, *scanned = stack
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
-    def turn(x: Array, carried: list[Array], place: Array, number: Array) -> tuple[Array, list[Array]]:
+    def turn(
+        x: Array, carried: list[Array], place: Array, number: Array, state: Any
+    ) -> tuple[tuple[Array, list[Array]], Any]:
         layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), fixed)
         layer, carried = adding_gradients(layer, carried, place)
-        return run(x, layer, number), carried
+        x, state = run(x, layer, number, state)
+        return (x, carried), state
 
     carried, first = jax.tree.leaves(differentiable(layers)), 0
     sums = zeros_like_parts(carried) if sums is None else sums
-    for keeping, turns in loops:
-        kept, places = keeping(turn), jnp.arange(first, first + turns)
-        scanned = (places, numbers[first : first + turns])
-        (x, carried), _ = lax.scan(lambda carry, at, kept=kept: (kept(*carry, *at), None), (x, carried), scanned)
+    states: list[States] = []
+    for saving, turns in loops:
+        saved, places = saving(turn), jnp.arange(first, first + turns)
+        part = (places, *jax.tree.map(lambda a, s=slice(first, first + turns): a[s], scanned))
+        (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), part)
+        states.append(state)
         first += turns
-    return starting_from(sums, x, carried)
+    return starting_from(sums, x, carried), jax.tree.map(lambda *parts: jnp.concatenate(parts), *states)
 
 
-def _keeping(run: Any, kind: Literal["none", "selective"]) -> Any:
-    """`run` that keeps its products with weights, and the attention core unless `kind` is selective."""
+def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
+    """`run` that saves its products with weights, and the attention core unless `kind` is selective."""
     names = [PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 
 
-def _again(run: Any, offload: bool) -> Any:
-    """`run` that keeps its input alone."""
+def _save_input(run: Any, offload: bool) -> Any:
+    """`run` that saves its input alone."""
     policies = jax.checkpoint_policies
     if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)

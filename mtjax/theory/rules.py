@@ -28,6 +28,8 @@ class Rules:
 
     batch: Axes = ()
     seq: Axes = ()
+    key_seq: Axes = ()
+    """The sequence that queries look at: of keys, in scores and masks."""
     act_seq: Axes = ()
     """The sequence in the residual stream between blocks."""
     embed: Axes = ()

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import reshard
 
 from mtjax.data import Tokenizer
-from mtjax.models.gpt import GPT
+from mtjax.models.families.gpt import GPT
 from mtjax.sharding.axes import WHOLE, use_rules
 from mtjax.train.step import Program, Tree
 

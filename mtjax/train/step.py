@@ -17,8 +17,9 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config, replace
+from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.recompute import Recompute, check_offload
-from mtjax.models.registry import LanguageModel, model_class
+from mtjax.models.trunk import batch_losses
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
@@ -264,7 +265,7 @@ class Program:
     def _loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
         """Weighted sums of a (micro)batch's losses."""
         batch, weights, keys = part
-        losses = self.model(parameters).batch_losses(batch, keys, options)
+        losses = batch_losses(self.model(parameters), batch, keys, options)
         with jax.named_scope("loss"):
             return {name: (values * weights[name]).sum() for name, values in losses.items()}
 

@@ -11,8 +11,8 @@ from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import find_target
-from mtjax.models.gpt import GPT
-from mtjax.models.transformer import MLP
+from mtjax.models.families.gpt import GPT
+from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding.axes import spec
 from mtjax.theory.contract import Contract, Expectation
 from mtjax.theory.layout import TENSOR, Layout
@@ -27,11 +27,11 @@ def inspect_tiny(layout: Layout = TENSOR, target_name: str = "cpu", **values) ->
     return report(compile_program(Program(config, target.mesh(parse_mesh("2x4")), layout), target))
 
 
-def gathering(self, x):
+def gathering(self, x, context, state):
     """An MLP that gathers its inner activations and splits them again."""
     inner = jax.nn.gelu(self.up(reshard(x, spec("batch", "seq", "embed"))))
     whole = jnp.tanh(reshard(inner, PartitionSpec(None, None, None)))
-    return self.down(reshard(whole, spec("batch", "seq", "mlp")))
+    return self.down(reshard(whole, spec("batch", "seq", "mlp"))), state
 
 
 def test_an_extra_gather_of_an_activation(monkeypatch):
@@ -57,11 +57,11 @@ def test_a_replicated_weight():
 
 
 def test_gathered_logits(monkeypatch):
-    def naive(self, hidden, labels, options):
+    def naive(self, stream, batch, keys, options):
         with jax.named_scope("loss"):
-            logits = reshard(self.logits(hidden), PartitionSpec(None, None, None))
-            picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-            return jax.nn.logsumexp(logits, axis=-1) - picked
+            logits = reshard(self.logits(self.final_norm(stream.x)), PartitionSpec(None, None, None))
+            picked = jnp.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
+            return {"loss": jax.nn.logsumexp(logits, axis=-1) - picked}
 
     monkeypatch.setattr(GPT, "losses", naive)
     violations = inspect_tiny().verdict.violations

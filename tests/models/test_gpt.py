@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.models.layers import dropout
+from mtjax.models.context import Context
+from mtjax.models.dropout import dropout
+from mtjax.models.layer import Layer
 from mtjax.models.recompute import Recompute
-from mtjax.models.transformer import Layer, Stack
+from mtjax.models.stack import Stack
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import batch_sharding
 from mtjax.theory.counts import parameters
@@ -72,7 +74,7 @@ def test_parameters_live_where_the_rules_say():
 
 def masks(mesh, samples, rules=TENSOR.rules):
     """Dropout masks of samples, on a mesh: attention's, whose heads are split, and the stream's."""
-    names = (("batch", "heads", "seq", "seq"), ("batch", "act_seq", "embed"))
+    names = (("batch", "heads", "seq", "key_seq"), ("batch", "act_seq", "embed"))
 
     def draw(numbers):
         with use_rules(rules):
@@ -159,14 +161,14 @@ def test_each_site_drops_its_own():
 def test_each_layer_draws_from_its_own_key(monkeypatch):
     """Layers replaced by x -> 2 x + (a number drawn from the key that they get)."""
 
-    def draw(self, x, segment_ids, keys):
-        return 2 * x + jax.random.uniform(keys[0])
+    def draw(self, x, context, states):
+        return 2 * x + jax.random.uniform(context.dropout_keys[0]), states
 
     monkeypatch.setattr(Layer, "__call__", draw)
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        stack = Stack(model, jnp.float32, recompute=Recompute(), key=jax.random.key(0))
-        found = stack(jnp.zeros((1, 1, 1)), None, key[None])
+        stack = Stack(model, jnp.float32, kind="transformer", recompute=Recompute(), key=jax.random.key(0))
+        x, _ = stack(jnp.zeros((1, 1, 1)), Context(key[None]))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
-    np.testing.assert_allclose(float(found[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)
+    np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

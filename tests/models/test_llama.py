@@ -9,7 +9,7 @@ from flax import nnx
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.models.registry import model_class
+from mtjax.models.families.registry import model_class
 from mtjax.sharding.axes import use_rules
 from mtjax.theory.counts import parameters, rank_parameters
 from mtjax.theory.families.registry import anatomy_of

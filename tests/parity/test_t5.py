@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtjax.config.sizes import decoder_layers, head_dim
-from mtjax.models.t5 import relative_buckets
+from mtjax.models.relative import relative_buckets
 from tests.parity.compare import (
     Named,
     assert_same_gradients,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from mtjax.models.attention import causal_mask, core_attention
+from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import flash_attention
 from mtjax.sharding.gradients import data_parallel_gradients
@@ -22,7 +22,7 @@ def flash(query, key, value):
 
 
 def plain(query, key, value):
-    return core_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
+    return softmax_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
 
 
 @pytest.mark.parametrize(("mesh", "groups"), [("1x1", 8), ("2x4", 8), ("1x8", 8), ("8x1", 8), ("1x1", 2), ("2x4", 4)])

@@ -1,23 +1,20 @@
 """Families of models by name, and what each of them tells a train step about itself."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax import Array
-from jaxtyping import Key
 
 from mtjax.config import Config
-from mtjax.models.bert import BERT
-from mtjax.models.gpt import GPT
-from mtjax.models.llama import Llama
-from mtjax.models.t5 import T5
-from mtjax.sharding.vocab import LossOptions
-
-Batch = Mapping[str, Any]
+from mtjax.models.families.bert import BERT
+from mtjax.models.families.gpt import GPT
+from mtjax.models.families.llama import Llama
+from mtjax.models.families.t5 import T5
+from mtjax.models.trunk import Batch, Trunk
 
 
-class LanguageModel(Protocol):
+class LanguageModel(Trunk, Protocol):
     """A model that a train step can train.
 
     It has one loss or several, by name. A loss is the mean of its values weighted by `loss_weights` over the whole
@@ -34,16 +31,12 @@ class LanguageModel(Protocol):
 
     @staticmethod
     def loss_weights(batch: Batch) -> dict[str, Array]:
-        """What each value of each loss weighs: float32 [batch] or [batch, seq], shaped like `batch_losses`."""
+        """What each value of each loss weighs: float32 [batch] or [batch, seq], shaped as `losses` gives them."""
         ...
 
     @staticmethod
     def num_tokens(batch: Batch) -> Array:
         """Tokens of the batch, without padding: what tokens per second count."""
-        ...
-
-    def batch_losses(self, batch: Batch, keys: Key[Array, " batch"] | None, options: LossOptions) -> dict[str, Array]:
-        """The values of each loss, float32, not weighted; `keys`, one per sample, turn dropout on."""
         ...
 
 

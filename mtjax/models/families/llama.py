@@ -3,7 +3,7 @@
 The parts are those of every decoder here, chosen by the settings that the family brings (`mtjax.config.FAMILIES`).
 """
 
-from mtjax.models.gpt import GPT
+from mtjax.models.families.gpt import GPT
 
 
 class Llama(GPT):

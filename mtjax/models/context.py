@@ -1,0 +1,34 @@
+"""The residual stream, and what every layer of a stack reads beside it."""
+
+from dataclasses import dataclass
+
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from mtjax.models.rotary import Rotation
+
+RESIDUAL = ("batch", "act_seq", "embed")
+"""Logical names of the residual stream's dimensions."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer reads beside the residual stream; each field may be left out."""
+
+    dropout_keys: Key[Array, " batch"] | None = None
+    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, made of the stack's and its
+    number."""
+    segment_ids: Int[Array, "batch seq"] | None = None
+    """When given, tokens attend within their own segment only; padding is a segment of its own."""
+    rotation: Rotation | None = None
+    """When given, queries and keys are turned by it."""
+    is_causal: bool = True
+    """Tokens attend to those before them only."""
+    bias: Float[Array, "1 heads seq key_seq"] | None = None
+    """When given, added to the scores of self-attention."""
+    scale: float | None = None
+    """Of the scores; head_dim^-0.5 when None."""
+    encoded: Float[Array, "batch act_seq embed"] | None = None
+    """What cross-attention reads."""
+    encoded_mask: Int[Array, "batch key_seq"] | None = None
+    """1 on what cross-attention sees, 0 on padding; it sees all when None."""

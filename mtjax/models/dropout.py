@@ -1,0 +1,42 @@
+"""Dropout whose masks belong to a sample."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Key
+
+from mtjax.models.recompute import DROPOUT_MASK
+from mtjax.models.threefry import random_bits
+from mtjax.sharding.axes import spec
+
+
+def dropout(
+    x: Array,
+    rate: float,
+    keys: Key[Array, " batch"] | None,
+    site: int,
+    names: tuple[str, ...],
+    saved_as: str = DROPOUT_MASK,
+) -> Array:
+    """Zeroes a share `rate` of `x` and scales up the rest; nothing when `keys` is None or `rate` 0.
+
+    Args:
+      x: [batch, ...].
+      rate: share that is dropped.
+      keys: one per sample, so that what is dropped depends on the sample alone: not on the mesh, the microbatch size
+        or the number of processes.
+      site: distinguishes the dropouts that share `keys`.
+      names: logical names of x's dimensions.
+      saved_as: name by which `mtjax.models.recompute` knows the mask.
+    """
+    if keys is None or rate == 0:
+        return x
+    place = spec(*names[1:])
+
+    def keep_sample(key: Array) -> Array:
+        bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place)
+        return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+    keep = checkpoint_name(jax.vmap(keep_sample)(keys), saved_as)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -1,0 +1,64 @@
+"""From ids to the residual stream: rows of the vocabulary's table, positions, token types."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+from jaxtyping import Float, Int
+
+from mtjax.config import Model
+from mtjax.config.sizes import padded_vocab_size
+from mtjax.models.context import RESIDUAL
+from mtjax.models.linear import normal
+from mtjax.sharding.axes import spec
+from mtjax.sharding.vocab import vocab_parallel_embedding
+
+EMBEDDING_SITE = 2**31 - 1
+"""Dropout site of the embeddings, apart from every layer's number."""
+
+
+def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:
+    """A row for each token of the padded vocabulary, split by rows; `std` is init_std when None."""
+    sizes = {"vocab": padded_vocab_size(model), "embed": model.hidden_size}
+    return normal(key, sizes, model.init_std if std is None else std)
+
+
+def position_table(model: Model, length: int, key: Array) -> nnx.Param | None:
+    """A vector for each of `length` positions; None where positions are not learned."""
+    if model.position != "learned":
+        return None
+    return normal(key, {"seq": length, "embed": model.hidden_size}, model.init_std)
+
+
+def embed_tokens(
+    table: nnx.Param,
+    positions: nnx.Param | None,
+    tokens: Int[Array, "batch seq"],
+    dtype: jax.typing.DTypeLike,
+    position_ids: Int[Array, "batch seq"] | None = None,
+) -> Float[Array, "batch act_seq embed"]:
+    """The tokens' rows of the vocabulary's table, plus the vectors of their positions where these are learned.
+
+    Args:
+      table: [vocab, embed], float32.
+      positions: [seq, embed], float32; None where positions are not learned.
+      tokens: ids.
+      dtype: of the result.
+      position_ids: of each token; 0, 1, ... when None.
+    """
+    x = vocab_parallel_embedding(table[...], tokens, dtype)
+    if positions is None:
+        return x
+    vectors = positions[...].astype(dtype)
+    if position_ids is None:
+        return x + reshard(vectors[: tokens.shape[1]], spec("act_seq", "embed"))
+    return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
+
+
+def embed_types(
+    table: nnx.Param, token_types: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "batch act_seq embed"]:
+    """The vector of each token's type, by a product in float32, so that the table's gradient is summed in float32."""
+    chosen = reshard(jax.nn.one_hot(token_types, len(table[...])), spec("batch", "act_seq", None))
+    return jnp.einsum("bst,th->bsh", chosen, table[...], out_sharding=spec(*RESIDUAL)).astype(dtype)

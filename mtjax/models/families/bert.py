@@ -1,0 +1,128 @@
+"""BERT: bidirectional attention over two sentences, masked-LM head and sentence-order head (section 5 of the paper).
+
+By its settings the paper's pre-LN layers with a final norm (Figure 7b), or the original's post-LN layers with a norm on
+the embeddings (Figure 7a).
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+from jaxtyping import Float, Int
+
+from mtjax.config import Config
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.dropout import dropout
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
+from mtjax.models.heads import Masked, MaskedLMHead, SentenceOrderHead, vocabulary_logits
+from mtjax.models.linear import normal
+from mtjax.models.norms import make_norm
+from mtjax.models.recompute import Recompute
+from mtjax.models.stack import Stack
+from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.sharding.axes import spec
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+
+
+class BERT(nnx.Module):
+    """An encoder with the two heads of its pretraining.
+
+    Parameters count those of a GPT of the same size, `h (h + 3) + V` of the masked-LM head, `h (h + 1) + 2 (h + 1)` of
+    the sentence-order head and `h` for each token type.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        table_key, position_key, type_key, stack_key, head_key, order_key, output_key = jax.random.split(key, 7)
+        types = {"token_types": model.num_token_types, "embed": model.hidden_size}
+        recompute = Recompute.of(config.training)
+        self.embedding = vocabulary_table(model, table_key)
+        self.positions = position_table(model, model.sequence_length, position_key)
+        self.token_types = normal(type_key, types, model.init_std) if model.num_token_types else None
+        self.stack = Stack(model, dtype, kind="transformer", recompute=recompute, key=stack_key)
+        self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
+        self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
+        self.head = MaskedLMHead(model, dtype, key=head_key)
+        self.order = SentenceOrderHead(model, key=order_key) if model.sentence_order else None
+        self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
+        self.rate = model.hidden_dropout
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        token_types: Int[Array, "batch seq"] | None = None,
+        padding_mask: Int[Array, "batch seq"] | None = None,
+        keys: Keys = None,
+    ) -> Float[Array, "batch act_seq embed"]:
+        """Final hidden states.
+
+        Args:
+          tokens: ids.
+          token_types: 0 in the first sentence, 1 in the second; all 0 when None.
+          padding_mask: 1 on tokens, 0 on padding, which no token sees; no padding when None.
+          keys: one dropout key per sample; None turns dropout off.
+        """
+        batch = {"tokens": tokens, "token_types": token_types, "padding_mask": padding_mask}
+        return self.final_norm(run_sections(self, batch, keys)[0].x)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """One stack."""
+        return {"stack": Section(self.stack, self._embed, self._context)}
+
+    def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+        tokens, types = batch["tokens"], batch["token_types"]
+        with jax.named_scope("embedding"):
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype)
+            if self.token_types is not None:
+                x = x + embed_types(self.token_types, jnp.zeros_like(tokens) if types is None else types, self.dtype)
+            return Stream(dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL))
+
+    def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+        return Context(keys, batch["padding_mask"], is_causal=False)
+
+    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Cross-entropy of each masked token, 0 of the others, and of each sample's sentence order."""
+        hidden = self.final_norm(stream.x)
+        with jax.named_scope("loss"):
+            masked = Masked.of(batch["loss_mask"])
+            features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
+            table, bias = self._output[...], self.head.bias[...]
+            losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
+            order = {} if self.order is None else {"sentence_order": self.order.losses(hidden, batch["sentence_order"])}
+            return {"masked_lm": masked.put(losses), **order}
+
+    def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
+        features = self.head(reshard(hidden, spec("batch", "seq", "embed")))
+        return vocabulary_logits(features, self._output) + self.head.bias[...]
+
+    @property
+    def _output(self) -> nnx.Param:
+        return self.embedding if self.output is None else self.output
+
+    @staticmethod
+    def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+        """Masked sentence pairs: `mtjax.data.samples.bert`."""
+        names = {"tokens": jnp.int32, "token_types": jnp.int32, "padding_mask": jnp.int32}
+        names |= {"labels": jnp.int32, "loss_mask": jnp.float32}
+        arrays = {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
+        return arrays | {"sentence_order": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    @staticmethod
+    def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Each masked token counts once in the masked-LM loss, each sample in that of the sentence order."""
+        return {"masked_lm": batch["loss_mask"], "sentence_order": jnp.ones_like(batch["sentence_order"], jnp.float32)}
+
+    @staticmethod
+    def num_tokens(batch: Mapping[str, Array]) -> Array:
+        """Tokens that are not padding."""
+        return batch["padding_mask"].sum().astype(jnp.float32)
+
+
+def _unchanged(x: Array) -> Array:
+    return x

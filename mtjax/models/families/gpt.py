@@ -1,0 +1,110 @@
+"""GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper).
+
+By its settings also with rotary positions, other norms and activations, grouped-query attention, an untied output.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from mtjax.config import Config
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.dropout import dropout
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
+from mtjax.models.heads import vocabulary_logits
+from mtjax.models.norms import make_norm
+from mtjax.models.recompute import Recompute
+from mtjax.models.rotary import Rotary
+from mtjax.models.stack import Stack
+from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+
+
+class GPT(nnx.Module):
+    """A decoder-only language model.
+
+    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        table_key, position_key, stack_key = jax.random.split(key, 3)
+        self.embedding = vocabulary_table(model, table_key)
+        self.positions = position_table(model, model.sequence_length, position_key)
+        self.rotary = Rotary(model) if model.position == "rope" else None
+        recompute = Recompute.of(config.training)
+        self.stack = Stack(model, dtype, kind="transformer", recompute=recompute, key=stack_key)
+        self.final_norm = make_norm(model, dtype)
+        self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
+        self.rate = model.hidden_dropout
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        position_ids: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        keys: Keys = None,
+    ) -> Float[Array, "batch act_seq embed"]:
+        """Final hidden states, normalised.
+
+        Args:
+          tokens: ids.
+          position_ids: of each token in its document; 0, 1, ... when None.
+          segment_ids: when given, tokens attend within their own segment only.
+          keys: one dropout key per sample; None turns dropout off.
+        """
+        batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
+        return self.final_norm(run_sections(self, batch, keys)[0].x)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """One stack."""
+        return {"stack": Section(self.stack, self._embed, self._context)}
+
+    def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+        with jax.named_scope("embedding"):
+            x = embed_tokens(self.embedding, self.positions, batch["tokens"], self.dtype, batch.get("position_ids"))
+            return Stream(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL))
+
+    def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+        if self.rotary is None:
+            return Context(keys, batch.get("segment_ids"))
+        ids = batch.get("position_ids")
+        rotation = self.rotary(jnp.arange(batch["tokens"].shape[1])[None] if ids is None else ids)
+        return Context(keys, batch.get("segment_ids"), rotation)
+
+    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Cross-entropy of each next token."""
+        hidden = self.final_norm(stream.x)
+        return {"loss": vocab_parallel_cross_entropy(hidden, self._output[...], batch["labels"], options)}
+
+    def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
+        return vocabulary_logits(hidden, self._output)
+
+    @property
+    def _output(self) -> nnx.Param:
+        return self.embedding if self.output is None else self.output
+
+    @staticmethod
+    def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+        """Next-token batches; positions and segments where the data resets them at document ends."""
+        names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
+        names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
+        names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}
+        return {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
+
+    @staticmethod
+    def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Each unmasked token counts once."""
+        return {"loss": batch["loss_mask"]}
+
+    @staticmethod
+    def num_tokens(batch: Mapping[str, Array]) -> Array:
+        """Unmasked tokens."""
+        return batch["loss_mask"].sum()

@@ -1,0 +1,169 @@
+"""T5 (arXiv 1910.10683): an encoder reads text with gaps, a decoder writes what was in them.
+
+By its settings T5's own - relative positions, RMS norm, no biases, ReLU or gated GELU, tied or untied output - or
+Megatron-LM's: learned positions, layer norm, biases. A decoder layer has three sublayers, each with its all-reduce.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from mtjax.config import Config, Model
+from mtjax.config.sizes import decoder_layers, decoder_length
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.dropout import dropout
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
+from mtjax.models.heads import vocabulary_logits
+from mtjax.models.norms import make_norm
+from mtjax.models.recompute import Recompute
+from mtjax.models.relative import RelativeBias
+from mtjax.models.stack import Stack
+from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+
+DECODER_SITE = 2**31 - 2
+"""Sets the decoder's dropout keys apart from the encoder's."""
+FINAL_SITE = 2**31 - 3
+"""Dropout site behind a stack's final norm."""
+
+
+class T5Stack(nnx.Module):
+    """The encoder or the decoder: layers, their relative positions if any, and a norm and dropout at the end."""
+
+    def __init__(
+        self, model: Model, dtype: jnp.dtype, kind: str, *, recompute: Recompute, is_causal: bool, key: Array
+    ) -> None:
+        bias_key, stack_key = jax.random.split(key)
+        is_relative = model.position == "relative"
+        self.relative = RelativeBias(model, is_causal=is_causal, key=bias_key) if is_relative else None
+        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, key=stack_key)
+        self.final_norm = make_norm(model, dtype)
+        self.rate = model.hidden_dropout
+        self.scale = 1.0 if is_relative else None
+        self.is_causal = is_causal
+
+    def context(self, length: int, keys: Keys) -> Context:
+        """What all its layers read, for sequences of this length."""
+        with jax.named_scope("embedding"):
+            bias = None if self.relative is None else self.relative(length)
+        return Context(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
+
+    def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
+        """Hidden states as the decoder, or the output table, reads them."""
+        return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
+
+
+class T5(nnx.Module):
+    """An encoder-decoder that shares one embedding table."""
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
+        recompute = Recompute.of(config.training)
+        writer = dataclasses.replace(model, num_layers=decoder_layers(model))
+        is_scaled = model.tie_embeddings and model.position != "learned"
+        # A scaled output reads a table of unit variance (T5's own), or it starts, and stays for long, with tiny logits.
+        self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
+        self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
+        self.encoder = T5Stack(model, dtype, "transformer", recompute=recompute, is_causal=False, key=encoder_key)
+        self.decoder = T5Stack(
+            writer, dtype, "transformer with cross-attention", recompute=recompute, is_causal=True, key=decoder_key
+        )
+        self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
+        self.output_scale = model.hidden_size**-0.5 if is_scaled else 1.0
+        self.rate = model.hidden_dropout
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        encoder_tokens: Int[Array, "batch seq"],
+        decoder_tokens: Int[Array, "batch seq"],
+        encoder_mask: Int[Array, "batch seq"] | None = None,
+        keys: Keys = None,
+    ) -> Float[Array, "batch act_seq embed"]:
+        """The decoder's final hidden states, as the output table reads them.
+
+        Args:
+          encoder_tokens: ids of the text.
+          decoder_tokens: ids before those to be predicted.
+          encoder_mask: 1 on tokens, 0 on padding, which nobody sees; no padding when None.
+          keys: one dropout key per sample; None turns dropout off.
+        """
+        batch = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens, "encoder_mask": encoder_mask}
+        return self._written(run_sections(self, batch, keys)[0], keys)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """The encoder, whose hidden states every layer of the decoder reads."""
+        return {
+            "encoder.stack": Section(self.encoder.stack, self._embed_text, self._text_context),
+            "decoder.stack": Section(self.decoder.stack, self._embed_answer, self._answer_context),
+        }
+
+    def _embed_text(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+        return Stream(self._embed(batch["encoder_tokens"], keys))
+
+    def _text_context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+        context = self.encoder.context(batch["encoder_tokens"].shape[1], keys)
+        return dataclasses.replace(context, segment_ids=batch["encoder_mask"])
+
+    def _embed_answer(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+        assert before is not None
+        encoded = self.encoder.finish(before.x, keys)
+        return Stream(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
+
+    def _answer_context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+        context = self.decoder.context(batch["decoder_tokens"].shape[1], _decoder_keys(keys))
+        return dataclasses.replace(context, encoded=stream.encoded, encoded_mask=batch["encoder_mask"])
+
+    def _embed(self, tokens: Array, keys: Keys) -> Array:
+        with jax.named_scope("embedding"):
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype)
+            return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
+
+    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Cross-entropy of each token that the decoder writes."""
+        hidden = self._written(stream, keys)
+        return {"loss": vocab_parallel_cross_entropy(hidden, self._output[...], batch["labels"], options)}
+
+    def _written(self, stream: Stream, keys: Keys) -> Float[Array, "batch act_seq embed"]:
+        return self.decoder.finish(stream.x, _decoder_keys(keys)) * self.output_scale
+
+    def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
+        return vocabulary_logits(hidden, self._output)
+
+    @property
+    def _output(self) -> nnx.Param:
+        return self.embedding if self.output is None else self.output
+
+    @staticmethod
+    def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+        """Corrupted text and its spans: `mtjax.data.samples.t5`."""
+        reads, writes = (config.model.sequence_length,), (decoder_length(config.model),)
+        return {
+            "encoder_tokens": jax.ShapeDtypeStruct(reads, jnp.int32),
+            "encoder_mask": jax.ShapeDtypeStruct(reads, jnp.int32),
+            "decoder_tokens": jax.ShapeDtypeStruct(writes, jnp.int32),
+            "labels": jax.ShapeDtypeStruct(writes, jnp.int32),
+            "loss_mask": jax.ShapeDtypeStruct(writes, jnp.float32),
+        }
+
+    @staticmethod
+    def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Each token that the decoder must write counts once."""
+        return {"loss": batch["loss_mask"]}
+
+    @staticmethod
+    def num_tokens(batch: Mapping[str, Array]) -> Array:
+        """The encoder's tokens that are not padding."""
+        return batch["encoder_mask"].sum().astype(jnp.float32)
+
+
+def _decoder_keys(keys: Keys) -> Keys:
+    return None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, DECODER_SITE))(keys)

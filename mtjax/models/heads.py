@@ -1,0 +1,102 @@
+"""From hidden states to losses and logits: the output table, and BERT's two heads."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+from jaxtyping import Bool, Float, Int
+
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, most_masked, padded_vocab_size
+from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.linear import Linear, constant
+from mtjax.models.norms import make_norm
+from mtjax.sharding.axes import spec
+
+
+def vocabulary_logits(hidden: Float[Array, "batch act_seq embed"], table: nnx.Param) -> Float[Array, "batch seq vocab"]:
+    """float32 logits over the padded vocabulary, split over the mesh; training never makes them."""
+    x, place = reshard(hidden, spec("batch", "seq", "embed")), spec("batch", "seq", "vocab")
+    weight = table[...].astype(hidden.dtype)
+    return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
+
+
+class Masked(NamedTuple):
+    """The tokens to guess, as few as they are: all that the masked-LM head and its logits are computed for."""
+
+    chosen: Float[Array, "batch masked seq"]
+    """1 where the n-th of a sample's masked tokens stands."""
+    is_left_out: Bool[Array, "batch seq"]
+    """Masked tokens beyond the most that there may be."""
+
+    @classmethod
+    def of(cls, loss_mask: Float[Array, "batch seq"]) -> "Masked":
+        """By a product and a sum instead of gathers, which would not stay on their shard."""
+        is_masked = loss_mask > 0
+        number = jnp.cumsum(is_masked, axis=1) - 1
+        most = most_masked(loss_mask.shape[1])
+        chosen = (number[:, None] == jnp.arange(most)[:, None]) & is_masked[:, None]
+        return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
+
+    def take(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch masked embed"]:
+        """Hidden states of the masked tokens, zeros where there are fewer; of a split sequence a sum over its parts."""
+        chosen = reshard(self.chosen.astype(hidden.dtype), spec("batch", None, "act_seq"))
+        return jnp.einsum("bms,bsh->bmh", chosen, hidden, out_sharding=spec("batch", "seq", "embed"))
+
+    def take_labels(self, labels: Int[Array, "batch seq"]) -> Int[Array, "batch masked"]:
+        """Labels of the masked tokens, 0 where there are fewer."""
+        return (self.chosen.astype(labels.dtype) * labels[:, None]).sum(-1)
+
+    def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
+        """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, for theirs is unknown."""
+        return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
+
+
+class MaskedLMHead(nnx.Module):
+    """What stands between the hidden states and the vocabulary: dense, activation, norm; and a bias per token.
+
+    Every model rank has the dense layer whole, as in Megatron, and all of what it is applied to: it sends nothing.
+    """
+
+    def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
+        width = model.hidden_size
+        self.dense = Linear({"embed": width}, {"features": width}, std=model.init_std, key=key)
+        self.norm = make_norm(model, dtype)
+        self.bias = constant(0.0, {"vocab": padded_vocab_size(model)})
+        self.activation = ACTIVATIONS["gelu" if model.activation in GATED else model.activation]
+
+    def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
+        """What is multiplied with the output table."""
+        return self.norm(self.activation(self.dense(hidden)))
+
+
+class SentenceOrderHead(nnx.Module):
+    """The pooler - dense and tanh on the first token - and a classifier of two answers: in order, or swapped."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        pooler_key, classifier_key = jax.random.split(key)
+        embed = {"embed": model.hidden_size}
+        self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
+        self.classifier = Linear(embed, {"classes": 2}, std=model.init_std, key=classifier_key)
+
+    def pooled(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch 1 embed"]:
+        """A vector per sample."""
+        # A product, not a slice: where the sequence is split, one rank has the first token and all get it by a sum.
+        first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
+        first = reshard(first, spec(None, "act_seq"))
+        place = spec("batch", None, "embed")
+        return jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=place)))
+
+    def __call__(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch classes"]:
+        """float32 logits."""
+        return self.classifier(self.pooled(hidden))[:, 0].astype(jnp.float32)
+
+    def losses(
+        self, hidden: Float[Array, "batch act_seq embed"], swapped: Int[Array, " batch"]
+    ) -> Float[Array, " batch"]:
+        """Cross-entropy of each sample."""
+        logits = self(hidden)
+        return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.one_hot(swapped, 2) * logits).sum(-1)

@@ -1,0 +1,24 @@
+"""cuDNN's flash attention: causal, in 16 bits, on GPUs; probabilities are never written out."""
+
+from jax import Array
+from jaxtyping import Float
+
+from mtjax.models.context import Context
+from mtjax.sharding.flash import flash_attention
+
+
+def attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups head_dim"],
+    context: Context,
+    rate: float,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Causal self-attention.
+
+    It has no mask, bias, scale or dropout of its own: `mtjax.theory.attention` takes it only for models that ask
+    for none.
+    """
+    assert context.is_causal and context.segment_ids is None and rate == 0
+    assert context.bias is None and context.scale is None
+    return flash_attention(query, key, value)

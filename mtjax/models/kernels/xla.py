@@ -1,0 +1,115 @@
+"""Softmax attention with the probabilities written out: on any device, with dropout, masks and biases."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int, Key
+
+from mtjax.models.context import Context
+from mtjax.models.dropout import dropout
+from mtjax.models.recompute import ATTENTION_CORE
+from mtjax.sharding.axes import spec
+
+HEADS = ("batch", "seq", "heads", "head_dim")
+SCORES = ("batch", "heads", "seq", "key_seq")
+HIDDEN_SCORE = -1e30
+"""Score of a key that a query does not see: its exponential is 0."""
+
+
+def attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups head_dim"],
+    context: Context,
+    rate: float,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Self-attention with the mask, bias and scale of a context; `rate` is that of the dropout on probabilities."""
+    mask = attention_mask(query.shape[1], context)
+    keys, bias, scale = context.dropout_keys, context.bias, context.scale
+    return softmax_attention(query, key, value, mask, rate, keys, bias=bias, scale=scale)
+
+
+def softmax_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch key_seq groups head_dim"],
+    value: Float[Array, "batch key_seq groups head_dim"],
+    mask: Bool[Array, "#batch 1 #seq key_seq"],
+    rate: float,
+    dropout_keys: Key[Array, " batch"] | None,
+    *,
+    bias: Float[Array, "1 heads seq key_seq"] | None = None,
+    scale: float | None = None,
+    site: int = 0,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention from each query to the keys that it sees, normalised in float32.
+
+    Args:
+      query: heads / groups queries in turn share a key and a value head.
+      key: as many as values.
+      value: what is mixed.
+      mask: True where a query sees a key.
+      rate: of the dropout on probabilities.
+      dropout_keys: one per sample; None turns dropout off.
+      bias: added to the scores.
+      scale: of the scores; head_dim^-0.5 when None.
+      site: of the dropout.
+    """
+    shape, place = query.shape, spec(*HEADS)
+    query = query * (shape[-1] ** -0.5 if scale is None else scale)
+    query = query.reshape(
+        *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
+    )
+    # Both products come out as einsum has them, batch, left and right: in another order it would turn them around, and
+    # XLA transpose what is seq x key_seq.
+    scores = jnp.einsum("bgnqd,bkgd->bgnqk", query.transpose(0, 2, 3, 1, 4), key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
+    probabilities = _softmax(jnp.where(mask, scores if bias is None else scores + bias, HIDDEN_SCORE))
+    probabilities = dropout(
+        probabilities.astype(query.dtype), rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
+    )
+    grouped = spec("batch", "heads", None, "seq", "key_seq")
+    probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
+    mixed = jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place)
+
+
+def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq key_seq"]:
+    """True where a query (third dimension) may look at a key (fourth) of the same `length` tokens."""
+    if context.is_causal:
+        return causal_mask(length, context.segment_ids)
+    if context.segment_ids is None:
+        return jnp.ones((1, 1, length, length), bool)
+    return _same_segment(context.segment_ids)
+
+
+def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq key_seq"]:
+    """True where a query (third dimension) may look at a key (fourth): at itself and those before it."""
+    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    if segment_ids is None:
+        return causal
+    return causal & _same_segment(segment_ids)
+
+
+def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq key_seq"]:
+    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+
+
+@jax.custom_jvp
+def _softmax(scores: Float[Array, "batch heads seq key_seq"]) -> Float[Array, "batch heads seq key_seq"]:
+    """Softmax over keys whose result, unrounded, is what the backward pass is given.
+
+    jax's own has a derivative that asks for the result before it has a name, and so computes the scores again.
+    """
+    return _named_softmax(scores)
+
+
+def _named_softmax(scores: Array) -> Array:
+    return checkpoint_name(jax.nn.softmax(scores, axis=-1), ATTENTION_CORE)
+
+
+@_softmax.defjvp
+def _softmax_derivative(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    probabilities = _named_softmax(*primals)  # not `_softmax`: names inside a custom_jvp are not seen
+    slope = probabilities * tangents[0]
+    return probabilities, slope - probabilities * slope.sum(-1, keepdims=True)

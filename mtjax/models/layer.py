@@ -1,0 +1,82 @@
+"""One layer: a row of mixers, each connected to the residual stream."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.dropout import dropout
+from mtjax.models.mixers.mixer import State
+from mtjax.models.mixers.registry import KINDS, MIXERS
+from mtjax.models.norms import make_norm
+
+Pointwise = Callable[[Array], Array]
+Mix = Callable[[Array], tuple[Array, State]]
+
+
+def pre_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
+    """The norm reads the residual stream and leaves it clean (Figure 7b of the paper)."""
+    mixed, state = mix(norm(x))
+    return x + drop(mixed), state
+
+
+def post_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
+    """The norm is part of the residual stream: the original BERT (Figure 7a of the paper)."""
+    mixed, state = mix(x)
+    return norm(x + drop(mixed)), state
+
+
+Connection = Callable[[Array, Pointwise, Mix, Pointwise], tuple[Array, State]]
+CONNECTIONS: Mapping[str, Connection] = {"pre": pre_norm, "post": post_norm}
+
+
+class Layer(nnx.Module):
+    """The mixers of a kind of layer, each with its norm, connected to the residual stream as `norm_placement` says."""
+
+    def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
+        self.mixers = KINDS[kind]
+        output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
+        for name in self.mixers:
+            mixer = MIXERS[name]
+            own = jax.random.fold_in(key, mixer.init_number)
+            setattr(self, _norm_of(name), make_norm(model, dtype))
+            setattr(self, name, mixer(model, output_std=output_std, key=own))
+        self.connect = CONNECTIONS[model.norm_placement]
+        self.rate = model.hidden_dropout
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, states: Mapping[str, State] | None
+    ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
+        """Adds to the residual stream what each mixer in turn makes of it.
+
+        Args:
+          x: the residual stream.
+          context: with the layer's own dropout keys.
+          states: of the mixers that have one, by name; None where none has.
+
+        Returns:
+          The stream, and the states that the mixers hand on; None where none does.
+        """
+        after: dict[str, Any] = {}
+        for name in self.mixers:
+            mixer = getattr(self, name)
+            with jax.named_scope(mixer.scope):
+                mix = partial(mixer, context=context, state=(states or {}).get(name))
+                x, state = self.connect(x, getattr(self, _norm_of(name)), mix, self._dropout(mixer, context))
+            if state is not None:
+                after[name] = state
+        return x, after or None
+
+    def _dropout(self, mixer: Any, context: Context) -> Pointwise:
+        """Of what a mixer adds to the residual stream."""
+        return lambda x: dropout(x, self.rate, context.dropout_keys, mixer.dropout_site, RESIDUAL)
+
+
+def _norm_of(mixer: str) -> str:
+    return f"{mixer}_norm"

@@ -1,0 +1,117 @@
+"""Multi-head self-attention, split by heads: no communication between its two projections (Figure 3b of the paper)."""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.models.context import Context
+from mtjax.models.kernels import cudnn, xla
+from mtjax.models.kernels.xla import HEADS
+from mtjax.models.linear import Linear, constant, normal, project
+from mtjax.models.mixers.mixer import State
+from mtjax.models.recompute import ATTENTION_OUTPUT
+from mtjax.models.rotary import rotate
+from mtjax.sharding.axes import spec
+from mtjax.sharding.kv_heads import heads_in_use
+
+Kernel = Callable[[Array, Array, Array, Context, float], Array]
+"""(query, key, value, context, dropout on probabilities) -> what each query gets of the values."""
+
+KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
+"""By `attention`; `mtjax.theory.attention` says what auto is where the devices are known, and xla runs on all."""
+
+
+class SelfAttention(nnx.Module):
+    """Self-attention with one product for query, key and value."""
+
+    scope: ClassVar[str] = "attention"
+    init_number: ClassVar[int] = 0
+    dropout_site: ClassVar[int] = 1
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        qkv_key, output_key = jax.random.split(key)
+        heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
+        is_grouped = num_kv_heads(model) != model.num_heads
+        self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
+        self.output = Linear(heads, embed, std=output_std, bias=model.bias, sequence="act_seq", key=output_key)
+        self.rate = model.attention_dropout
+        self.attend = KERNELS[model.attention]
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Attends from each token to those that the context lets it see."""
+        query, key, value = self.qkv(reshard(x, spec("batch", "seq", "embed")))
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        mixed = self.attend(query, key, value, context, self.rate)
+        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state
+
+
+class FusedQKV(nnx.Module):
+    """One product for query, key and value, as many heads of each."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
+        self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
+        if (scale := initial_query_scale(model)) != 1:
+            self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
+        self.bias = constant(0.0, outputs) if model.bias else None
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Query, key and value, each [batch, seq, heads, head_dim]."""
+        bias = None if self.bias is None else self.bias[...]
+        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"))
+        query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
+        return query, key, value
+
+
+class GroupedQKV(nnx.Module):
+    """Groups of query heads that share a key and a value head (arXiv 2305.13245), in one product.
+
+    The product's weight is put together by groups, each with its queries, its key and its value, so that a rank
+    computes whole groups and the backward pass sums one cotangent of `x`.
+    """
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        query_key, kv_key = jax.random.split(key)
+        embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
+        std, bias = model.init_std, model.bias
+        self.query = Linear(embed, {"heads": model.num_heads, **width}, std=std, bias=bias, key=query_key)
+        shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
+        self.key_value = Linear(embed, shared, std=std, bias=bias, key=kv_key)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
+
+        Groups are the key and value heads, or the model ways where those are more.
+        """
+        weight = _by_groups(self.query.weight[...], self.key_value.weight[...])
+        biases = (self.query.bias, self.key_value.bias)
+        bias = None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
+        product = project(x, weight, bias, ("heads", None, "head_dim"))
+        query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
+        heads = query.shape[2] * query.shape[3]
+        return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
+
+
+def _by_groups(query: Array, key_value: Array) -> Array:
+    """[..., heads, head_dim] and [..., 2, kv_heads, head_dim] -> [..., groups, heads / groups + 2, head_dim]."""
+    used = jnp.swapaxes(heads_in_use(key_value), -2, -3)
+    groups, width = used.shape[-3], used.shape[-1]
+    place = spec(*(None,) * (query.ndim - 2), "heads", None, None)
+    grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=place)
+    return jnp.concatenate([grouped, used], axis=-2)
+
+
+def initial_query_scale(model: Model) -> float:
+    """What initial queries are multiplied with: head_dim^-0.5 where scores are not, as in T5."""
+    return head_dim(model) ** -0.5 if model.position == "relative" else 1.0

@@ -1,0 +1,56 @@
+"""Cross-attention, from a decoder's tokens to an encoder's."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim
+from mtjax.models.context import Context
+from mtjax.models.kernels.xla import softmax_attention
+from mtjax.models.linear import Linear
+from mtjax.models.mixers.attention import initial_query_scale
+from mtjax.models.mixers.mixer import State
+from mtjax.models.recompute import ATTENTION_OUTPUT
+from mtjax.sharding.axes import spec
+
+PROBABILITIES_SITE = 3
+
+
+class CrossAttention(nnx.Module):
+    """Attention from the decoder's tokens to the encoder's, split by heads."""
+
+    scope: ClassVar[str] = "attention"
+    init_number: ClassVar[int] = 1  # also the MLP's: another would change the initial values of every T5
+    dropout_site: ClassVar[int] = 4
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        query_key, kv_key, output_key = jax.random.split(key, 3)
+        embed, heads = {"embed": model.hidden_size}, {"heads": model.num_heads, "head_dim": head_dim(model)}
+        query_std = model.init_std * initial_query_scale(model)
+        self.query = Linear(embed, heads, std=query_std, bias=model.bias, key=query_key)
+        self.key_value = Linear(embed, {"kv": 2, **heads}, std=model.init_std, bias=model.bias, key=kv_key)
+        self.output = Linear(heads, embed, std=output_std, bias=model.bias, sequence="act_seq", key=output_key)
+        self.rate = model.attention_dropout
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Attends from each token to those of the encoder that are not padding."""
+        assert context.encoded is not None
+        unsplit = spec("batch", "seq", "embed")
+        query = self.query(reshard(x, unsplit))
+        key_value = self.key_value(reshard(context.encoded, unsplit))
+        key, value = (a.squeeze(2) for a in jnp.split(key_value, 2, axis=2))
+        mask = jnp.ones((1, 1, 1, key.shape[1]), bool)
+        if context.encoded_mask is not None:
+            mask = context.encoded_mask[:, None, None, :] > 0
+        keys, scale = context.dropout_keys, context.scale
+        mixed = softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)
+        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state

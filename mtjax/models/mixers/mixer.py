@@ -1,0 +1,34 @@
+"""What every mixer is."""
+
+from typing import Any, ClassVar, Protocol
+
+from jax import Array
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.models.context import Context
+
+State = Any
+"""A tree of arrays that a mixer reads and hands on beside the stream, such as a cache of keys and values; None where
+there is none, as in training."""
+
+
+class Mixer(Protocol):
+    """A sublayer. Its name in `MIXERS` is that of its parameters, NAME, and of its norm's, NAME_norm."""
+
+    scope: ClassVar[str]
+    """Named scope of its operations in profiles and compiled programs."""
+    init_number: ClassVar[int]
+    """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
+    dropout_site: ClassVar[int]
+    """Site, within the layer, of the dropout on what it adds to the residual stream; dropouts inside a mixer have sites
+    too, and no two of a layer the same."""
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters; `output_std` is the deviation of those just before the residual stream."""
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """What is added to the residual stream, and the state for whoever runs the layer next."""
+        ...

@@ -1,0 +1,40 @@
+"""The MLP of a transformer."""
+
+from typing import ClassVar
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import reshard
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, mlp_size
+from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.context import Context
+from mtjax.models.linear import Linear
+from mtjax.models.mixers.mixer import State
+from mtjax.sharding.axes import spec
+
+
+class MLP(nnx.Module):
+    """Column-parallel, activation, row-parallel: one all-reduce forward, one backward (Figure 3a of the paper)."""
+
+    scope: ClassVar[str] = "mlp"
+    init_number: ClassVar[int] = 1
+    dropout_site: ClassVar[int] = 2
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        up_key, down_key = jax.random.split(key)
+        embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
+        gate = {"gate": 2} if model.activation in GATED else {}
+        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=model.bias, key=up_key)
+        self.down = Linear(inner, embed, std=output_std, bias=model.bias, sequence="act_seq", key=down_key)
+        self.activation = ACTIVATIONS[model.activation]
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Applies to each token."""
+        x = reshard(x, spec("batch", "seq", "embed"))
+        return self.down(self.activation(self.up(x))), state

@@ -1,0 +1,16 @@
+"""Mixers by name, and the rows of mixers that make layers."""
+
+from collections.abc import Mapping
+
+from mtjax.models.mixers.attention import SelfAttention
+from mtjax.models.mixers.cross import CrossAttention
+from mtjax.models.mixers.mixer import Mixer
+from mtjax.models.mixers.mlp import MLP
+
+MIXERS: Mapping[str, type[Mixer]] = {"attention": SelfAttention, "cross": CrossAttention, "mlp": MLP}
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "transformer": ("attention", "mlp"),
+    "transformer with cross-attention": ("attention", "cross", "mlp"),
+}
+"""Kind of layer -> its mixers, in the order in which they work."""

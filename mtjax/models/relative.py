@@ -1,0 +1,49 @@
+"""T5's relative positions (section 2.1 of arXiv 1910.10683)."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from mtjax.config import Model
+from mtjax.models.linear import normal
+from mtjax.sharding.axes import spec
+
+
+class RelativeBias(nnx.Module):
+    """A number per head and kind of distance, added to the scores of every layer of a stack."""
+
+    def __init__(self, model: Model, *, is_causal: bool, key: Array) -> None:
+        sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
+        self.table = normal(key, sizes, model.init_std)
+        self.buckets = partial(
+            relative_buckets,
+            is_causal=is_causal,
+            num_buckets=model.relative_buckets,
+            max_distance=model.relative_max_distance,
+        )
+
+    def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
+        """float32 biases, each rank those of its own heads."""
+        biases = self.table[...].at[self.buckets(length)].get(out_sharding=spec("seq", "key_seq", "heads"))
+        return biases.transpose(2, 0, 1)[None]
+
+
+def relative_buckets(length: int, *, is_causal: bool, num_buckets: int, max_distance: int) -> Int[Array, "seq key_seq"]:
+    """The kind of distance from each query (first dimension) to each key.
+
+    Half of the kinds are single distances, the other half reach up to `max_distance` in steps that grow like a
+    logarithm. Where tokens look both ways, keys after the query have the upper half of all kinds; where they look back,
+    these are kind 0.
+    """
+    place = jnp.arange(length)
+    back = place[:, None] - place[None, :]
+    kinds = num_buckets if is_causal else num_buckets // 2
+    first = 0 if is_causal else jnp.where(back < 0, kinds, 0)
+    distance = jnp.maximum(back, 0) if is_causal else jnp.abs(back)
+    single = kinds // 2
+    growth = jnp.log(jnp.maximum(distance, 1) / single) / jnp.log(max_distance / single)
+    far = jnp.minimum(single + (growth * (kinds - single)).astype(jnp.int32), kinds - 1)
+    return first + jnp.where(distance < single, distance, far)

@@ -1,0 +1,83 @@
+"""A model cut where a schedule may cut it: embedding, layers - once or more often - and head.
+
+A model's sections run one after the other. A section is a stack of layers with what makes its input; the next one reads
+what it gave. So different devices can run the embedding, some layers of a stack (`mtjax.models.stack.run_layers`), and
+the losses, if they send each other the stream.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+from jaxtyping import Float, Key
+
+from mtjax.models.context import Context
+from mtjax.models.mixers.mixer import State
+from mtjax.models.stack import Stack
+from mtjax.sharding.vocab import LossOptions
+
+Batch = Mapping[str, Any]
+Keys = Key[Array, " batch"] | None
+"""A dropout key per sample; None turns dropout off."""
+
+
+class Stream(NamedTuple):
+    """All that goes from one layer to the next, and from one section to the next."""
+
+    x: Float[Array, "batch act_seq embed"]
+    """The residual stream."""
+    encoded: Float[Array, "batch act_seq embed"] | None = None
+    """What an earlier section made, for the layers of this one to read."""
+
+
+class Section(NamedTuple):
+    """A stack of layers and what it reads."""
+
+    stack: Stack
+    embed: Callable[[Batch, Keys, Stream | None], Stream]
+    """(batch, keys, what the section before gave, None in the first) -> what the first layer reads."""
+    context: Callable[[Batch, Keys, Stream], Context]
+    """(batch, keys, stream) -> what every layer reads beside the residual stream; it sends nothing."""
+
+
+class Trunk(Protocol):
+    """A model as a schedule sees it."""
+
+    @property
+    def sections(self) -> Mapping[str, Section]:
+        """In the order in which they run; the name of each is that of its stack's parameters: "encoder.stack"."""
+        ...
+
+    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """The head: values of each loss, float32, not weighted, made of what the last section gave."""
+        ...
+
+
+def run_sections(
+    trunk: Trunk, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
+) -> tuple[Stream, dict[str, State]]:
+    """Runs a model up to its head.
+
+    Args:
+      trunk: the model.
+      batch: its arrays, [batch, ...].
+      keys: dropout's.
+      states: of the layers of sections that have any, by the sections' names.
+
+    Returns:
+      What the last section gave, and every section's states, None where its layers have none.
+    """
+    stream, after = None, {}
+    for name, section in trunk.sections.items():
+        stream = section.embed(batch, keys, stream)
+        context = section.context(batch, keys, stream)
+        x, after[name] = section.stack(stream.x, context, (states or {}).get(name))
+        stream = stream._replace(x=x)
+    assert stream is not None, "a model has a section"
+    return stream, after
+
+
+def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    """The values of each loss of a batch by its name, float32, not weighted; `keys` turn dropout on."""
+    stream, _ = run_sections(trunk, batch, keys)
+    return trunk.losses(stream, batch, keys, options)

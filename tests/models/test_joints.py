@@ -1,0 +1,252 @@
+"""A mixer, a kind of layer and a family of a test's own, by rows in the registries; models cut; layers with a state."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import reshard
+from mtjax.sharding.layouts import TENSOR
+
+from mtjax.config.families import FAMILIES
+from mtjax.models.context import Context
+from mtjax.models.embedding import embed_tokens, vocabulary_table
+from mtjax.models.families.gpt import GPT
+from mtjax.models.families.registry import MODEL_CLASSES
+from mtjax.models.linear import Linear, normal
+from mtjax.models.mixers.registry import KINDS, MIXERS
+from mtjax.models.recompute import Recompute
+from mtjax.models.stack import Stack, run_layers
+from mtjax.models.trunk import Section, Stream, batch_losses, run_sections
+from mtjax.sharding.axes import spec, use_rules
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.train.step import make_program
+from tests.tiny import VOCAB, batch_of, mesh_of, program_of, run_steps, tiny_config
+
+LAYERS = 4
+
+
+class Bilinear(nnx.Module):
+    """Mixes nothing but the channels of a token: the product of two projections, projected back."""
+
+    scope: ClassVar[str] = "mlp"
+    init_number: ClassVar[int] = 7
+    dropout_site: ClassVar[int] = 7
+
+    def __init__(self, model: Any, *, output_std: float, key: Any) -> None:
+        up, down = jax.random.split(key)
+        embed, inner = {"embed": model.hidden_size}, {"mlp": 3 * model.hidden_size}
+        self.up = Linear(embed, {"gate": 2, **inner}, std=1.0, key=up)
+        self.down = Linear(inner, embed, std=1.0, sequence="act_seq", key=down)
+
+    def __call__(self, x: Any, context: Context, state: Any) -> tuple[Any, Any]:
+        x = self.up(reshard(x, spec("batch", "seq", "embed")))
+        return self.down(x[:, :, 0] * x[:, :, 1]), state
+
+
+class Meter(nnx.Module):
+    """Adds what its state says, or 1, to the stream; hands on how often it ran, and the stream's mean."""
+
+    scope: ClassVar[str] = "meter"
+    init_number: ClassVar[int] = 8
+    dropout_site: ClassVar[int] = 8
+
+    def __init__(self, model: Any, *, output_std: float, key: Any) -> None:
+        self.gain = normal(key, {"embed": model.hidden_size}, 1.0)
+
+    def __call__(self, x: Any, context: Context, state: Any) -> tuple[Any, Any]:
+        before = {"runs": jnp.int32(0), "shift": jnp.float32(1)} if state is None else state
+        after = before | {"runs": before["runs"] + 1, "mean": (x**2).mean()}
+        return x * self.gain[...] + before["shift"], after
+
+
+class Plain(GPT):
+    """Embedding, layers of a kind of their own, and a loss: nothing of GPT's but what a batch is."""
+
+    def __init__(self, config: Any, *, key: Any) -> None:
+        table_key, stack_key = jax.random.split(key)
+        model, recompute = config.model, Recompute.of(config.training)
+        self.table = vocabulary_table(model, table_key)
+        self.layers_of_mine = Stack(model, jnp.float32, kind="plain", recompute=recompute, key=stack_key)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        return {"layers_of_mine": Section(self.layers_of_mine, self._embed, self._context)}
+
+    def _embed(self, batch: Any, keys: Any, before: Stream | None) -> Stream:
+        return Stream(embed_tokens(self.table, None, batch["tokens"], jnp.float32))
+
+    def _context(self, batch: Any, keys: Any, stream: Stream) -> Context:
+        return Context(keys)
+
+    def losses(self, stream: Stream, batch: Any, keys: Any, options: LossOptions) -> dict[str, Any]:
+        return {"loss": vocab_parallel_cross_entropy(stream.x, self.table[...], batch["labels"], options)}
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that make the mixers, the kinds of layer and the family known, until the test ends."""
+    for registry, name, row in (
+        (MIXERS, "bilinear", Bilinear),
+        (MIXERS, "meter", Meter),
+        (KINDS, "plain", ("attention", "bilinear")),
+        (KINDS, "metered", ("meter", "mlp")),
+        (MODEL_CLASSES, "plain", Plain),
+        (FAMILIES, "plain", FAMILIES["gpt"]),
+    ):
+        monkeypatch.setitem(registry, name, row)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_mixer_and_a_family_are_a_class_and_a_row_each():
+    results = {}
+    for mesh, settings in (("1x1", {}), ("2x4", {"sequence_parallel": True, "zero": 1, "microbatch_size": 2})):
+        program = make_program(tiny_config(family="plain", **settings), mesh_of(mesh))
+        results[mesh] = run_steps(program, 2)
+    for name in ("loss", "grad_norm"):
+        split, whole = ([m[name] for m in results[mesh][1]] for mesh in ("2x4", "1x1"))
+        np.testing.assert_allclose(split, whole, rtol=1e-5, err_msg=name)
+        assert len(set(whole)) == 2
+    layers = results["2x4"][0].parameters["layers_of_mine"]["layers"]
+    assert set(layers) == {"attention", "attention_norm", "bilinear", "bilinear_norm"}
+    assert layers["bilinear"]["up"]["weight"].shape == (2, 32, 2, 96)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
+def test_sections_have_the_names_of_their_stacks_parameters(family: str):
+    """What is stacked along `layers` is what the sections name, so that a schedule can give it to stages by name."""
+    program = program_of("1x1", family=family)
+    model = program.model(program.abstract_parameters)
+    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(program.axes, is_leaf=is_names)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, axes in leaves if axes[0] == "layers"]
+    assert {name.partition(".layers.")[0] for name in names} == set(model.sections)
+
+
+def on_mesh(program: Any, function: Any, *arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
+        with use_rules(program.layout.rules):
+            return function(*arguments)
+
+    with jax.set_mesh(program.mesh):
+        return jax.tree.map(np.asarray, jax.jit(run)(*arguments))
+
+
+def cut(layers: Any, part: slice) -> Any:
+    return jax.tree.map(lambda a: a[part], layers)
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
+    """Every piece by itself, with nothing but the stream between them: the losses are those of the whole model."""
+    program = program_of("1x4", family=family, num_layers=3)
+    parameters, batch, options = program.initialize(0).parameters, batch_of(program, 0), LossOptions(VOCAB)
+
+    def whole(parameters: Any, batch: Any, keys: Any) -> Any:
+        return batch_losses(program.model(parameters), batch, keys, options)
+
+    def in_pieces(parameters: Any, batch: Any, keys: Any) -> Any:
+        model, stream = program.model(parameters), None
+        for section in model.sections.values():
+            stream = section.embed(batch, keys, stream)
+            for part in (slice(0, 1), slice(1, 3)):
+                context = section.context(batch, keys, stream)
+                layers, numbers = cut(section.stack.layers, part), jnp.arange(3)[part]
+                stream = stream._replace(x=run_layers(layers, numbers, stream.x, context, Recompute())[0])
+        assert stream is not None
+        return model.losses(stream, batch, keys, options)
+
+    keys = jax.random.split(jax.random.key(1), 8)
+    expected, losses = (on_mesh(program, f, parameters, batch, keys)["loss"] for f in (whole, in_pieces))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    dropless = on_mesh(program, lambda p, b: whole(p, b, None), parameters, batch)["loss"]
+    assert np.abs(dropless - expected).max() > 1e-3  # dropout's keys went the whole way
+
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "full": Recompute("full"),
+    "groups": Recompute("full", "uniform", 2),
+    "block": Recompute("full", "block", 3),
+}
+
+
+def metered(recompute: Recompute) -> Any:
+    """(layers, states) -> (the stream, the states), of a stack of metered layers; and its layers."""
+    model = tiny_config(num_layers=LAYERS, attention="xla").model
+    stack = Stack(model, jnp.float32, kind="metered", recompute=recompute, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
+
+    def run(layers: Any, states: Any) -> Any:
+        return run_layers(layers, jnp.arange(LAYERS), x, Context(), recompute, states)
+
+    return run, stack.layers
+
+
+def initial_states() -> Any:
+    return {"meter": {"runs": jnp.arange(LAYERS) * 10, "shift": jnp.arange(LAYERS) * 0.5}}
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("kind", RECOMPUTE)
+def test_a_layer_passes_its_state_on(kind: str):
+    """Each layer reads its own slice and hands on its own, whatever it computes again: as one layer at a time does."""
+    with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x4")):
+        run, layers = metered(RECOMPUTE[kind])
+
+        def one_by_one(layers: Any, states: Any) -> Any:
+            x, after = jax.random.normal(jax.random.key(2), (2, 16, 32)), []
+            for number in range(LAYERS):
+                own = jax.tree.map(lambda a, number=number: a[number], (layers, states))
+                x, state = own[0](x, Context(), own[1])
+                after.append(state)
+            return x, jax.tree.map(lambda *a: jnp.stack(a), *after)
+
+        (x, states), (expected, expected_states) = (
+            jax.tree.map(np.asarray, jax.jit(f)(layers, initial_states())) for f in (run, one_by_one)
+        )
+    np.testing.assert_allclose(x, expected, rtol=1e-5)
+    np.testing.assert_array_equal(states["meter"]["runs"], np.arange(LAYERS) * 10 + 1)
+    np.testing.assert_allclose(states["meter"]["mean"], expected_states["meter"]["mean"], rtol=1e-5)
+    assert len(set(states["meter"]["mean"])) == LAYERS
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("kind", ["groups", "block"])
+def test_what_a_state_says_can_be_differentiated(kind: str):
+    """A loss of what layers hand on, such as experts' balance, has the same gradients whatever is computed again."""
+    with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
+
+        def gradients(recompute: Recompute) -> Any:
+            run, layers = metered(recompute)
+            return jax.jit(jax.grad(lambda layers: run(layers, None)[1]["meter"]["mean"].sum(), allow_int=True))(layers)
+
+        for found, expected in zip(*map(jax.tree.leaves, map(gradients, (RECOMPUTE[kind], Recompute()))), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_trunk_hands_each_section_its_states(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "plain", KINDS["metered"])
+    program = make_program(tiny_config(family="plain", num_layers=LAYERS), mesh_of("1x4"))
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+
+    def run(parameters: Any, batch: Any) -> Any:
+        return run_sections(program.model(parameters), batch, None, {"layers_of_mine": initial_states()})
+
+    _, states = on_mesh(program, run, parameters, batch)
+    np.testing.assert_array_equal(states["layers_of_mine"]["meter"]["runs"], np.arange(LAYERS) * 10 + 1)
+
+
+def test_layers_without_a_state_scan_the_stream_alone():
+    """So that training compiles to what it would be if there were no states."""
+    program = program_of("1x1")
+    model = program.model(program.initialize(0).parameters)
+    x = jnp.zeros((8, 16, 32))
+    with use_rules(program.layout.rules), jax.set_mesh(program.mesh):
+        traced = jax.make_jaxpr(lambda x: model.stack(x, Context()))(x)
+        _, states = jax.eval_shape(lambda x: model.stack(x, Context()), x)
+    (scan,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
+    assert states is None and len(scan.outvars) == scan.params["num_carry"] == 1
