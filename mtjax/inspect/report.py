@@ -106,7 +106,7 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
     """The report on a step that is compiled already."""
     start = time.perf_counter()
     server = time_on or step.target.server
-    sizes = Sizes.of(step.config, step.mesh, step.program.placed)
+    sizes = Sizes.of(step.config, step.mesh, step.program.counts)
     contract = contract or contract_of_run(step.config, step.program.layout)
     dues = due(contract, sizes, step.config.training.compute_dtype)
     found = find_collectives(step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server)

@@ -14,7 +14,7 @@ from mtjax.models.attention import Context, SelfAttention
 from mtjax.models.layers import Linear, dropout, make_norm
 from mtjax.models.recompute import Recompute, scan_layers
 from mtjax.sharding.axes import spec
-from mtjax.sharding.parameters import whole
+from mtjax.sharding.parameters import materialize
 
 RESIDUAL = ("batch", "act_seq", "embed")
 
@@ -122,7 +122,7 @@ class Stack(nnx.Module):
         """Runs all layers; `keys` are per sample and become each layer's own by its number."""
 
         def run(x: Array, layer: Layer, number: Array) -> Array:
-            layer = whole(layer)
+            layer = materialize(layer)
             own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
             return layer(x, context, own)
 

@@ -8,6 +8,7 @@ split each all-reduce becomes a reduce-scatter and an all-gather, which send the
 
 import ast
 import operator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -25,7 +26,6 @@ from mtjax.config import (
 )
 from mtjax.errors import UserError, nearest
 from mtjax.sharding.layouts import num_microbatches
-from mtjax.sharding.zero import ParameterLayout
 from mtjax.theory.layout import TENSOR_RULES, Layout
 from mtjax.theory.mesh import AXES, MeshShape
 from mtjax.theory.rules import DATA, MODEL
@@ -125,8 +125,8 @@ class Sizes:
     """Those of them that share a group."""
 
     @classmethod
-    def of(cls, config: Config, mesh: MeshShape, placed: ParameterLayout) -> "Sizes":
-        """The sizes of a run on a mesh, its parameters placed so."""
+    def of(cls, config: Config, mesh: MeshShape, counts: Mapping[str, int]) -> "Sizes":
+        """The sizes of a run on a mesh; `counts` are of its parameters' elements."""
         count = num_microbatches(config, mesh)
         return cls(
             b=config.training.global_batch_size // (mesh.ways(TENSOR_RULES.batch) * count),
@@ -146,7 +146,7 @@ class Sizes:
             n=2 if config.model.norm == "layernorm" else 1,
             c=int(config.model.bias),
             p=int(config.model.position == "learned"),
-            **placed.counts,
+            **counts,
             d=decoder_length(config.model),
             L=decoder_layers(config.model),
             M=most_masked(config.model.sequence_length),

@@ -12,7 +12,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.plan.formulas import Shape, parameters_per_rank
 from mtjax.sharding import parameters
 from mtjax.sharding.contract import Sizes, contract_of, due, evaluate
-from mtjax.theory.layout import TENSOR
+from mtjax.theory.layout import TENSOR, UNSPLIT
 from mtjax.theory.rules import DATA
 from mtjax.train.step import make_program
 from tests.inspect.steps import SIZES, has_cudnn, needs_aot, tiny
@@ -95,7 +95,7 @@ def test_the_contract_holds_on_cpus_whatever_the_run(settings):
 
 def sizes_of(config: Config) -> Sizes:
     program = make_program(config, mesh_of(config.parallel.mesh))
-    return Sizes.of(config, program.shape, program.placed)
+    return Sizes.of(config, program.shape, program.counts)
 
 
 def test_gradients_of_the_contract_are_the_parameters_of_a_rank():
@@ -213,19 +213,19 @@ def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
-    monkeypatch.setattr(parameters, "sum_over_data", lambda gradient, place, dim: whole_sum(gradient, place, dim))
+    monkeypatch.setattr(parameters, "sum_gradient", whole_sum)
     report = inspect(tiny(num_layers=2, zero=2), find_target("cpu"))
     assert any("over data" in violation for violation in report.verdict.violations)
 
 
-def whole_sum(gradient, place, dim):
-    """Like `parameters.sum_over_data`, but sends everything to everyone first."""
+def whole_sum(gradient, place, total):
+    """Like `parameters.sum_gradient`, but sends everything to everyone first."""
     gathered = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    total = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
-    if dim == parameters.UNSPLIT:
-        return total
-    size = gradient.shape[dim] // 2
-    return lax.pcast(lax.slice_in_dim(total, 0, size, axis=dim), (DATA,), to="varying")
+    whole = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    if total.dim == UNSPLIT:
+        return whole
+    size = gradient.shape[total.dim] // 2
+    return lax.pcast(lax.slice_in_dim(whole, 0, size, axis=total.dim), (DATA,), to="varying")
 
 
 @needs_aot
