@@ -22,8 +22,8 @@ from train_step import processor
 
 from mtjax.models.layers import dropout
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.layouts import TENSOR
 from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import parse_mesh
 
 RATE = 0.1

@@ -56,7 +56,7 @@ def scatter_layers(
 
 
 def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost, so that the layout of a gather does not spread to the array that it is put in.
+    """`x` with its last dimension innermost, else a gather's layout spreads to the array that it is put in.
 
     Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
     """

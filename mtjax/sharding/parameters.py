@@ -81,7 +81,7 @@ def is_wrapped(x: Any) -> bool:
 
 
 def materialize(module: T) -> T:
-    """`module`, or any tree of parameters, with arrays for parameters that no rank has a part of only."""
+    """`module`, or any tree of parameters, with an array that products can take for every wrapped parameter."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
 
 

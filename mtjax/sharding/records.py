@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -120,8 +120,8 @@ def _record(
     )
 
 
-def places(records: Tree, which: str) -> Tree:
-    """The specs `whole`, `stored` or `reduced` of every parameter, in a tree like theirs."""
+def places(records: Tree, which: Literal["whole", "stored", "reduced"]) -> Tree:
+    """Where every parameter lives in one of these senses: partition specs in a tree like the parameters'."""
     return jax.tree.map(lambda record: getattr(record, which), records)
 
 
