@@ -183,7 +183,8 @@ class Trained:
         """float32[batch, sequence, vocabulary], padding of the vocabulary left out."""
         inputs = {name: batch[name] for name in ("tokens", "token_types", "padding_mask")}
         with jax.set_mesh(self.program.mesh):
-            found = self._logits(self.parameters, global_batch(self.program.mesh, inputs, len(batch["tokens"])))
+            arrays = global_batch(self.program.batch_sharding, inputs, len(batch["tokens"]))
+            found = self._logits(self.parameters, arrays)
         return np.asarray(found)[..., : self.config.model.vocab_size]
 
     def _compute(self, parameters: Any, batch: Any) -> jax.Array:

@@ -18,12 +18,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import Array
-from mtjax.sharding.layouts import TENSOR
 from train_step import processor
 
 from mtjax.models.dropout import dropout
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import parse_mesh
 
 RATE = 0.1

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import jax
 import tyro
-from mtjax.sharding.contract import LAYER_PHASES
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from mtjax.inspect.dump import write
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
+from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.flops import Shape, hardware_flops_per_token
 from mtjax.theory.hardware import DGX_2H
 

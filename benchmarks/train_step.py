@@ -123,7 +123,7 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
             "loss_mask": np.ones(text[:, 1:].shape, np.float32),
             "sample_index": np.arange(size, dtype=np.uint32),
         }
-        state, metrics = program.step(state, global_batch(mesh, arrays, size))
+        state, metrics = program.step(state, global_batch(program.batch_sharding, arrays, size))
         jax.block_until_ready(metrics)
 
     times = timed(step, steps)

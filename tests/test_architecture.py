@@ -27,6 +27,8 @@ ARROWS: dict[str, set[str]] = {
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert"}
+PLACES_MODELS = {"models.placed"}
+"""The one module of models that knows how parameters are spread over a mesh."""
 COMPILES = {"plan.verify"}
 """Modules that hold a formula against a compiled program, and import `inspect` for it."""
 SHOWS = {"train.loop"}
@@ -74,6 +76,8 @@ def test_arrows_point_one_way(path: Path) -> None:
     allowed = ARROWS[top] | {top, ""}
     if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(path.read_text()).body):
         allowed |= {"cli"}
+    if module in PLACES_MODELS:
+        allowed |= {"sharding"}
     if module in COMPILES:
         allowed |= {"inspect", "train", "sharding"}
     if module in SHOWS:
@@ -119,11 +123,13 @@ def test_config_theory_and_plan_need_no_jax() -> None:
 
 PLACES = ("PartitionSpec", "P", "Mesh", "psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "all_to_all")
 PLACES += ("ppermute", "axis_index", "axis_size", "pcast", "shard_map", "NamedSharding", "AbstractMesh", "ways")
-AXIS_NAMES = {"data", "model"}
+AXIS_NAMES = {"data", "stage", "context", "expert", "model"}
+SHAPES = {"mesh", "shape"}
+"""What shapes of meshes are called: `step.mesh.data` names an axis as much as a string does."""
 
 
 def axis_literals(tree: ast.AST) -> Iterator[int]:
-    """Lines where a mesh axis is named by a string: in a call that places or sends, or as a key into a mesh's shape."""
+    """Lines where a mesh axis is named: in a call that places or sends, or to get at its ways in a mesh's shape."""
     for node in ast.walk(tree):
         inside: list[ast.AST] = []
         if isinstance(node, ast.Call):
@@ -136,6 +142,10 @@ def axis_literals(tree: ast.AST) -> Iterator[int]:
             inside = [node.slice]
         elif isinstance(node, ast.keyword) and node.arg in ("axis_name", "axis_names"):
             inside = [node.value]
+        elif isinstance(node, ast.Attribute) and node.attr in AXIS_NAMES:
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if owner in SHAPES:
+                yield node.lineno
         for part in inside:
             for leaf in ast.walk(part):
                 if isinstance(leaf, ast.Constant) and leaf.value in AXIS_NAMES:
@@ -143,23 +153,22 @@ def axis_literals(tree: ast.AST) -> Iterator[int]:
 
 
 def imports_axis_constants(tree: ast.AST) -> bool:
-    """Whether a file takes the names of mesh axes from `sharding.axes`."""
+    """Whether a file takes the names of mesh axes from `theory.rules`."""
     return any(
         isinstance(node, ast.ImportFrom)
-        and node.module in ("mtjax.sharding.axes", "mtjax.sharding.mesh")
-        and any(a.name in ("DATA", "MODEL") for a in node.names)
+        and node.module in ("mtjax.theory.rules", "mtjax.theory.mesh")
+        and any(a.name in ("AXES", "MANUAL", *map(str.upper, AXIS_NAMES)) for a in node.names)
         for node in ast.walk(tree)
     )
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_mesh_axes_are_named_in_sharding_alone(path: Path) -> None:
-    if module_of(path).partition(".")[0] == "sharding":
+def test_mesh_axes_are_named_in_sharding_and_theory_alone(path: Path) -> None:
+    if module_of(path).partition(".")[0] in ("sharding", "theory"):
         return
     tree = ast.parse(path.read_text())
     assert not list(axis_literals(tree)), f"{path}: a mesh axis by its name; say a logical one"
-    if module_of(path).partition(".")[0] == "models":
-        assert not imports_axis_constants(tree), f"{path}: models know logical axes alone"
+    assert not imports_axis_constants(tree), f"{path}: only sharding and theory know mesh axes; say a logical one"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,10 @@ def test_mesh_axes_are_named_in_sharding_alone(path: Path) -> None:
         "jax.shard_map(f, axis_names={'data'})",
         "mesh.shape['model']",
         "f(axis_name='data')",
-        "Rules(batch='data')",
+        "Rules(batch=('data', 'expert'))",
+        "step.mesh.data",
+        "shape.stage",
+        "lax.psum(x, ('context',))",
     ],
 )
 def test_the_search_for_axis_names_finds_them(code: str) -> None:
@@ -179,7 +191,7 @@ def test_the_search_for_axis_names_finds_them(code: str) -> None:
 
 
 def test_the_search_for_axis_names_lets_other_words_be() -> None:
-    assert not list(axis_literals(ast.parse("config['data']; spec('batch'); open('model')")))
+    assert not list(axis_literals(ast.parse("config['data']; spec('batch'); open('model'); config.data; shape.size")))
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

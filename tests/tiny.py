@@ -9,9 +9,14 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import global_batch
-from mtjax.sharding.zero import ParameterLayout
+from mtjax.sharding.records import parameter_records
+from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.region import Region
+from mtjax.sharding.schedules.accumulate import Accumulate
+from mtjax.sharding.schedules.schedule import LossSum
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import Program, State, make_program
@@ -43,9 +48,17 @@ def mesh_of(text: str) -> Mesh:
     return make_mesh(parse_mesh(text), jax.devices())
 
 
-def placed_like(axes: Any, parameters: Any, mesh: str) -> ParameterLayout:
-    """The tensor layout of float32 parameters with these logical names."""
-    return ParameterLayout(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
+def records_like(axes: Any, parameters: Any, mesh: str = "1x1") -> Any:
+    """Records of parameters with these logical names in the tensor layout."""
+    return parameter_records(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
+
+
+def gradients_like(loss_sum: LossSum, axes: Any, parameters: Any, batch: Any, mesh: str) -> tuple[Any, Any, Any]:
+    """Loss, report and gradients of one microbatch, for parameters with these logical names in the tensor layout."""
+    records = records_like(axes, parameters, mesh)
+    region = Region(parse_mesh(mesh), TENSOR.rules, records)
+    reduction = Reduction(records, zero=0, num_microbatches=1)
+    return distributed_gradients(loss_sum, parameters, batch, region, Accumulate(1), reduction)
 
 
 @cache
@@ -94,7 +107,8 @@ def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndar
 
 def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
     """`host_batch` on the program's mesh."""
-    return global_batch(program.mesh, host_batch(program.config, step), program.config.training.global_batch_size)
+    size = program.config.training.global_batch_size
+    return global_batch(program.batch_sharding, host_batch(program.config, step), size)
 
 
 def run_steps(program: Program, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:

@@ -1,4 +1,4 @@
-"""Checks of the config that no mesh is needed for; what mesh axes must divide is checked in `sharding.layouts`."""
+"""Checks of the config that no mesh is needed for; what mesh axes must divide is checked in `theory.divisibility`."""
 
 import dataclasses
 from typing import Any

@@ -7,12 +7,10 @@ import jax
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import make_mesh
-from mtjax.sharding.placement import is_names
+from mtjax.sharding.records import ParameterRecord
 from mtjax.theory.mesh import MeshShape
-from mtjax.train.step import make_program
-
-STACKED = "layers"
 
 
 @dataclass(frozen=True)
@@ -50,24 +48,18 @@ class Parameter:
 
 
 def parameters_of(config: Config) -> dict[str, Parameter]:
-    """The parameters of a config's model, from its abstract program: nothing is allocated.
+    """The parameters of a config's model on one device: nothing is allocated.
 
     Raises:
       UserError: the config can't be.
     """
-    program = make_program(config, make_mesh(MeshShape(), jax.devices("cpu")))
-    shapes = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
-    names = jax.tree_util.tree_leaves(program.axes, is_leaf=is_names)
-    found = [_parameter(path, leaf.shape, axes) for (path, leaf), axes in zip(shapes, names, strict=True)]
-    return {parameter.name: parameter for parameter in found}
+    placed = Placed(config, make_mesh(MeshShape(), jax.devices("cpu")))
+    return {record.name: _parameter(record) for record in jax.tree.leaves(placed.records)}
 
 
-def _parameter(path: object, shape: tuple[int, ...], axes: tuple[str, ...]) -> Parameter:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")  # pyright: ignore[reportArgumentType]
-    num_layers = shape[0] if axes[0] == STACKED else None
-    if num_layers is not None:
-        shape, axes = shape[1:], axes[1:]
+def _parameter(record: ParameterRecord) -> Parameter:
     distinct: list[str] = []
-    for axis in axes:
+    for axis in record.used_axes:
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
-    return Parameter(name, tuple(distinct), tuple(shape), num_layers)
+    num_layers = record.shape[0] if record.is_stacked else None
+    return Parameter(record.name, tuple(distinct), record.shape[record.is_stacked :], num_layers)

@@ -13,7 +13,7 @@ from mtjax.models.context import Context
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import Recompute, scan_layers
-from mtjax.sharding.parameters import whole
+from mtjax.sharding.parameters import materialize
 
 
 class Stack(nnx.Module):
@@ -57,7 +57,7 @@ def run_layers(
     """
 
     def run(x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
-        layer, keys = whole(layer), context.dropout_keys
+        layer, keys = materialize(layer), context.dropout_keys
         own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
         return layer(x, dataclasses.replace(context, dropout_keys=own), state)
 

@@ -81,6 +81,11 @@ def explicit_axes() -> frozenset[str]:
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
+def explicit_part(place: PartitionSpec) -> PartitionSpec:
+    """`place` without the axes that are manual here: of these each rank sees its own part."""
+    return only_axes(place, tuple(explicit_axes()))
+
+
 def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     """`x` typed as varying over every manual axis that some `like` varies over.
 

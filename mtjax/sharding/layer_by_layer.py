@@ -1,26 +1,27 @@
-"""Stacks sent over `data` one layer after the other, so that buffers of one layer are all it takes."""
+"""Stacks sent over ranks one layer after the other, so that buffers of one layer are all it takes."""
+
+from dataclasses import replace
 
 import jax
 from jax import Array, lax
 from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.parameters import sum_over_data
-from mtjax.theory.rules import DATA
+from mtjax.sharding.parameters import GradientSum, sum_gradient
 
 
-def gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) -> list[Array]:
-    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over `data`.
+def gather_layers(parts: list[Array], totals: list[GradientSum], into: list[Array]) -> list[Array]:
+    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over ranks.
 
     Args:
-      parts: arrays split over `data` along `dimensions`, which count `layers` in.
-      dimensions: of each array.
-      into: arrays of the same shapes, whole on every data rank.
+      parts: arrays of which each rank has a part.
+      totals: along which dimension of each array, `layers` counted in, and over which axes.
+      into: arrays of the same shapes, of which each rank has all.
     """
 
     def gather(layer: list[Array]) -> list[Array]:
-        whole = [lax.all_gather(a, DATA, axis=dim - 1, tiled=True) for a, dim in zip(layer, dimensions, strict=True)]
-        return [_row_major(a) for a in whole]
+        of = zip(layer, totals, strict=True)
+        return [_row_major(lax.all_gather(a, total.parts, axis=total.dim - 1, tiled=True)) for a, total in of]
 
     def one(number: Array, whole: list[Array]) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
@@ -34,28 +35,28 @@ def gather_layers(parts: list[Array], dimensions: list[int], into: list[Array]) 
 
 
 def scatter_layers(
-    whole: list[Array], dimensions: list[int], places: list[PartitionSpec], into: list[Array]
+    whole: list[Array], totals: list[GradientSum], places: list[PartitionSpec], into: list[Array]
 ) -> list[Array]:
-    """Stacked gradients summed over `data`, one layer after the other: each rank's part of the sums, in `into`.
+    """Stacked gradients summed over ranks, one layer after the other: each rank's part of the sums, in `into`.
 
     Args:
       whole: gradients of each rank's own samples.
-      dimensions: that `data` splits, `layers` counted in.
-      places: where `model` splits them.
+      totals: over which axes, and which dimension is split, `layers` counted in.
+      places: where they are split.
       into: arrays of the parts' shapes.
     """
 
     def one(number: Array, parts: list[Array]) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in whole]
-        of = zip(layer, places, dimensions, strict=True)
-        summed = [sum_over_data(a, PartitionSpec(*place[1:]), dim - 1) for a, place, dim in of]
+        of = zip(layer, places, totals, strict=True)
+        summed = [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in of]
         return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed, strict=True)]
 
     return lax.fori_loop(0, whole[0].shape[0], one, into)
 
 
 def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost, lest the layout of a gather spreads to the array that it is put in.
+    """`x` with its last dimension innermost, else a gather's layout spreads to the array that it is put in.
 
     Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
     """

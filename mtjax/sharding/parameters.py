@@ -1,12 +1,12 @@
 """Parameters on their way into a product: gathered just before it, their gradients reduced as soon as they exist.
 
-Models call `whole` where they use a layer's parameters. Mostly that does nothing; but where a gradient is to be reduced
-in the backward pass, or a parameter to be gathered for each use, the parameter comes as a `Reduced` or `Gathered`
-(`mtjax.sharding.zero` says which), and `whole` is where that happens.
+Models call `materialize` where they use a layer's parameters. Mostly that does nothing; but where a gradient is to be
+reduced in the backward pass, or a parameter to be gathered for each use, the parameter comes as a `Reduced` or
+`Gathered` (`mtjax.sharding.reduction` says which), and `materialize` is where that happens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,34 +15,49 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import explicit_axes, spec, sum_ranks, varying_like
+from mtjax.sharding.axes import explicit_axes, explicit_part, spec, sum_ranks, varying_like
 from mtjax.theory.layout import UNSPLIT
-from mtjax.theory.rules import DATA
+from mtjax.theory.rules import Axes
 
 Tree = Any
 T = TypeVar("T")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "dim"])
+@dataclass(frozen=True)
+class GradientSum:
+    """How a gradient is summed over the ranks that hold the same parameter and see other samples."""
+
+    axes: Axes
+    """Mesh axes over which it is summed; each has more than one way."""
+    dim: int
+    """Dimension of which each rank keeps its own part of the sum, or `UNSPLIT`: each keeps all of it."""
+    parts: Axes
+    """Those of `axes` that split this dimension; () when `UNSPLIT`."""
+    ways: int
+    """In how many parts they split it."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "total"])
 @dataclass(frozen=True)
 class Reduced:
-    """A whole parameter whose gradient is summed over `data` at once, and arrives at `part`."""
+    """A whole parameter whose gradient is summed over ranks at once, and arrives at `part`."""
 
     array: Any
     part: Any
     place: PartitionSpec
-    """Of the parameter where it is used, without the leading `layers`; so `dim`."""
-    dim: int
+    """Of the parameter where it is used, without the leading `layers`; so `total`."""
+    total: GradientSum
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "dim", "sent", "dtype"])
+@partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "total", "sent", "dtype"])
 @dataclass(frozen=True)
 class Gathered:
-    """A data rank's part of a parameter that is gathered for each use, and its gradient scattered."""
+    """A rank's part of a parameter that is gathered for each use, and its gradient scattered."""
 
     part: Any
     names: tuple[str, ...]
-    dim: int
+    """Of the dimensions where it is used, without the leading `layers`; so `total`."""
+    total: GradientSum
     sent: str
     """Type in which it is gathered: the compute type for what products take in it."""
     dtype: str
@@ -61,57 +76,59 @@ class Accumulated:
 
 
 def is_wrapped(x: Any) -> bool:
-    """Whether `x` stands for a parameter that `whole` must make."""
+    """Whether `x` stands for a parameter that `materialize` must make."""
     return isinstance(x, Reduced | Gathered)
 
 
-def whole(module: T) -> T:
-    """`module`, or any tree of parameters, with whole arrays for parameters."""
+def materialize(module: T) -> T:
+    """`module`, or any tree of parameters, with an array that products can take for every wrapped parameter."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
 
 
 def _resolve(leaf: Any) -> Any:
     match leaf:
-        case Reduced(array, part, place, dim):
-            return _attach(place, dim, array, part)
-        case Gathered(part, names, _, sent, dtype) if DATA in explicit_axes():
+        case Reduced(array, part, place, total):
+            return _attach(place, total, array, part)
+        case Gathered(part, names, total, sent, dtype) if explicit_axes().issuperset(total.parts):
             return reshard(part.astype(sent), spec(*names)).astype(dtype)
-        case Gathered(part, names, dim, sent, dtype):
-            return _gather(spec(*names), dim, sent, dtype, part)
+        case Gathered(part, names, total, sent, dtype):
+            return _gather(spec(*names), total, sent, dtype, part)
     return leaf
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attach(place: PartitionSpec, dim: int, array: Array, part: Array) -> Array:
+def _attach(place: PartitionSpec, total: GradientSum, array: Array, part: Array) -> Array:
     return array
 
 
-def _attach_forward(place: PartitionSpec, dim: int, array: Array, part: Array) -> tuple[Array, None]:
+def _attach_forward(place: PartitionSpec, total: GradientSum, array: Array, part: Array) -> tuple[Array, None]:
     return array, None
 
 
-def _attach_backward(place: PartitionSpec, dim: int, _: None, gradient: Array) -> tuple[None, Array]:
-    return None, sum_over_data(gradient, place, dim)
+def _attach_backward(place: PartitionSpec, total: GradientSum, _: None, gradient: Array) -> tuple[None, Array]:
+    return None, sum_gradient(gradient, place, total)
 
 
 _attach.defvjp(_attach_forward, _attach_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> Array:
+def _gather(place: PartitionSpec, total: GradientSum, sent: str, dtype: str, part: Array) -> Array:
     def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(sent), DATA, axis=dim, tiled=True).astype(dtype)
+        return lax.all_gather(a.astype(sent), total.parts, axis=total.dim, tiled=True).astype(dtype)
 
     with jax.named_scope("parameters"):
         return _over_the_rest(local, place)(part)
 
 
-def _gather_forward(place: PartitionSpec, dim: int, sent: str, dtype: str, part: Array) -> tuple[Array, None]:
-    return _gather(place, dim, sent, dtype, part), None
+def _gather_forward(place: PartitionSpec, total: GradientSum, sent: str, dtype: str, part: Array) -> tuple[Array, None]:
+    return _gather(place, total, sent, dtype, part), None
 
 
-def _gather_backward(place: PartitionSpec, dim: int, sent: str, dtype: str, _: None, gradient: Array) -> tuple[Array]:
-    return (sum_over_data(gradient, place, dim),)
+def _gather_backward(
+    place: PartitionSpec, total: GradientSum, sent: str, dtype: str, _: None, gradient: Array
+) -> tuple[Array]:
+    return (sum_gradient(gradient, place, total),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -179,30 +196,31 @@ def _starting_backward(sums: list[Array], gradient: Array) -> tuple[None, Array,
 starting_from.defvjp(_starting_forward, _starting_backward)
 
 
-# --- sums over `data`, and what is differentiated
+# --- sums over ranks, and what is differentiated
 
 
-def sum_over_data(gradient: Array, place: PartitionSpec, dim: int) -> Array:
-    """A data rank's gradient summed over all of them in float32; where `dim` splits it, this rank's part of the sum.
+def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> Array:
+    """A rank's gradient summed over ranks in float32; where a dimension is split, this rank's part of the sum.
 
     Args:
-      gradient: whole.
-      place: where `model` splits it.
-      dim: dimension that `data` splits, or `UNSPLIT`.
+      gradient: of the rank's own samples, whole but for what `place` splits.
+      place: where it is split; of manual axes each rank has its own part already.
+      total: what is summed over which axes.
     """
+    rest = tuple(axis for axis in total.axes if axis not in total.parts)
 
     def local(g: Array) -> Array:
-        if dim == UNSPLIT:
+        if total.dim == UNSPLIT:
             # With split sequences a norm's was summed over `model` before: XLA would make both one sum over the mesh.
-            return sum_ranks(lax.optimization_barrier(g))
-        return lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+            return sum_ranks(lax.optimization_barrier(g), total.axes)
+        return sum_ranks(lax.psum_scatter(g, total.parts, scatter_dimension=total.dim, tiled=True), rest)
 
     with jax.named_scope("gradients"):
-        return _over_the_rest(local, place)(gradient.astype(jnp.float32))
+        return _over_the_rest(local, explicit_part(place))(gradient.astype(jnp.float32))
 
 
 def _over_the_rest(body: Callable[[Array], Array], place: PartitionSpec) -> Callable[[Array], Array]:
-    """A nested map in which every axis is manual: a collective over `data` won't lower while one is explicit."""
+    """A nested map in which every axis is manual: a collective won't lower while one is explicit."""
     return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
 
 
@@ -216,10 +234,8 @@ def with_parts(wrapped: Tree, parts: Tree) -> Tree:
 
     def one(leaf: Any, part: Array) -> Any:
         match leaf:
-            case Reduced(array, _, place, dim):
-                return Reduced(array, part, place, dim)
-            case Gathered(_, names, dim, sent, dtype):
-                return Gathered(part, names, dim, sent, dtype)
+            case Reduced() | Gathered():
+                return replace(leaf, part=part)
         return part
 
     return jax.tree.map(one, wrapped, parts, is_leaf=is_wrapped)

@@ -10,8 +10,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtjax.sharding.axes import WHOLE
-from mtjax.theory.rules import DATA
+from mtjax.sharding.axes import WHOLE, partition_spec
+from mtjax.theory.rules import Rules
 
 Tree = Any
 
@@ -55,21 +55,28 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """A batch: split by samples over `data`."""
-    return NamedSharding(mesh, PartitionSpec(DATA))
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """A batch: split by samples."""
+    return NamedSharding(mesh, partition_spec(rules, ("batch",)))
 
 
-def process_rows(mesh: Mesh, global_batch_size: int) -> np.ndarray:
-    """The rows of a global batch that this process' devices hold, ascending: all that it needs to load."""
-    places = batch_sharding(mesh).addressable_devices_indices_map((global_batch_size,))
+def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
+    """The rows of a global batch that this process' devices hold, ascending: all that it needs to load.
+
+    Args:
+      sharding: `batch_sharding`.
+      global_batch_size: rows.
+    """
+    places = sharding.addressable_devices_indices_map((global_batch_size,))
     rows = [np.arange(global_batch_size)[index] for index in places.values() if index is not None]
     return np.unique(np.concatenate(rows))
 
 
-def global_batch(mesh: Mesh, local: Mapping[str, np.ndarray], global_batch_size: int) -> dict[str, jax.Array]:
+def global_batch(
+    sharding: NamedSharding, local: Mapping[str, np.ndarray], global_batch_size: int
+) -> dict[str, jax.Array]:
     """One global array of each array of rows that this process loaded, without sending any of them elsewhere."""
-    rows = process_rows(mesh, global_batch_size)
+    rows = process_rows(sharding, global_batch_size)
 
     def assemble(array: np.ndarray) -> jax.Array:
         def part(index: Any) -> np.ndarray:
@@ -77,7 +84,7 @@ def global_batch(mesh: Mesh, local: Mapping[str, np.ndarray], global_batch_size:
             first = int(np.searchsorted(rows, start))
             return array[first : first + stop - start]
 
-        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), batch_sharding(mesh), part)
+        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), sharding, part)
 
     return {name: assemble(array) for name, array in local.items()}
 

@@ -277,7 +277,7 @@ def _logits(
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = places.first_row(rows) + jnp.arange(rows)
-    # Padding comes last: overwritten where it may be, lest XLA write all logits a second time, on CPUs.
+    # Padding comes last: overwritten only where it may be; else XLA writes all logits a second time, on CPUs.
     start = max(0, vocab_size - (lax.axis_size(places.rows) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)

@@ -16,7 +16,7 @@ from jax import Array
 
 from mtjax.config import Training
 from mtjax.sharding.axes import split_like_rows
-from mtjax.sharding.placement import is_names, least_of_parts
+from mtjax.sharding.placement import least_of_parts
 from mtjax.theory.layout import LAYERS
 
 Tree = Any
@@ -40,21 +40,20 @@ class Tensor:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def tensors(axes: Tree, values: Tree) -> list[Tensor]:
+def tensors(records: Tree) -> list[Tensor]:
     """The tensors of a model in the order in which the backward pass meets them; `first_bad` counts so.
 
     Layers come from the last to the first, then what stands outside of them. A cotangent that overflows in a layer
     spoils the gradients of the layers before it, so the first in this order is nearest to where that began.
 
     Args:
-      axes: logical names of every parameter.
-      values: arrays, abstract or not, in a tree like it.
+      records: of every parameter.
     """
-    found = _in_tree_order(axes, values)
+    found = _in_tree_order(records)
     return [found[i] for i in _backwards(found)]
 
 
-def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
+def first_bad(beside: Array, values: Tree, records: Tree) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
     A tensor counts as finite when a quarter of the sum of squares of each device's part is.
@@ -62,14 +61,14 @@ def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     Args:
       beside: a scalar that has to be finite too. When it alone is not, the answer is the number of tensors.
       values: gradients or parameters, wherever they live.
-      axes: logical names of every parameter.
+      records: of every parameter.
 
     Returns:
       `GOOD` when everything is finite.
     """
-    found = _in_tree_order(axes, values)
+    found = _in_tree_order(records)
     leaves = jax.tree.leaves(values)
-    stacked = [names[0] == LAYERS for names in jax.tree.leaves(axes, is_leaf=is_names)]
+    stacked = [record.is_stacked for record in jax.tree.leaves(records)]
     counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
     places = np.split(np.argsort(_backwards(found)).astype(np.int32), np.cumsum(counts)[:-1])
     # A device that has some layers of an array alone needs their places alone.
@@ -88,12 +87,11 @@ def first_bad(beside: Array, values: Tree, axes: Tree) -> Array:
     return jnp.where((first == len(found)) & jnp.isfinite(beside), GOOD, first).astype(jnp.int32)
 
 
-def _in_tree_order(axes: Tree, values: Tree) -> list[Tensor]:
+def _in_tree_order(records: Tree) -> list[Tensor]:
     found: list[Tensor] = []
-    leaves, names = jax.tree_util.tree_leaves_with_path(values), jax.tree.leaves(axes, is_leaf=is_names)
-    for (path, leaf), own in zip(leaves, names, strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found += [Tensor(name, i) for i in range(leaf.shape[0])] if own[0] == LAYERS else [Tensor(name)]
+    for record in jax.tree.leaves(records):
+        layers = range(record.shape[0]) if record.is_stacked else [None]
+        found += [Tensor(record.name, layer) for layer in layers]
     return found
 
 

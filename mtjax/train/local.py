@@ -10,12 +10,18 @@ from collections.abc import Mapping, Sequence
 from mtjax.config import Config
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import detect_launcher
-from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.mesh import check_implemented, parse_mesh
 
 
 def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
-    """How many processes this one has to start for the run's virtual CPU devices; 1 when it can have them itself."""
-    size = parse_mesh(config.parallel.mesh).size
+    """How many processes this one has to start for the run's virtual CPU devices; 1 when it can have them itself.
+
+    Raises:
+      UserError: the mesh can't be read, or mtjax can't train over one of its axes yet.
+    """
+    shape = parse_mesh(config.parallel.mesh)
+    check_implemented(shape)
+    size = shape.size
     started = config.parallel.num_processes is not None or detect_launcher(environment)[1] != 1
     if size <= MAX_CPU_DEVICES or started or has_gpu():
         return 1

@@ -202,11 +202,10 @@ def validation_losses(run: Run, state: State) -> dict[str, float]:
 
 def open_batches(run: Run, dataset: Any, consumed: int, schedule: BatchSchedule | None = None) -> Loader:
     """This process' rows of every batch from a position in the data on."""
-    mesh = run.program.mesh
     return data.open_loader(
         run.config,
         dataset,
-        rows=lambda size: process_rows(mesh, size),
+        rows=lambda size: process_rows(run.program.batch_sharding, size),
         start_sample=consumed,
         schedule=schedule or run.place.schedule,
     )
@@ -215,7 +214,7 @@ def open_batches(run: Run, dataset: Any, consumed: int, schedule: BatchSchedule 
 def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
     """The next global batch, of what the program reads."""
     local = next(batches)
-    return global_batch(run.program.mesh, {name: local[name] for name in run.program.batch_names}, size)
+    return global_batch(run.program.batch_sharding, {name: local[name] for name in run.program.batch_names}, size)
 
 
 def resume_command(run: Run, extra: str = "") -> str:

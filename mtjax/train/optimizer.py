@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from mtjax.config import Config, Optimizer
-from mtjax.sharding.placement import is_names
-from mtjax.theory.layout import is_matrix
 
 
-def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW.
 
     Args:
       config: rates, decay and clipping.
-      axes: logical names of every parameter, in a tree like the parameters'.
+      records: of every parameter, in a tree like theirs.
     """
     options = config.optimizer
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
@@ -27,7 +25,7 @@ def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
         b2=options.beta2,
         eps=options.epsilon,
         weight_decay=options.weight_decay,
-        mask=jax.tree.map(is_matrix, axes, is_leaf=is_names),
+        mask=jax.tree.map(lambda record: record.is_matrix, records),
     )
     return optax.chain(clip, adamw)
 

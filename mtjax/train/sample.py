@@ -10,15 +10,15 @@ from jax.sharding import reshard
 
 from mtjax.data import Tokenizer
 from mtjax.models.families.gpt import GPT
+from mtjax.models.placed import Placed, Tree
 from mtjax.sharding.axes import WHOLE, use_rules
-from mtjax.train.step import Program, Tree
 
 CONTINUES_TEXT = ("gpt", "llama")
 """Families that predict the next token."""
 
 
 def continue_text(
-    program: Program,
+    placed: Placed,
     parameters: Tree,
     tokenizer: Tokenizer,
     prompt: str,
@@ -31,17 +31,16 @@ def continue_text(
 
     The whole window is computed again for each token: made for one look at a model, not for serving.
     """
-    ids = tokenizer.encode(prompt)[-program.config.model.sequence_length // 2 :] or [tokenizer.eod]
-    window = min(program.config.model.sequence_length, len(ids) + length)
+    ids = tokenizer.encode(prompt)[-placed.config.model.sequence_length // 2 :] or [tokenizer.eod]
+    window = min(placed.config.model.sequence_length, len(ids) + length)
     tokens = np.full((1, window), tokenizer.eod, np.int32)
     tokens[0, : len(ids)] = ids
     # One sample does not split over data ranks, nor do a few tokens over model ranks: all of them do the same.
-    rules = dataclasses.replace(program.layout.rules, batch=(), act_seq=())
+    rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
 
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
         with use_rules(rules):
-            placed = program.placed
-            model = program.model(placed.whole_but_layers(placed.wrap(parameters, None)))
+            model = placed.model_in_use(parameters)
             assert isinstance(model, GPT)  # other families don't continue text
 
             def append(position: Array, tokens: Array) -> Array:
@@ -52,7 +51,7 @@ def continue_text(
 
             return lax.fori_loop(len(ids), window, append, tokens)
 
-    with jax.set_mesh(program.mesh):
+    with jax.set_mesh(placed.mesh):
         out = np.asarray(jax.jit(sample)(parameters, jnp.asarray(tokens), jax.random.key(seed)))[0].tolist()
     new = out[len(ids) :]
     return tokenizer.decode(out[: len(ids)] + new[: new.index(tokenizer.eod) if tokenizer.eod in new else None])

@@ -120,8 +120,8 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
         progress.say(f"note    steps may be slower: this XLA does not support {names}")
-    if program.placed.unsplit:
-        names, ways = ", ".join(program.placed.unsplit), shape.ways(program.layout.rules.batch)
+    if program.unsplit:
+        names, ways = ", ".join(program.unsplit), shape.ways(program.layout.rules.batch)
         progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
 
 
@@ -139,6 +139,6 @@ def restore_or_initialize(
         progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
     parameters = None
     if weights is not None:
-        parameters = restore_weights(weights, program.abstract_state.parameters)
+        parameters = restore_weights(weights, program.restore_target)
         progress.say(f"weights from {weights.folder}")
     return Restored(0, program.initialize(config.training.seed, parameters), 0)

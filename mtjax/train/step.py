@@ -1,10 +1,8 @@
-"""The compiled programs of a run - initialise, train step, evaluate - and where their arguments live.
+"""What training adds to a model on a mesh: the optimizer's state, and the compiled programs that make it and step it.
 
 `inspect` and the planner build the same `Program` from compile-only devices.
 """
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,35 +10,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, reshard
 
-from mtjax.config import Config, replace
-from mtjax.models.families.registry import LanguageModel, model_class
+from mtjax.config import Config
+from mtjax.models.placed import Batch, Part, Placed
 from mtjax.models.recompute import Recompute, check_offload
-from mtjax.models.trunk import batch_losses
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import data_parallel_gradients, data_parallel_sum
-from mtjax.sharding.vocab import LossOptions
-from mtjax.sharding.zero import ParameterLayout
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.divisibility import check_config, num_microbatches
+from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.records import places
+from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.schedules.accumulate import Accumulate
+from mtjax.sharding.zero import store
+from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer, make_schedule
 from mtjax.train.precision import LossScale
 
 Tree = Any
-Batch = dict[str, Any]
-"""What the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's number in the
-run, which its dropout derives from."""
-Part = tuple[Batch, Batch, Array | None]
-"""A (micro)batch, the weights of its losses by their names, and each sample's key, None where nothing is dropped."""
 
 
 @partial(
@@ -64,44 +54,31 @@ class State:
     """Of float16 only."""
 
 
-class Program:
-    """A config's model and step on a mesh: abstract until a method is called.
+class Program(Placed):
+    """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `attention_fallback` says why cuDNN's attention, which the config asks for, is not the one it has; else None. `xla`
-    is what XLA is asked for where the step is compiled.
+    `xla` is what XLA is asked for where the step is compiled.
+
+    Raises:
+      UserError: the model or its batch does not divide over the mesh.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
-        kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
-        self.config = replace(config, attention=kernel)
-        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
-        check_config(config, self.shape)
-        self.layout = layout or Plan.of(config, self.shape).layout(config.model)
+        super().__init__(config, mesh, layout)
         self.xla = xla_options.choose(config, mesh)
-        self.family = model_class(config)
-        with jax.set_mesh(mesh):
-            model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
-        self.graph, abstract = nnx.split(model)
-        self.axes = placement.logical_axes(abstract)
-        self.abstract_parameters = nnx.to_pure_dict(abstract)
-        self.placed = ParameterLayout(
-            self.axes, self.abstract_parameters, self.layout, self.shape, config.training.compute_dtype
-        )
-        self._template = abstract
-        self.optimizer = make_optimizer(config, self.axes)
+        self.optimizer = make_optimizer(config, self.records)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        parameters = placement.shardings(self.placed.stored, self.mesh)
-        moments = placement.shardings(self.placed.reduced, self.mesh)
+        moments = placement.shardings(places(self.records, "reduced"), self.mesh)
         everywhere = placement.replicated(self.mesh)
         optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
-        return State(everywhere, everywhere, parameters, optimizer, loss_scale)
+        return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
 
     @cached_property
     def abstract_state(self) -> State:
@@ -110,24 +87,12 @@ class Program:
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
         return placement.with_sharding(state, self.state_sharding)
 
-    @property
-    def batch_names(self) -> tuple[str, ...]:
-        """The arrays of a batch that this program reads."""
-        return tuple(self.abstract_batch())
-
-    def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
-        """Shapes, types and shardings of a batch."""
-        samples = global_batch_size or self.config.training.global_batch_size
-        each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
-        arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
-        return placement.with_sharding(arrays, dict.fromkeys(arrays, placement.batch_sharding(self.mesh)))
-
     def initialize(self, seed: int, parameters: Tree = None) -> State:
         """A fresh state, made where it lives; the same values on every mesh.
 
         With `parameters`, which it consumes, only the rest is fresh.
         """
-        return self._on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
+        return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """One optimizer step; consumes `state`. Metrics are scalars.
@@ -136,41 +101,26 @@ class Program:
         and first_bad: what is not finite, in the order of `tensors`. Where something is not, all but the step's number
         stays as it was, and skipped is 1 and grad_norm 0.
         """
-        return self._on_mesh(self._compiled_step, state, batch)
+        return self.on_mesh(self._compiled_step, state, batch)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """What `first_bad` counts."""
-        return tensors(self.axes, self.abstract_parameters)
+        return tensors(self.records)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """A parameter that is not finite; None where all are."""
 
         def find(parameters: Tree) -> Array:  # only what is not finite counts: squares of large weights are not either
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), parameters)
-            return first_bad(jnp.zeros(()), bad, self.axes)
+            return first_bad(jnp.zeros(()), bad, self.records)
 
-        place = int(self._on_mesh(jax.jit(find), parameters))
+        place = int(self.on_mesh(jax.jit(find), parameters))
         return None if place == GOOD else self.tensors[place]
-
-    def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        """Each loss of a batch without dropout: its sum, and the number of values that it is over."""
-        return self._on_mesh(self._compiled_evaluate, parameters, batch)
 
     def lower_step(self) -> jax.stages.Lowered:
         """The train step, lowered from abstract values: no device is touched."""
-        return self._on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch())
-
-    def model(self, parameters: Tree) -> LanguageModel:
-        """The model with these parameters."""
-        state = jax.tree.map(lambda v: v, self._template)
-        nnx.replace_by_pure_dict(state, parameters)
-        return nnx.merge(self.graph, state)
-
-    def _on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls with the mesh in force; the arguments are made without it, for optax puts scalars on a real device."""
-        with jax.set_mesh(self.mesh):
-            return function(*arguments)
+        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch())
 
     # --- the compiled functions
 
@@ -184,15 +134,10 @@ class Program:
         places, options = (self.state_sharding, everywhere), self.xla.options
         return jax.jit(self._step, donate_argnums=0, out_shardings=places, compiler_options=options or None)
 
-    @cached_property
-    def _compiled_evaluate(self) -> Any:
-        return jax.jit(self._evaluate)
-
     def _initial(self, key: Array, parameters: Tree = None) -> State:
-        model_key, dropout_key = jax.random.split(key)
         if parameters is None:
-            parameters = nnx.to_pure_dict(nnx.state(self._build(model_key)))
-        random = jax.random.key_data(dropout_key)
+            parameters = self._drawn(key)
+        random = jax.random.key_data(jax.random.split(key)[1])
         optimizer, loss_scale = self.optimizer.init(parameters), precision.initial(self.config.training)
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
@@ -201,11 +146,11 @@ class Program:
         scale = None if loss_scale is None else loss_scale.scale
         loss, parts, gradients = self.gradients(state.parameters, batch, key, scale)
         with jax.named_scope("optimizer"):
-            own = jax.tree.map(reshard, state.parameters, self.placed.reduced)
+            own = jax.tree.map(reshard, state.parameters, places(self.records, "reduced"))
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
             norm = optax.tree.norm(gradients)  # clipping divides by it
-            bad = first_bad(loss + norm, gradients, self.axes)
+            bad = first_bad(loss + norm, gradients, self.records)
             finite = bad == GOOD
             updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {
@@ -221,7 +166,7 @@ class Program:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
         with jax.named_scope("parameters"):
-            parameters = self.placed.store(updated, state.parameters)
+            parameters = store(self.records, updated, state.parameters)
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def gradients(
@@ -244,40 +189,16 @@ class Program:
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
 
         def loss_sum(parameters: Tree, part: Part) -> tuple[Array, dict[str, Array]]:
-            sums = self._loss_sums(parameters, part, self._loss_options)
+            sums = self.loss_sums(parameters, part, self.loss_options)
             return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
 
         part = (batch, weights, keys)
+        schedule, reduction = Accumulate(count), Reduction(self.records, self.layout.zero, count)
         with use_rules(self.layout.rules):
-            loss, parts, gradients = data_parallel_gradients(loss_sum, parameters, part, self.placed, count)
+            loss, parts, gradients = distributed_gradients(loss_sum, parameters, part, self.region, schedule, reduction)
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
-
-    def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        plain = dataclasses.replace(self._loss_options, label_smoothing=0.0, z_loss=0.0)
-        weights = self.family.loss_weights(batch)
-        with use_rules(self.layout.rules):
-            loss_sums = partial(self._loss_sums, options=plain)
-            sums = data_parallel_sum(loss_sums, parameters, (batch, weights, None), self.placed)
-            return {name: (total, weights[name].sum()) for name, total in sums.items()}
-
-    def _loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
-        """Weighted sums of a (micro)batch's losses."""
-        batch, weights, keys = part
-        losses = batch_losses(self.model(parameters), batch, keys, options)
-        with jax.named_scope("loss"):
-            return {name: (values * weights[name]).sum() for name, values in losses.items()}
-
-    @property
-    def _loss_options(self) -> LossOptions:
-        options, vocab_size = self.config.optimizer, self.config.model.vocab_size
-        assert vocab_size is not None  # check_config has asked for it
-        return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
-
-    def _build(self, key: Array) -> LanguageModel:
-        with use_rules(self.layout.rules):
-            return self.family(self.config, key=key)
 
 
 def applied_steps(optimizer: Tree) -> Array:

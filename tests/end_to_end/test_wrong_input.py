@@ -31,7 +31,7 @@ CASES = {
         r"padded vocabulary \d+ does not divide over 8 model ways.*vocab_multiple",
     ),
     "batch": (["--global-batch-size", "9"], "global_batch_size 9 does not divide over 2 data ways.*8 and 10"),
-    "microbatch": (["--microbatch-size", "3"], "global_batch_size 8 is no multiple of microbatch_size 3 x 2.*6 and 12"),
+    "microbatch": (["--microbatch-size", "3"], "size 8 is not a multiple of microbatch_size 3 x 2.*6 and 12"),
     "small vocabulary": (["--vocab-size", "300"], r"vocab_size 300 is below the \d+ tokens of the tokenizer"),
     "a used folder": (["--out", "used"], "--out used holds a run already: add --resume"),
     "a file as folder": (["--out", "text.txt"], "--out text.txt can't be a folder: text.txt is a file"),

@@ -10,6 +10,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.sharding import parameters
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.layout import UNSPLIT
 from mtjax.theory.rules import DATA
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
 
@@ -176,19 +177,19 @@ def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
-    monkeypatch.setattr(parameters, "sum_over_data", lambda gradient, place, dim: whole_sum(gradient, place, dim))
+    monkeypatch.setattr(parameters, "sum_gradient", whole_sum)
     report = inspect(tiny(num_layers=2, zero=2), find_target("cpu"))
     assert any("over data" in violation for violation in report.verdict.violations)
 
 
-def whole_sum(gradient, place, dim):
-    """Like `parameters.sum_over_data`, but sends everything to everyone first."""
+def whole_sum(gradient, place, total):
+    """Like `parameters.sum_gradient`, but sends everything to everyone first."""
     gathered = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    total = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
-    if dim == parameters.UNSPLIT:
-        return total
-    size = gradient.shape[dim] // 2
-    return lax.pcast(lax.slice_in_dim(total, 0, size, axis=dim), (DATA,), to="varying")
+    whole = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    if total.dim == UNSPLIT:
+        return whole
+    size = gradient.shape[total.dim] // 2
+    return lax.pcast(lax.slice_in_dim(whole, 0, size, axis=total.dim), (DATA,), to="varying")
 
 
 @needs_aot

@@ -87,7 +87,7 @@ def masks(mesh, samples, rules=TENSOR.rules):
         split = jax.shard_map(
             draw, axis_names={"data"}, in_specs=jax.P("data"), out_specs=[jax.P("data"), jax.P("data")]
         )
-        numbers = jax.device_put(np.asarray(samples, np.uint32), batch_sharding(place))
+        numbers = jax.device_put(np.asarray(samples, np.uint32), batch_sharding(place, rules))
         return [np.asarray(a) for a in jax.jit(split)(numbers)]
 
 

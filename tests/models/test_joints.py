@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import reshard
-from mtjax.sharding.layouts import TENSOR
 
 from mtjax.config.families import FAMILIES
 from mtjax.models.context import Context
@@ -22,6 +21,7 @@ from mtjax.models.stack import Stack, run_layers
 from mtjax.models.trunk import Section, Stream, batch_losses, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.theory.layout import TENSOR
 from mtjax.train.step import make_program
 from tests.tiny import VOCAB, batch_of, mesh_of, program_of, run_steps, tiny_config
 

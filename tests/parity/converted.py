@@ -9,7 +9,6 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import batch_sharding
 from mtjax.train.step import Program, make_program
 from mtjax.train.weights import find_weights, restore_weights
 from tests.parity.compare import relative
@@ -62,7 +61,7 @@ def our_logits(folder: Path, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarra
             return model.logits(model(tokens))
 
     with jax.set_mesh(program.mesh):
-        placed = jax.device_put(tokens, batch_sharding(program.mesh))
+        placed = jax.device_put(tokens, program.batch_sharding)
         return np.asarray(jax.jit(run)(parameters, placed))[..., : program.config.model.vocab_size]
 
 
@@ -87,7 +86,7 @@ def our_encoder(folder: Path, batch: dict[str, np.ndarray], mesh: str = "1x1") -
             return {"hidden": hidden, "logits": model.logits(hidden), **order}
 
     with jax.set_mesh(program.mesh):
-        placed = jax.device_put(batch, batch_sharding(program.mesh))
+        placed = jax.device_put(batch, program.batch_sharding)
         found = {name: np.asarray(array) for name, array in jax.jit(run)(parameters, placed).items()}
     return found | {"logits": found["logits"][..., : program.config.model.vocab_size]}
 

@@ -11,7 +11,6 @@ import pytest
 from mtjax.convert.__main__ import main
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import batch_sharding
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.compare import relative, shaken
 from tests.parity.converted import (
@@ -175,7 +174,7 @@ def test_text_to_text_models_are_transformers_own_there_and_back(family, tmp_pat
             return model.logits(model(*arrays))
 
     with jax.set_mesh(program.mesh):
-        placed = (jax.device_put(array, batch_sharding(program.mesh)) for array in (read, written, mask))
+        placed = (jax.device_put(array, program.batch_sharding) for array in (read, written, mask))
         found = np.asarray(jax.jit(run)(parameters, *placed))[..., :300]
     assert relative(found, logits) < 1e-5
 

@@ -8,10 +8,9 @@ from jax.sharding import NamedSharding
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import flash_attention
-from mtjax.sharding.gradients import data_parallel_gradients
 from mtjax.theory.attention import choose_kernel
 from mtjax.theory.layout import TENSOR
-from tests.tiny import mesh_of, placed_like, tiny_config
+from tests.tiny import gradients_like, mesh_of, tiny_config
 
 HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
 SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
@@ -40,8 +39,7 @@ def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
             with use_rules(TENSOR.rules):
                 return (attend(*(a * scale for a, scale in zip(batch, scales, strict=True))) ** 2).sum(), {}
 
-        placed = placed_like([("heads", "head_dim")] * 3, scales, mesh)
-        return data_parallel_gradients(loss_sum, scales, batch, placed, num_microbatches=1)
+        return gradients_like(loss_sum, [("heads", "head_dim")] * 3, scales, batch, mesh)
 
     with jax.set_mesh(place):
         (loss, _, slopes), (expected_loss, _, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))

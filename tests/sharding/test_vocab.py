@@ -8,10 +8,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from mtjax.sharding.axes import partition_spec, use_rules
-from mtjax.sharding.gradients import data_parallel_gradients
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
 from mtjax.theory.layout import TENSOR
-from tests.tiny import mesh_of, placed_like
+from tests.tiny import gradients_like, mesh_of
 
 ROWS, VOCAB, HIDDEN, BATCH, LENGTH = 64, 57, 16, 4, 6
 MESHES = ("1x1", "1x2", "1x4", "1x8", "2x4", "4x2")
@@ -159,12 +158,10 @@ def test_gradients_where_data_is_manual(mesh):
     rows = NamedSharding(place, partition_spec(TENSOR.rules, ("batch",)))
     batch = {name: jax.device_put(array, rows) for name, array in batch.items()}
     parameters = {"table": jax.device_put(table, NamedSharding(place, TABLE))}
-    placed = placed_like({"table": ("vocab", "embed")}, parameters, mesh)
+    names = {"table": ("vocab", "embed")}
 
     with jax.set_mesh(place):
-        loss, _, gradients = jax.jit(lambda p, b: data_parallel_gradients(loss_sum, p, b, placed, num_microbatches=1))(
-            parameters, batch
-        )
+        loss, _, gradients = jax.jit(lambda p, b: gradients_like(loss_sum, names, p, b, mesh))(parameters, batch)
 
     stream = hidden + table[tokens]
     _, losses, stream_gradient, table_gradient = reference(stream, table, labels, weights)

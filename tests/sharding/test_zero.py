@@ -35,10 +35,10 @@ def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, st
 
 
 def test_what_does_not_divide_takes_another_dimension_or_is_reported():
-    placed = program_of("4x2", zero=2, hidden_size=40).placed  # head_dim 5, embed 40, mlp 160 over model
-    assert placed.dimensions["stack"]["layers"]["attention"]["qkv"]["weight"] == 1
-    assert placed.unsplit == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
-    assert program_of("4x2", zero=0).placed.unsplit == []
+    program = program_of("4x2", zero=2, hidden_size=40)  # head_dim 5, embed 40, mlp 160 over model
+    assert program.records["stack"]["layers"]["attention"]["qkv"]["weight"].total.dim == 1
+    assert program.unsplit == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
+    assert program_of("4x2", zero=0).unsplit == []
 
 
 def held(tree) -> int:
@@ -50,7 +50,7 @@ def held(tree) -> int:
 def test_a_device_holds_its_part(zero):
     program = program_of("2x4", zero=zero)
     state = program.initialize(0)
-    counts = program.placed.counts
+    counts = program.counts
     split = counts["U"] + (counts["P"] - counts["U"]) // 2
     assert held(state.parameters) == (split if zero == 3 else counts["P"])
     assert held(state.optimizer) == 2 * (split if zero else counts["P"])
@@ -66,7 +66,7 @@ def test_full_gradients_never_live_with_zero_2():
         program = program_of("8x1", num_layers=8, hidden_size=64, **fields)
         return program.lower_step().compile().memory_analysis().temp_size_in_bytes
 
-    whole = program_of("8x1", num_layers=8, hidden_size=64).placed.counts["P"] * 4
+    whole = program_of("8x1", num_layers=8, hidden_size=64).counts["P"] * 4
     assert temporaries(1) - temporaries(2) > whole / 2
 
 
@@ -75,7 +75,7 @@ def test_microbatches_add_to_one_sum_of_gradients():
     fields = {"recompute": "full", "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
     program = program_of("8x1", microbatch_size=1, zero=1, **fields)
     temporaries = program.lower_step().compile().memory_analysis().temp_size_in_bytes
-    whole = program.placed.counts["P"] * 4
+    whole = program.counts["P"] * 4
     assert whole < temporaries < 1.75 * whole
 
 

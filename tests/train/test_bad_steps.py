@@ -16,7 +16,7 @@ from mtjax.sharding.placement import shardings
 from mtjax.train import loop
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
-from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
+from tests.tiny import batch_of, mesh_of, program_of, records_like, run_steps, tiny_config
 
 UP = ("stack", "layers", "mlp", "up", "weight")
 
@@ -26,8 +26,8 @@ class Spoilt(Program):
 
     sample = 13
 
-    def _loss_sums(self, parameters, part, options):
-        sums = super()._loss_sums(parameters, part, options)
+    def loss_sums(self, parameters, part, options):
+        sums = super().loss_sums(parameters, part, options)
         here = (part[0]["sample_index"] == self.sample).any()
         return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
 
@@ -109,7 +109,7 @@ def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
     values = jax.tree.map(np.asarray, program.initialize(0).parameters)
     named = program.tensors
     assert len(named) == len(set(named))
-    find = jax.jit(lambda loss, tree: first_bad(loss, tree, program.axes))
+    find = jax.jit(lambda loss, tree: first_bad(loss, tree, program.records))
 
     def found(loss, tree):
         with jax.set_mesh(program.mesh):
@@ -136,7 +136,8 @@ def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
     axes = {"stack": {"layers": {"a": ("layers", "mlp")}}, "b": ("embed",)}
     values = {"stack": {"layers": {"a": np.ones((300, 8), np.float32)}}, "b": np.ones(3, np.float32)}
     places = {"stack": {"layers": {"a": P("data", "model")}}, "b": P()}
-    find = jax.jit(lambda tree: first_bad(jnp.float32(0), tree, axes))
+    records = records_like(axes, values)
+    find = jax.jit(lambda tree: first_bad(jnp.float32(0), tree, records))
     for spoilt in ([], [3], [170], [170, 3]):
         values["stack"]["layers"]["a"][...] = 1
         values["stack"]["layers"]["a"][spoilt, 5] = np.nan
@@ -145,7 +146,7 @@ def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
             place = int(find(placed))
             text = find.lower(placed).compile().as_text()
         expected = Tensor("stack.layers.a", max(spoilt)) if spoilt else None
-        assert (None if place == GOOD else tensors(axes, values)[place]) == expected
+        assert (None if place == GOOD else tensors(records)[place]) == expected
         assert re.findall(r"= (\S+) all-(?:reduce|gather)\(", text or "") == ["s32[]"]
 
 
@@ -173,7 +174,8 @@ def test_tensors_come_as_the_backward_pass_meets_them():
         "embedding": np.zeros((5, 3), np.float32),
         "encoder": {"layers": {"a": stack}},
     }
-    order = tensors(axes, values)
+    records = records_like(axes, values)
+    order = tensors(records)
     assert list(map(str, order)) == [
         "decoder.layers.a, layer 1",
         "decoder.layers.b, layer 1",
@@ -186,7 +188,7 @@ def test_tensors_come_as_the_backward_pass_meets_them():
     values["encoder"]["layers"]["a"] = np.full((2, 3), np.nan, np.float32)
     values["decoder"]["layers"]["b"] = np.array([[0, np.inf, 0], [0, 0, 0]], np.float32)
     with jax.set_mesh(mesh_of("1x1")):
-        assert int(first_bad(jnp.float32(0), values, axes)) == 3
+        assert int(first_bad(jnp.float32(0), values, records)) == 3
 
 
 def follow(results, **fields):

@@ -5,9 +5,8 @@ import optax
 import pytest
 
 from mtjax.config import Optimizer
-from mtjax.sharding.placement import is_names
-from mtjax.train.optimizer import is_matrix, make_optimizer, make_schedule
-from tests.tiny import program_of, tiny_config
+from mtjax.train.optimizer import make_optimizer, make_schedule
+from tests.tiny import program_of, records_like, tiny_config
 
 
 def test_schedule_is_the_papers():
@@ -33,11 +32,7 @@ def test_short_warmups(warmup):
 
 
 def test_only_matrices_decay():
-    axes = program_of("1x1").axes
-    decayed = {
-        jax.tree_util.keystr(path, simple=True, separator="."): is_matrix(names)
-        for path, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_names)
-    }
+    decayed = {record.name: record.is_matrix for record in jax.tree.leaves(program_of("1x1").records)}
     assert decayed == {
         "embedding": True,
         "positions": True,
@@ -65,7 +60,7 @@ def test_update_is_clipped_adamw_with_decoupled_decay(size):
     axes = {"weight": ("embed", "mlp"), "scale": ("layers", "embed")}
     random = np.random.default_rng(0)
     parameters = {name: random.normal(size=(3, 4)) for name in axes}
-    optimizer = make_optimizer(config, axes)
+    optimizer = make_optimizer(config, records_like(axes, parameters))
     state = optimizer.init(jax.tree.map(jnp.float32, parameters))
     mean = {name: np.zeros((3, 4)) for name in axes}
     square = {name: np.zeros((3, 4)) for name in axes}

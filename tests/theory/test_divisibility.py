@@ -3,10 +3,11 @@ import re
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from mtjax.sharding.layouts import check_batch, check_divisible, check_ramp, layout_of, num_microbatches
 
 from mtjax.errors import UserError
+from mtjax.theory.divisibility import check_config, check_ramp, num_microbatches
 from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
 from tests.tiny import tiny_config
 
 
@@ -28,7 +29,7 @@ from tests.tiny import tiny_config
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, numbers):
     with pytest.raises(UserError, match=numbers):
-        check_divisible(tiny_config(**fields), mesh)
+        check_config(tiny_config(**fields), mesh)
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 16))
@@ -36,12 +37,12 @@ def test_nearest_batch_that_is_offered_fits(batch, data, micro):
     mesh = MeshShape(data=data)
     config = tiny_config(global_batch_size=batch, microbatch_size=micro)
     try:
-        check_divisible(config, mesh)
+        check_config(config, mesh)
     except UserError as e:
         offered = [int(n) for n in re.findall(r"\d+", str(e).rpartition("nearest")[2])]
         assert offered
         for size in offered:
-            check_divisible(tiny_config(global_batch_size=size, microbatch_size=micro), mesh)
+            check_config(tiny_config(global_batch_size=size, microbatch_size=micro), mesh)
     else:
         assume(batch % data == 0)
         count = num_microbatches(config, mesh)
@@ -49,14 +50,14 @@ def test_nearest_batch_that_is_offered_fits(batch, data, micro):
 
 
 def test_unknown_vocabulary_is_left_to_the_tokenizer():
-    check_divisible(tiny_config(vocab_size=None), parse_mesh("2x4"))
+    check_config(tiny_config(vocab_size=None), parse_mesh("2x4"))
 
 
 @pytest.mark.parametrize(("heads", "ways", "axes"), [(2, 4, ()), (1, 8, ()), (4, 4, ("model",)), (8, 2, ("model",))])
 def test_key_and_value_heads_are_replicated_where_there_are_fewer_than_ways(heads, ways, axes):
     config, mesh = tiny_config(num_kv_heads=heads), MeshShape(model=ways)
-    check_divisible(config, mesh)
-    assert layout_of(config, mesh).rules.kv_heads == axes
+    check_config(config, mesh)
+    assert Plan.of(config, mesh).layout(config.model).rules.kv_heads == axes
 
 
 @given(batch=st.integers(1, 64), micro=st.one_of(st.none(), st.integers(1, 8)), ways=st.integers(1, 8))
@@ -64,13 +65,13 @@ def test_exactly_the_consistent_triples_are_accepted(batch, micro, ways):
     config, mesh = tiny_config(global_batch_size=batch, microbatch_size=micro), MeshShape(data=ways)
     if batch % ((micro or 1) * ways):
         with pytest.raises(UserError) as refused:
-            check_batch(config, mesh)
+            check_config(config, mesh)
         text = str(refused.value)
         assert f"global_batch_size {batch}" in text and f"{ways} data ways" in text
         nearest = [int(n) for n in re.findall(r"\d+", text.partition("nearest that")[2])]
         assert nearest and all(n % ((micro or 1) * ways) == 0 for n in nearest)
     else:
-        check_batch(config, mesh)
+        check_config(config, mesh)
         assert num_microbatches(config, mesh) * (micro or batch // ways) * ways == batch
 
 

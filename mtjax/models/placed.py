@@ -1,0 +1,162 @@
+"""A model on a mesh, without an optimizer: what converting, sampling and evaluating need, and what training adds to."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from mtjax.config import Config, replace
+from mtjax.models.families.registry import LanguageModel, model_class
+from mtjax.models.trunk import batch_losses
+from mtjax.sharding import placement
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import distributed_sum
+from mtjax.sharding.records import parameter_records, places, unsplit_names
+from mtjax.sharding.region import Region
+from mtjax.sharding.vocab import LossOptions
+from mtjax.sharding.zero import for_use
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.layout import Layout
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan
+
+Tree = Any
+Batch = dict[str, Any]
+"""What the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's number in the
+run, which its dropout derives from."""
+Part = tuple[Batch, Batch, Array | None]
+"""A (micro)batch, the weights of its losses by their names, and each sample's key, None where nothing is dropped."""
+
+
+class Placed:
+    """A config's model on a mesh: abstract until a method is called.
+
+    `records` has a record per parameter, `axes` their logical names alone and `abstract_parameters` their shapes and
+    types, all in trees like theirs. `attention_fallback` says why cuDNN's attention, which the config asks for, is not
+    the one it has; else None.
+
+    Raises:
+      UserError: the model or its batch does not divide over the mesh.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
+        kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
+        self.config = replace(config, attention=kernel)
+        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        check_config(config, self.shape)
+        layout = layout or Plan.of(config, self.shape).layout(config.model)
+        self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
+        self.family = model_class(config)
+        with jax.set_mesh(mesh):
+            model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+        self._graph, self._template = nnx.split(model)
+        self.axes = placement.logical_axes(self._template)
+        self.abstract_parameters = nnx.to_pure_dict(self._template)
+        dtype = config.training.compute_dtype
+        self.records = parameter_records(self.axes, self.abstract_parameters, self.layout, self.shape, dtype)
+        self.region = Region(self.shape, self.layout.rules, self.records)
+
+    # --- parameters
+
+    @cached_property
+    def parameter_sharding(self) -> Tree:
+        """Where each parameter lives between steps."""
+        return placement.shardings(places(self.records, "stored"), self.mesh)
+
+    @property
+    def restore_target(self) -> Tree:
+        """Shapes, types and shardings of the parameters: what saved ones are restored into."""
+        return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
+
+    @property
+    def unsplit(self) -> list[str]:
+        """Names of parameters that ZeRO leaves replicated, for none of their dimensions divides."""
+        return unsplit_names(self.records, self.layout.zero)
+
+    def initialize_parameters(self, seed: int) -> Tree:
+        """Random parameters, made where they live; those that a training run with this seed begins with."""
+        return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
+
+    def model(self, parameters: Tree) -> LanguageModel:
+        """The model with these parameters."""
+        state = jax.tree.map(lambda v: v, self._template)
+        nnx.replace_by_pure_dict(state, parameters)
+        return nnx.merge(self._graph, state)
+
+    def model_in_use(self, parameters: Tree) -> LanguageModel:
+        """The model with parameters as they are stored, to be traced; nothing is differentiated by them."""
+        return self.model(for_use(self.records, parameters))
+
+    # --- batches
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Where a batch lives: split by samples."""
+        return placement.batch_sharding(self.mesh, self.layout.rules)
+
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """The arrays of a batch that the model reads."""
+        return tuple(self.abstract_batch())
+
+    def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
+        """Shapes, types and shardings of a batch."""
+        samples = global_batch_size or self.config.training.global_batch_size
+        each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
+        arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
+        return placement.with_sharding(arrays, dict.fromkeys(arrays, self.batch_sharding))
+
+    # --- losses
+
+    def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        """Each loss of a batch without dropout: its sum, and the number of values that it is over."""
+        return self.on_mesh(self._compiled_evaluate, parameters, batch)
+
+    def loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
+        """Weighted sums of a (micro)batch's losses, to be traced."""
+        batch, weights, keys = part
+        losses = batch_losses(self.model(parameters), batch, keys, options)
+        with jax.named_scope("loss"):
+            return {name: (values * weights[name]).sum() for name, values in losses.items()}
+
+    @property
+    def loss_options(self) -> LossOptions:
+        """How the config wants losses computed in training."""
+        options, vocab_size = self.config.optimizer, self.config.model.vocab_size
+        assert vocab_size is not None  # check_config has asked for it
+        return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
+
+    def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls with the mesh in force; the arguments are made without it, for optax puts scalars on a real device."""
+        with jax.set_mesh(self.mesh):
+            return function(*arguments)
+
+    # --- what is compiled
+
+    @cached_property
+    def _compiled_evaluate(self) -> Any:
+        return jax.jit(self._evaluate)
+
+    def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
+        weights = self.family.loss_weights(batch)
+        with use_rules(self.layout.rules):
+            loss_sums = partial(self.loss_sums, options=plain)
+            sums = distributed_sum(loss_sums, parameters, (batch, weights, None), self.region)
+            return {name: (total, weights[name].sum()) for name, total in sums.items()}
+
+    def _drawn(self, key: Array) -> Tree:
+        """Parameters of a run's key; the other half of it is what dropout derives from."""
+        model_key, _ = jax.random.split(key)
+        return nnx.to_pure_dict(nnx.state(self._build(model_key)))
+
+    def _build(self, key: Array) -> LanguageModel:
+        with use_rules(self.layout.rules):
+            return self.family(self.config, key=key)

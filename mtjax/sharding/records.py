@@ -1,0 +1,140 @@
+"""One record per parameter: what it is, where it, its gradient and its moments live, and how its gradient is summed."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from mtjax.sharding.axes import partition_spec, with_axes
+from mtjax.sharding.parameters import GradientSum
+from mtjax.sharding.placement import is_names
+from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import DATA, Axes
+
+Tree = Any
+
+ZERO_AXES: Axes = (DATA,)
+"""Mesh axes over which ZeRO splits what is replicated."""
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A parameter of a model on a mesh; the dimensions of all places are those of the whole, stacked array."""
+
+    name: str
+    """Dotted, say `stack.layers.mlp.up.weight`."""
+    axes: tuple[str, ...]
+    """Logical names of its dimensions."""
+    shape: tuple[int, ...]
+    is_matrix: bool
+    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO-3 gathers them in
+    the compute type."""
+    whole: PartitionSpec
+    """Where it lives as products take it: replicated over the axes of `total`."""
+    stored: PartitionSpec
+    """Where it lives between steps."""
+    reduced: PartitionSpec
+    """Where its gradient lives once it is summed, and its moments."""
+    total: GradientSum
+    """How its gradient is summed, and which of its dimensions ZeRO splits."""
+    model_ways: int
+    """In how many parts the layout splits it, without ZeRO."""
+    sent: str | None
+    """Type in which ZeRO-3 gathers it for each use; None where every rank keeps all of it."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is of all layers of a stack, along its first dimension."""
+        return self.axes[:1] == (LAYERS,)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ZeRO splits its optimizer state, and perhaps more."""
+        return self.total.dim != UNSPLIT
+
+    @property
+    def is_split_inside_layers(self) -> bool:
+        """Whether ZeRO splits every layer of it, not the layers among ranks."""
+        return self.is_stacked and self.total.dim > 0
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        """Logical names where it is used: of one layer when it is stacked."""
+        return self.axes[self.is_stacked :]
+
+    @property
+    def used_total(self) -> GradientSum:
+        """`total` where it is used: of one layer when it is stacked."""
+        return replace(self.total, dim=self.total.dim - 1) if self.is_split_inside_layers else self.total
+
+    @property
+    def elements(self) -> int:
+        """Elements that a rank holds before ZeRO splits any."""
+        return math.prod(self.shape) // self.model_ways
+
+
+def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str) -> Tree:
+    """A record of each parameter, in a tree like theirs.
+
+    Args:
+      axes: logical names.
+      shapes: abstract arrays.
+      layout: its rules know no other mesh axes than the mesh has.
+      mesh: ways of each axis.
+      compute_dtype: in which ZeRO-3 gathers matrices.
+    """
+
+    def record(path: Any, names: tuple[str, ...], array: Any) -> ParameterRecord:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return _record(name, names, array.shape, layout, mesh, compute_dtype)
+
+    return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
+
+
+def _record(
+    name: str, axes: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, compute_dtype: str
+) -> ParameterRecord:
+    rules, matrix = layout.rules, is_matrix(axes)
+    replicas = tuple(axis for axis in rules.replicas(axes) if mesh.ways((axis,)) > 1)
+    parts = tuple(axis for axis in ZERO_AXES if axis in replicas)
+    dim = split_dimension(axes, shape, layout, mesh.ways(parts))
+    parts = () if dim == UNSPLIT else parts
+    whole = partition_spec(rules, axes)
+    split = with_axes(whole, dim, parts) if parts else whole
+    sent = compute_dtype if matrix else "float32"
+    return ParameterRecord(
+        name=name,
+        axes=axes,
+        shape=tuple(shape),
+        is_matrix=matrix,
+        whole=whole,
+        stored=split if layout.zero == 3 else whole,
+        reduced=split,
+        total=GradientSum(replicas, dim, parts, mesh.ways(parts)),
+        model_ways=math.prod(mesh.ways(rules.axes(name)) for name in axes),
+        sent=sent if layout.zero == 3 and parts else None,
+    )
+
+
+def places(records: Tree, which: Literal["whole", "stored", "reduced"]) -> Tree:
+    """Where every parameter lives in one of these senses: partition specs in a tree like the parameters'."""
+    return jax.tree.map(lambda record: getattr(record, which), records)
+
+
+def split_stacks(records: Iterable[ParameterRecord]) -> list[list[int]]:
+    """Numbers of the parameters that ZeRO splits inside layers, by the length of the stack that they belong to."""
+    stacks: dict[int, list[int]] = {}
+    for number, record in enumerate(records):
+        if record.is_split_inside_layers:
+            stacks.setdefault(record.shape[0], []).append(number)
+    return list(stacks.values())
+
+
+def unsplit_names(records: Tree, zero: int) -> list[str]:
+    """Names of parameters that ZeRO leaves replicated, for none of their dimensions divides."""
+    left = [r.name for r in jax.tree.leaves(records) if r.total.axes and not r.is_split]
+    return left if zero else []

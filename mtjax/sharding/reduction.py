@@ -1,0 +1,87 @@
+"""What of a step's gradients is summed over which ranks, and when.
+
+A gradient is summed in float32 over the mesh axes that replicate its parameter. Mostly that happens once a step, after
+the last microbatch. Where the rest of the backward pass can hide it - with a single microbatch - and where full
+gradients must never live - in ZeRO-2 and 3 - it happens inside the backward pass, layer by layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtjax.sharding.axes import explicit_part, spec
+from mtjax.sharding.layer_by_layer import scatter_layers
+from mtjax.sharding.parameters import Reduced, sum_gradient
+from mtjax.sharding.records import ParameterRecord, split_stacks
+from mtjax.sharding.zero import gathered
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one step's gradients."""
+
+    records: Tree
+    """Of each parameter."""
+    zero: int
+    """ZeRO's stage."""
+    num_microbatches: int
+    """Of the step."""
+
+    def wrap(self, parameters: Tree) -> Tree:
+        """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
+
+        Args:
+          parameters: placed as `stored`, and varying over the axes over which the batch does.
+        """
+
+        def one(record: ParameterRecord, array: Array) -> Any:
+            if record.sent is not None:
+                return gathered(record, array)
+            if self.is_early(record):
+                return Reduced(array, zero_part(array, record), spec(*record.used_axes), record.used_total)
+            return array
+
+        return jax.tree.map(one, self.records, parameters)
+
+    def is_early(self, record: ParameterRecord) -> bool:
+        """Whether a gradient is summed inside the backward pass, microbatch by microbatch."""
+        if self.zero >= 2:
+            return record.is_split
+        inside = record.is_stacked and (not self.zero or record.is_split_inside_layers)
+        return inside and self.num_microbatches == 1 and bool(record.total.axes)
+
+    def finish(self, gradients: Tree) -> Tree:
+        """Gradients summed: those that the backward pass has not summed yet.
+
+        Those of stacks are scattered layer by layer. At once, every scatter would need its operand a second time, with
+        the split dimension outermost.
+
+        Args:
+          gradients: float32; each rank has those of its own samples.
+        """
+        leaves, tree = jax.tree.flatten(gradients)
+        table = jax.tree.leaves(self.records)
+        stacks = [members for members in split_stacks(table) if not self.is_early(table[members[0]])]
+        for i in set(range(len(leaves))).difference(*stacks):
+            if not self.is_early(table[i]):
+                leaves[i] = sum_gradient(leaves[i], table[i].whole, table[i].total)
+        for members in stacks:
+            parts = [zero_part(leaves[i], table[i]) for i in members]
+            whole, totals = [table[i].whole for i in members], [table[i].total for i in members]
+            summed = scatter_layers([leaves[i] for i in members], totals, whole, parts)
+            for i, leaf in zip(members, summed, strict=True):
+                leaves[i] = leaf
+        return jax.tree.unflatten(tree, leaves)
+
+
+def zero_part(whole: Array, record: ParameterRecord) -> Array:
+    """Zeros shaped like this rank's part of a gradient: to differentiate by, or to scatter into."""
+    total = record.total
+    shape = [n // total.ways if i == total.dim else n for i, n in enumerate(whole.shape)]
+    zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_part(record.whole))
+    return lax.pcast(zeros, total.parts, to="varying") if total.parts else zeros

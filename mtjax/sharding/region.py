@@ -1,0 +1,83 @@
+"""The region of a step in which every mesh axis but `model` is manual: what is differentiated runs there.
+
+Were all axes explicit, XLA would reduce each layer's gradients in the compute type once per microbatch, inside the
+backward loop. Manual axes leave the reduction to us: each rank has its own samples, and what it computes is local.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
+
+from mtjax.sharding.axes import only_axes, varying_like, with_axes
+from mtjax.sharding.records import places
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import MANUAL, Axes, Rules
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Region:
+    """The manual region of a model on a mesh."""
+
+    mesh: MeshShape
+    rules: Rules
+    records: Tree
+    """Of each parameter."""
+
+    @property
+    def manual(self) -> Axes:
+        """Axes that are manual inside."""
+        return tuple(axis for axis in self.mesh.axes if axis in MANUAL)
+
+    @property
+    def explicit(self) -> Axes:
+        """Axes that are explicit inside: XLA's partitioner inserts the collectives over these."""
+        return tuple(axis for axis in self.mesh.axes if axis not in MANUAL)
+
+    @property
+    def batch(self) -> PartitionSpec:
+        """How samples are split among ranks.
+
+        Nothing varies over a single rank: XLA would copy every gradient to sum it over one.
+        """
+        split = tuple(axis for axis in self.rules.batch if self.mesh.ways((axis,)) > 1)
+        return with_axes(PartitionSpec(None), 0, split) if split else PartitionSpec()
+
+    def map(self, local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, results: Tree) -> Tree:
+        """Runs `local` on every rank: its parameters, its own part of the batch, `model` explicit inside.
+
+        At the border of the region `model` is automatic: were it explicit there, jax would take each parameter for
+        whole on every model rank and gather it on the way in, and its gradient on the way out - with the right numbers.
+
+        Args:
+          local: (parameters, batch) -> results.
+          parameters: placed as `stored`.
+          batch: arrays [batch, ...].
+          results: specs of what `local` returns; its values may vary over no other manual axes than they name.
+        """
+        batch = jax.tree.map(lambda a: reshard(a, self.batch), batch)
+        batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
+        whole = self._only(places(self.records, "whole"), self.explicit)
+        mapped = jax.shard_map(
+            explicit_axes(local, axes=self.explicit, in_sharding=(whole, batch_specs)),
+            axis_names=set(self.manual),
+            in_specs=(self._only(places(self.records, "stored"), self.manual), self.batch),
+            out_specs=self._only(results, self.manual),
+        )
+        return auto_axes(axes=self.explicit, out_sharding=results)(mapped)(parameters, batch)
+
+    @staticmethod
+    def _only(specs: Tree, axes: Axes) -> Tree:
+        return jax.tree.map(lambda place: only_axes(place, axes), specs)
+
+
+def vary_with(values: Tree, batch: Tree) -> Tree:
+    """Marks `values` as varying over every axis over which the batch varies.
+
+    Otherwise autodiff sums the cotangent of each of them over these axes separately, where it is used.
+    """
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)

@@ -1,0 +1,22 @@
+"""A model on a mesh without an optimizer: the same parameters and losses as the run's."""
+
+import jax
+import numpy as np
+
+from mtjax.models.placed import Placed
+from tests.tiny import batch_of, mesh_of, program_of, tiny_config
+
+
+def test_a_placed_model_is_the_one_that_a_run_begins_with():
+    program = program_of("2x4", zero=1)
+    placed = Placed(tiny_config(zero=1), mesh_of("2x4"))
+    parameters, expected = placed.initialize_parameters(0), program.initialize(0).parameters
+    jax.tree.map(np.testing.assert_array_equal, parameters, expected)
+    for leaf, target, trained in zip(
+        *map(jax.tree.leaves, (parameters, placed.restore_target, program.abstract_state.parameters)), strict=True
+    ):
+        assert leaf.sharding == target.sharding == trained.sharding
+        assert (leaf.shape, leaf.dtype) == (target.shape, target.dtype) == (trained.shape, trained.dtype)
+    batch = batch_of(program, 0)
+    found, wanted = (p.evaluate(parameters, batch)["loss"] for p in (placed, program))
+    assert (float(found[0]), float(found[1])) == (float(wanted[0]), float(wanted[1]))
