@@ -8,7 +8,7 @@ the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the com
 
 No GPU is needed; the extra `aot` is. Two minutes or so on two cores.
 
-The constants: those of `mtjax.theory.timing.Constants` and `mtjax.theory.hardware.DGX_2H`, and one number of the paper's,
+The constants: those of `mtjax.theory.timing.Constants` and `mtjax.theory.hardware.DGX_2H`, and one number of the paper,
 the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. How much slower the kernels of 2019 ran than
 the walk says for that one point slows the computation of all points alike; communication is not touched by it.
 """
@@ -30,7 +30,7 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
 from mtjax.theory.contract import LAYER_PHASES
-from mtjax.theory.flops import Shape, hardware_flops_per_token
+from mtjax.theory.flops import hardware_flops
 from mtjax.theory.hardware import DGX_2H
 
 COMPILED_FOR = "h100x16"
@@ -104,10 +104,10 @@ def measure(point: Point) -> Result:
     run = config.replace(config.load(point.preset), mesh=point.mesh, global_batch_size=point.batch, microbatch_size=8)
     report = inspect(run, find_target(COMPILED_FOR), time_on=DGX_2H)
     assert report.time is not None
-    sizes, shape = report.sizes, Shape.of(run.model)
+    plan = report.step.plan
     layer = [r for r in report.rows if r.phase in LAYER_PHASES and r.axes == ("model",)]
-    steps = sizes.l * sizes.m
-    flops = hardware_flops_per_token(shape, "full") * point.batch * sizes.s / report.step.mesh.size
+    steps = run.model.num_layers * plan.microbatches
+    flops = hardware_flops(report.step.anatomy, "full") * point.batch / plan.mesh.size
     waiting, hidden = report.time.exposed_by_axes, report.time.hidden_by_axes
     return Result(
         preset=point.preset,

@@ -33,7 +33,8 @@ from rich.table import Table
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.theory.flops import Shape, model_flops_per_token
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
 
 RESULTS = Path(__file__).parent / "results"
@@ -247,8 +248,9 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
     if errors:
         return about | {"error": errors[0]}
     seconds = statistics.median(s for turn in turns for s in turn["seconds"])
-    tokens = config.training.global_batch_size * config.model.sequence_length / seconds
-    flops = tokens * model_flops_per_token(Shape.of(config.model)) / turns[0]["devices"]
+    samples = config.training.global_batch_size / seconds
+    tokens = samples * config.model.sequence_length
+    flops = samples * model_flops(anatomy_of(config.model)) / turns[0]["devices"]
     gpu = by_device_kind(turns[0]["device"])
     return about | {
         "seconds": seconds,
