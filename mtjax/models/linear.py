@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
@@ -114,6 +114,9 @@ def _product_backward(
     row, inner, outer = dims
     x, weight = saved
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
+    # A row-parallel product's is split along the sequence. Gathered once for both products below: left to XLA, each may
+    # gather it on its own, as they do where a microbatch is one sample.
+    gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
     # Over several dimensions XLA would copy an operand into another order first, on CPUs.
     outer, gradient, weight = _merged(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)
