@@ -1,16 +1,55 @@
-"""Eight virtual CPU devices, and compiled programs kept between runs and shared between tests."""
+"""Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
-# Compiling is what tests spend their time on: LLVM's optimisations cost more than they save here.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Compiling is what tests spend their time on. LLVM's optimisations cost more than they save here, and kernels written
+# by XLA's older emitters compile in half the time.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+GROUPS = (
+    ("end_to_end",),
+    ("train", "sharding/test_zero.py", "models/test_gpt.py", "models/test_recompute.py", "convert/test_init_from.py"),
+    ("inspect", "plan/test_verify.py"),
+    ("models",),
+)
+"""Folders and files whose tests share compiled programs: one worker runs each group, the longest begins first."""
+
+
+def group_of(path: str) -> int | None:
+    """The group of a file in `tests`: the first that names it, else the first that names its folder."""
+    for wanted in (path, path.partition("/")[0]):
+        for number, members in enumerate(GROUPS):
+            if wanted in members:
+                return number
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs an extra, skips it where that is not installed, and puts tests that share programs together."""
+    has_aot = find_spec("jax_cuda13_plugin") is not None
+    order = {}
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith("parity/") or hasattr(getattr(item, "module", None), "torch"):
+            item.add_marker("torch")
+        if item.get_closest_marker("aot") and not has_aot:
+            item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
+        number = group_of(path)
+        item.add_marker(pytest.mark.xdist_group(path if number is None else GROUPS[number][0]))
+        order[item] = len(GROUPS) if number is None else number
+    items.sort(key=order.__getitem__)

@@ -10,7 +10,7 @@ import mtjax
 
 PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 BASE = {"config", "model_config", "training_config", "errors"}
 ARROWS: dict[str, set[str]] = {
@@ -40,10 +40,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_of(path) for path in FILES}
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Modules of mtjax that a file imports anywhere, as `sharding.mesh`."""
-    known = {module_of(file) for file in FILES}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             yield from (a.name.removeprefix("mtjax.") for a in node.names if a.name.startswith("mtjax."))
         elif isinstance(node, ast.ImportFrom):
@@ -52,48 +54,66 @@ def imports_of(path: Path) -> Iterator[str]:
                 source = node.module.removeprefix("mtjax").removeprefix(".")
                 for alias in node.names:
                     inner = f"{source}.{alias.name}".removeprefix(".")
-                    yield inner if inner in known else source
+                    yield inner if inner in MODULES else source
 
 
 def within(module: str, allowed: set[str]) -> bool:
     return any(module == a or module.startswith(f"{a}.") for a in allowed)
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_arrows_point_one_way(path: Path) -> None:
+def may_import(path: Path) -> set[str] | None:
+    """What a file may import beside the package itself; None for the tools, which may import all."""
     module = module_of(path)
     top = module.partition(".")[0]
     if top in TOOLS or not top:
-        return
+        return None
     assert top in ARROWS, f"say in ARROWS where {top} stands"
     allowed = ARROWS[top] | {top, ""}
-    if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(path.read_text()).body):
+    if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in TREES[path].body):
         allowed |= {"cli"}
     if module in COMPILES:
         allowed |= {"inspect", "train", "sharding"}
     if module in SHOWS:
         allowed |= {"inspect"}
-    wrong = [name for name in imports_of(path) if not within(name, allowed)]
-    assert not wrong, f"{module} imports {wrong}"
+    return allowed
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_nothing_imports_a_main_nor_a_last_tool(path: Path) -> None:
-    top = module_of(path).partition(".")[0]
-    for name in imports_of(path):
-        assert not name.endswith("__main__"), name
-        assert name.partition(".")[0] not in {"convert", "serve"} - {top}, name
+def test_arrows_point_one_way() -> None:
+    allowed = {path: may_import(path) for path in FILES}
+    wrong = [
+        f"{module_of(path)} imports {name}"
+        for path, names in allowed.items()
+        if names is not None
+        for name in imports_of(path)
+        if not within(name, names)
+    ]
+    assert not wrong
+
+
+def test_nothing_imports_a_main_nor_a_last_tool() -> None:
+    wrong = [
+        f"{module_of(path)} imports {name}"
+        for path in FILES
+        for name in imports_of(path)
+        if name.endswith("__main__")
+        or name.partition(".")[0] in {"convert", "serve"} - {module_of(path).partition(".")[0]}
+    ]
+    assert not wrong
+
+
+def imported_libraries(tree: ast.AST) -> Iterator[str]:
+    """First words of all that a file imports."""
+    for node in ast.walk(tree):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (name.split(".")[0] for name in names)
 
 
 def test_config_and_plan_need_no_jax() -> None:
     light = [p for p in FILES if module_of(p).partition(".")[0] in {*BASE, "cli", "plan"}]
-    for path in light:
-        if module_of(path) in COMPILES:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(n.split(".")[0] in ("jax", "flax", "optax", "orbax") for n in names), path
+    heavy = {"jax", "flax", "optax", "orbax"}
+    wrong = [p for p in light if module_of(p) not in COMPILES and heavy & set(imported_libraries(TREES[p]))]
+    assert not wrong
 
 
 PLACES = ("PartitionSpec", "P", "Mesh", "psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "all_to_all")
@@ -131,14 +151,16 @@ def imports_axis_constants(tree: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_mesh_axes_are_named_in_sharding_alone(path: Path) -> None:
-    if module_of(path).partition(".")[0] == "sharding":
-        return
-    tree = ast.parse(path.read_text())
-    assert not list(axis_literals(tree)), f"{path}: a mesh axis by its name; say a logical one"
-    if module_of(path).partition(".")[0] == "models":
-        assert not imports_axis_constants(tree), f"{path}: models know logical axes alone"
+def test_mesh_axes_are_named_in_sharding_alone() -> None:
+    """Elsewhere, say a logical axis; models know these alone."""
+    wrong = []
+    for path, tree in TREES.items():
+        top = module_of(path).partition(".")[0]
+        if top != "sharding":
+            wrong += [f"{path}:{line} names a mesh axis" for line in axis_literals(tree)]
+        if top == "models" and imports_axis_constants(tree):
+            wrong.append(f"{path} imports the name of a mesh axis")
+    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -161,22 +183,21 @@ def test_the_search_for_axis_names_lets_other_words_be() -> None:
     assert not list(axis_literals(ast.parse("config['data']; spec('batch'); open('model')")))
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= 400, f"{path} has {lines} lines"
+def test_files_and_functions_are_short() -> None:
+    wrong = [f"{path} has {n} lines" for path in FILES if (n := len(path.read_text().splitlines())) > 400]
+    for path, tree in TREES.items():
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths = {f"{path}:{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno + 1 for n in functions}
+        wrong += [f"{name} has {length} lines" for name, length in lengths.items() if length > 90]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_public_things_are_documented_and_short(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path} has no docstring"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 90, f"{path}:{node.lineno} {node.name} has {length} lines"
-    for node in public_definitions(tree):
-        assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+def test_public_things_are_documented() -> None:
+    wrong = [f"{path} has no docstring" for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    for path, tree in TREES.items():
+        bare = [node for node in public_definitions(tree) if not ast.get_docstring(node)]
+        wrong += [f"{path}:{node.lineno} {node.name} has no docstring" for node in bare]
+    assert not wrong
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:

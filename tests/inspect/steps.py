@@ -6,7 +6,6 @@ import pytest
 
 from mtjax import config
 from mtjax.config import Config
-from mtjax.inspect.targets import PLUGIN
 from mtjax.sharding.contract import Sizes
 
 SIZES = Sizes(
@@ -31,9 +30,8 @@ SIZES = Sizes(
 )
 """The symbols of the formulas for `tiny()`."""
 
-needs_aot = pytest.mark.skipif(
-    importlib.util.find_spec(PLUGIN) is None, reason="compiling for GPUs that are not there needs the extra aot"
-)
+needs_aot = pytest.mark.aot
+"""Of tests that compile for GPUs: they need the extra aot."""
 
 has_cudnn = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 

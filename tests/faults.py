@@ -1,0 +1,299 @@
+"""Plants faults in a copy of the package, one at a time, and shows that the fast tests notice each: `make test-faults`.
+
+`python -m tests.faults` tries them all; words choose those whose description has one of them. Exit code 1 when a fault
+escapes, or its text is no longer in the package exactly once: then point it at the code that has taken its place.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "dist")
+FAST = "not (long or exhaustive or aot or torch)"
+"""What `make test` runs."""
+ATTEMPTS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, the text that is replaced wherever in `mtjax` it stands, and the tests that should notice."""
+
+    what: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    # --- sharding
+    Fault(
+        "sharding: a token on the border of two slices of the vocabulary belongs to both",
+        "owned = (row >= 0) & (row < rows)",
+        "owned = (row >= 0) & (row <= rows)",
+        "tests/sharding/test_vocab.py",
+    ),
+    Fault(
+        "sharding: the sum over model ways is missing where embedded tokens enter the stream",
+        "return lax.psum(x, MODEL)",
+        "return lax.pmean(x, MODEL)",
+        "tests/sharding/test_vocab.py",
+    ),
+    Fault(
+        "sharding: padding rows of the vocabulary take part in the softmax",
+        "jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)",
+        "jnp.where(column[start:] < vocab_size, logits[:, start:], logits[:, start:])",
+        "tests/sharding/test_vocab.py",
+    ),
+    Fault(
+        "sharding: ZeRO splits the smallest dimension that divides, not the largest",
+        "return max(inside, key=lambda i: shape[i])",
+        "return min(inside, key=lambda i: shape[i])",
+        "tests/sharding/test_zero.py",
+    ),
+    Fault(
+        "sharding: microbatches overwrite each other's gradients outside the layers",
+        "return gradient if _adds_up(names, num_microbatches) else total + gradient.astype(jnp.float32)",
+        "return gradient if _adds_up(names, num_microbatches) else gradient.astype(jnp.float32)",
+        "tests/train/test_step.py",
+    ),
+    Fault(
+        "sharding: the contract forgets what the loss sends",
+        "(*lines, LOSS_LINE, *_over_data(layout.zero))",
+        "(*lines, *_over_data(layout.zero))",
+        "tests/inspect/test_contract.py",
+    ),
+    # --- models
+    Fault(
+        "models: a token sees the one after it",
+        "jnp.tril(jnp.ones((length, length), bool))",
+        "jnp.tril(jnp.ones((length, length), bool), 1)",
+        "tests/models/test_gpt.py",
+    ),
+    Fault(
+        "models: the bias is added in 16 bits",
+        "return (product.astype(jnp.float32) + bias).astype(x.dtype)",
+        "return product + bias.astype(x.dtype)",
+        "tests/inspect/test_contract.py tests/train/test_step.py",
+    ),
+    Fault(
+        "models: layer norm computes in 16 bits",
+        "x = x.astype(jnp.float32)\n        centred",
+        "centred",
+        "tests/train/test_step.py tests/models/test_recompute.py",
+    ),
+    Fault(
+        "models: two places of a layer drop the same elements",
+        "jax.random.fold_in(key, site)",
+        "key",
+        "tests/models/test_gpt.py",
+    ),
+    Fault(
+        "models: every layer drops the same elements",
+        "jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)",
+        "keys",
+        "tests/models/test_gpt.py",
+    ),
+    # --- train
+    Fault(
+        "train: dropout follows the place in the batch, not the sample",
+        'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])',
+        'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"] % 8)',
+        "tests/train/test_step.py",
+    ),
+    Fault(
+        "train: the loss is a sum over tokens, not their mean",
+        "{name: w / jnp.maximum(w.sum(), 1) for",
+        "{name: w for",
+        "tests/train/test_step.py",
+    ),
+    Fault(
+        "train: masked tokens count",
+        "{name: (values * weights[name]).sum() for name, values in losses.items()}",
+        "{name: (values * weights[name].mean()).sum() for name, values in losses.items()}",
+        "tests/train/test_step.py",
+    ),
+    Fault(
+        "train: the learning rate falls below its floor",
+        "alpha=floor / peak if peak else 0.0",
+        "alpha=0.0",
+        "tests/train/test_optimizer.py",
+    ),
+    Fault(
+        "train: the warm-up is a step late",
+        "optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))",
+        "optax.linear_schedule(0.0, peak, warmup)",
+        "tests/train/test_optimizer.py",
+    ),
+    Fault(
+        "train: gradients are clipped array by array",
+        "return jax.tree.map(lambda gradient: gradient * factor, gradients)",
+        "return jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / optax.tree.norm(g)), gradients)",
+        "tests/train/test_optimizer.py",
+    ),
+    Fault(
+        "train: a skipped step moves the optimizer's state",
+        "updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))",
+        "updated = precision.choose(finite, updated, own)",
+        "tests/train/test_bad_steps.py",
+    ),
+    Fault(
+        "train: a fingerprint does not see an exchange of elements",
+        "return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)",
+        "return bits.sum(dtype=jnp.uint32)",
+        "tests/train/test_checkpoint.py",
+    ),
+    Fault(
+        "train: one damaged array of a checkpoint passes",
+        "        if wrong:\n            raise Damaged(",
+        "        if wrong[1:]:\n            raise Damaged(",
+        "tests/train/test_checkpoint.py",
+    ),
+    # --- data
+    Fault(
+        "data: labels are the tokens themselves",
+        "tokens, labels = text[:-1], text[1:]",
+        "tokens, labels = text[:-1], text[:-1]",
+        "tests/data/test_gpt.py",
+    ),
+    Fault(
+        "data: samples are shuffled by another seed",
+        "random = np.random.RandomState(options.seed)\n        if cache is None",
+        "random = np.random.RandomState(options.seed + 1)\n        if cache is None",
+        "tests/data/test_gpt.py",
+    ),
+    Fault(
+        "data: a resumed run begins a step late",
+        "consumed = self.schedule.advance(self.start_sample, int(index))",
+        "consumed = self.schedule.advance(self.start_sample, int(index) + (self.start_sample > 0))",
+        "tests/data/test_loader.py",
+    ),
+    Fault(
+        "data: a masked span goes on over a special token",
+        "begins[1:] |= special[:-1]",
+        "begins[1:] |= False",
+        "tests/data/test_masking.py",
+    ),
+    Fault(
+        "data: a vocabulary's first merge is taken for a comment",
+        'for line in lines if line.strip() and not line.startswith("#version")]',
+        "for line in lines[2:] if line.strip()]",
+        "tests/data/test_tokenizer.py",
+    ),
+    # --- inspect and plan
+    Fault(
+        "inspect: what a loop sends counts once",
+        "count * inner, exact and known",
+        "count, exact and known",
+        "tests/inspect/test_collectives.py",
+    ),
+    Fault(
+        "inspect: a product costs one FLOP for each multiplication and addition",
+        "return 2 * self.m * self.k * self.n * self.batch",
+        "return self.m * self.k * self.n * self.batch",
+        "tests/inspect/test_roofline.py",
+    ),
+    Fault(
+        "inspect: a ring's all-reduce sends every byte once",
+        "if kind == ALL_REDUCE:\n        return 2 * (n - 1) / n",
+        "if kind == ALL_REDUCE:\n        return (n - 1) / n",
+        "tests/inspect/test_collectives.py",
+    ),
+    Fault(
+        "plan: attention is counted without its second product",
+        "return 4 * shape.sequence_length * shape.query_size",
+        "return 2 * shape.sequence_length * shape.query_size",
+        "tests/plan/test_formulas.py",
+    ),
+    Fault(
+        "plan: with ZeRO-2 gradients are reduced once a step",
+        "each = plan.microbatches if plan.zero >= 2 else 1",
+        "each = 1",
+        "tests/plan/test_traffic.py",
+    ),
+    # --- convert
+    Fault(
+        "convert: tensors are written as if their dimensions had our order",
+        "return view.transpose(order).reshape(self._own_shape(sizes))",
+        "return view.reshape(self._own_shape(sizes))",
+        "tests/convert/test_special_ids.py tests/convert/test_hugging_face.py tests/convert/test_init_from.py",
+    ),
+    Fault(
+        "convert: the vocabulary is padded with its last token",
+        "return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)])",
+        'return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)], "edge")',
+        "tests/convert/test_hugging_face.py",
+    ),
+)
+
+
+def place_of(fault: Fault, package: Path) -> Path:
+    """The one file with the fault's text.
+
+    Raises:
+      LookupError: the text is in no file, or in several places.
+    """
+    places = [path for path in sorted(package.rglob("*.py")) for _ in range(path.read_text().count(fault.old))]
+    if len(places) != 1:
+        raise LookupError(f"its text is in {len(places)} places")
+    return places[0]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the checkout without what tools left behind."""
+    return Path(shutil.copytree(ROOT, folder, ignore=LEFT_OUT, symlinks=True))
+
+
+def passes(tree: Path, tests: list[str], cache: Path) -> bool:
+    """Whether the fast ones of `tests` pass in a copy of the checkout.
+
+    Raises:
+      RuntimeError: there were none, or pytest could not run them.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", FAST, *tests]
+    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
+    return ended.returncode == 0
+
+
+def attempt(fault: Fault, number: int, folder: Path) -> str:
+    """What came of a fault: "caught", "ESCAPED" or why it could not be planted."""
+    tree = copied(folder / str(number))
+    try:
+        place = place_of(fault, tree / "mtjax")
+    except LookupError as e:
+        return f"NOT PLANTED: {e}"
+    place.write_text(place.read_text().replace(fault.old, fault.new))
+    caught = not passes(tree, fault.tests.split(), folder / "cache")
+    shutil.rmtree(tree)
+    return "caught" if caught else f"ESCAPED {fault.tests}"
+
+
+def main(words: list[str]) -> int:
+    """Tries the faults that the words choose; 0 when all are caught."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        files = sorted({test for fault in chosen for test in fault.tests.split()})
+        if not passes(copied(folder / "whole"), files, folder / "cache"):
+            print("without any fault these tests fail already: " + " ".join(files))
+            return 1
+        with ThreadPoolExecutor(ATTEMPTS_AT_ONCE) as pool:
+            results = pool.map(attempt, chosen, range(len(chosen)), [folder] * len(chosen))
+            caught = 0
+            for fault, result in zip(chosen, results, strict=True):
+                print(f"{fault.what}: {result}", flush=True)
+                caught += result == "caught"
+    print(f"{caught} of {len(chosen)} faults caught")
+    return int(caught < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
