@@ -46,10 +46,17 @@ def placed_like(axes: Any, parameters: Any, mesh: str) -> ParameterLayout:
     return ParameterLayout(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
 
 
-@cache
 def program_of(mesh: str, **fields: Any) -> Program:
-    """The program of a tiny config, compiled once for all tests."""
-    return make_program(tiny_config(**fields), mesh_of(mesh))
+    """The program of a tiny config, compiled once for all tests that ask for this config, in whatever words."""
+    return _program(mesh, tiny_config(**fields))
+
+
+@cache
+def _program(mesh: str, config: Config) -> Program:
+    return make_program(config, mesh_of(mesh))
+
+
+forget_programs = _program.cache_clear
 
 
 def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:

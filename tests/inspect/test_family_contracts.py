@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from mtjax.config import Config
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
@@ -17,7 +18,13 @@ BLOCK = GROUPS | {"recompute_method": "block", "num_decoder_layers": 1}
 
 
 def report_of(**fields):
-    return inspect(tiny(**fields), find_target("cpu"))
+    return _report(tiny(**fields))
+
+
+@cache
+def _report(config: Config) -> Report:
+    """2x4 on virtual CPUs."""
+    return inspect(config, find_target("cpu"))
 
 
 def test_a_post_ln_layer_computes_both_of_its_sums_again():
