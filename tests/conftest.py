@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import os
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,8 +39,8 @@ def group_of(path: str) -> int | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before -m chooses, and before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Marks what needs an extra, skips it where that is not installed, and puts tests that share programs together."""
     has_aot = find_spec("jax_cuda13_plugin") is not None
     order = {}
@@ -53,3 +54,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(path if number is None else GROUPS[number][0]))
         order[item] = len(GROUPS) if number is None else number
     items.sort(key=order.__getitem__)
+    yield
