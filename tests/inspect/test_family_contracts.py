@@ -85,13 +85,13 @@ PRE = {"family": "bert"}
 H100 = {
     f"{name}{', split sequences' if split else ''}, ZeRO-{zero}": {**family, "zero": zero, "sequence_parallel": split}
     for name, family, layouts in (
-        ("pre-LN", PRE, ((0, False), (1, True), (2, False), (3, True))),
+        ("pre-LN", PRE, ((0, False), (3, True))),
         ("post-LN", POST, ((0, True), (1, False), (2, True), (3, False))),
         ("T5", T5, ((0, False), (1, True), (2, True), (3, False))),
     )
     for zero, split in layouts
 }
-"""Every family with each ZeRO, and either of these with whole and with split sequences."""
+"""What is not a GPT's with each ZeRO, and with whole and with split sequences; pre-LN BERT's layers are a GPT's."""
 
 
 @cache
