@@ -16,10 +16,13 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
+hypothesis.settings.load_profile("suite")
 
 GROUPS = (
     ("end_to_end",),
@@ -27,16 +30,20 @@ GROUPS = (
     ("inspect", "plan/test_verify.py"),
     ("models",),
 )
-"""Folders and files whose tests share compiled programs: one worker runs each group, the longest begins first."""
+"""Folders and files whose tests share compiled programs; a file that none names is a group of its own.
+
+One worker runs a group, the longest begin first. Long tests share little and go to any worker, but for those that fill
+the machine with processes.
+"""
 
 
-def group_of(path: str) -> int | None:
-    """The group of a file in `tests`: the first that names it, else the first that names its folder."""
+def group_of(path: str) -> int:
+    """The number of a file's group: the first that names it, else the first that names its folder."""
     for wanted in (path, path.partition("/")[0]):
         for number, members in enumerate(GROUPS):
             if wanted in members:
                 return number
-    return None
+    return len(GROUPS)
 
 
 @pytest.hookimpl(wrapper=True)  # before -m chooses, and before xdist reads the groups
@@ -50,8 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
             item.add_marker("torch")
         if item.get_closest_marker("aot") and not has_aot:
             item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
-        number = group_of(path)
-        item.add_marker(pytest.mark.xdist_group(path if number is None else GROUPS[number][0]))
-        order[item] = len(GROUPS) if number is None else number
+        order[item] = group_of(path)
+        if order[item] == 0 or not item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.xdist_group(str(order[item]) if order[item] < len(GROUPS) else path))
     items.sort(key=order.__getitem__)
     yield
