@@ -255,8 +255,8 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder, ignore=LEFT_OUT, symlinks=True))
 
 
-def passes(tree: Path, tests: list[str], cache: Path) -> bool:
-    """Whether the fast ones of `tests` pass in a copy of the checkout.
+def failure(tree: Path, tests: list[str], cache: Path) -> str:
+    """What pytest says where one of the fast ones of `tests` fails in a copy of the checkout; empty where none does.
 
     Raises:
       RuntimeError: there were none, or pytest could not run them.
@@ -266,7 +266,7 @@ def passes(tree: Path, tests: list[str], cache: Path) -> bool:
     ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if ended.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
-    return ended.returncode == 0
+    return ended.stdout if ended.returncode else ""
 
 
 def attempt(fault: Fault, number: int, folder: Path) -> str:
@@ -277,7 +277,7 @@ def attempt(fault: Fault, number: int, folder: Path) -> str:
     except LookupError as e:
         return f"NOT PLANTED: {e}"
     place.write_text(place.read_text().replace(fault.old, fault.new))
-    caught = not passes(tree, fault.tests.split(), folder / "cache")
+    caught = failure(tree, fault.tests.split(), folder / "cache")
     shutil.rmtree(tree)
     return "caught" if caught else f"ESCAPED {fault.tests}"
 
@@ -288,8 +288,8 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         files = sorted({test for fault in chosen for test in fault.tests.split()})
-        if not passes(copied(folder / "whole"), files, folder / "cache"):
-            print("without any fault these tests fail already: " + " ".join(files))
+        if failed := failure(copied(folder / "whole"), files, folder / "cache"):
+            print(f"{failed}\nThis fails without any fault.")
             return 1
         with ThreadPoolExecutor(ATTEMPTS_AT_ONCE) as pool:
             results = pool.map(attempt, chosen, range(len(chosen)), [folder] * len(chosen))

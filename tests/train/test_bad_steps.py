@@ -1,6 +1,5 @@
 """Steps that are no numbers: found, named, skipped by every replica, and the end of the run when they go on."""
 
-import dataclasses
 import math
 import re
 from functools import cache
@@ -71,7 +70,7 @@ def flat(tree):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"compute_dtype": "bfloat16", "zero": 3, "microbatch_size": 2}],
+    [{"compute_dtype": "float32"}, {"compute_dtype": "bfloat16", "zero": 3, "microbatch_size": 2}],
     ids=["float32", "bfloat16, ZeRO-3"],
 )
 def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
@@ -98,14 +97,9 @@ def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
 
 
 def test_good_steps_are_those_of_a_program_that_never_skips():
-    """The spoilt sample, of the second step, never comes: every number is that of the plain program."""
-
-    def from_third(program):
-        state = program.initialize(0)
-        third = jax.device_put(np.int32(2), state.step.sharding)
-        return run_steps(program, 3, dataclasses.replace(state, step=third))
-
-    found, expected = from_third(spoilt(Spoilt)), from_third(program_of("2x4"))
+    """The spoilt sample never comes: every number is that of the plain program."""
+    found = run_steps(spoilt(SpoiltGradient), 3)
+    expected = run_steps(program_of("2x4"), 3)
     assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
     jax.tree.map(np.testing.assert_array_equal, flat(found[0].parameters), flat(expected[0].parameters))
 
