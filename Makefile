@@ -36,15 +36,15 @@ $(VENV)/extras: $(VENV)/dev
 train: $(VENV)/core
 	$(BIN)/mtjax train $(ARGS)
 
-# Each worker is a process with its own compiled programs; tests/conftest.py keeps together those that share them.
+# Each worker is a process with its own compiled programs: tests/conftest.py says which tests of `make test` share some.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 test: $(VENV)/dev
-	$(PYTEST) -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)
+	$(PYTEST) --dist loadgroup --no-loadscope-reorder -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)
 
 test-all: $(VENV)/extras
-	$(PYTEST) -m '(long or aot or torch) and not exhaustive' $(ARGS)
+	$(PYTEST) --dist loadfile -m '(long or aot or torch) and not exhaustive' $(ARGS)
 
 test-faults: $(VENV)/dev
 	$(BIN)/python -m tests.faults $(ARGS)

@@ -1,9 +1,9 @@
 """Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import os
-from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 # Compiling is what tests spend their time on. LLVM's optimisations cost more than they save here, and kernels written
@@ -30,11 +30,7 @@ GROUPS = (
     ("inspect", "plan/test_verify.py"),
     ("models",),
 )
-"""Folders and files whose tests share compiled programs; a file that none names is a group of its own.
-
-One worker runs a group, the longest begin first. Long tests share little and go to any worker, but for those that fill
-the machine with processes.
-"""
+"""Folders and files whose tests share compiled programs: one worker runs a group, the longest begin first."""
 
 
 def group_of(path: str) -> int:
@@ -46,9 +42,9 @@ def group_of(path: str) -> int:
     return len(GROUPS)
 
 
-@pytest.hookimpl(wrapper=True)  # before -m chooses, and before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Marks what needs an extra, skips it where that is not installed, and puts tests that share programs together."""
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs an extra, skips it where that is not installed, and begins with the first group."""
     has_aot = find_spec("jax_cuda13_plugin") is not None
     order = {}
     for item in items:
@@ -58,7 +54,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         if item.get_closest_marker("aot") and not has_aot:
             item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
         order[item] = group_of(path)
-        if order[item] == 0 or not item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.xdist_group(str(order[item]) if order[item] < len(GROUPS) else path))
     items.sort(key=order.__getitem__)
-    yield
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup` each group, and each file without one, goes to one worker as a whole.
+
+    xdist's own groups are written into the tests' ids, which pytest 9.2 does not let it do.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0].removeprefix("tests/")
+            number = group_of(path)
+            return GROUPS[number][0] if number < len(GROUPS) else path
+
+    return ByGroup(config, log)
