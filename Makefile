@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test test-all test-layouts check format clean
+.PHONY: help train test test-all test-faults test-layouts check format clean
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
-	@echo "make test       set up and run the tests: under 15 minutes on 2 cores"
-	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot and parity"
+	@echo "make test       set up and run the tests: at most 6 minutes on 2 idle cores"
+	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot, parity and megatron"
+	@echo "make test-faults  plants faults in a copy, one at a time, and shows that make test's tests notice them"
 	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour on 2 busy cores"
 	@echo "make check      ruff and pyright"
 	@echo "make format     let ruff format the code"
@@ -35,12 +36,18 @@ $(VENV)/extras: $(VENV)/dev
 train: $(VENV)/core
 	$(BIN)/mtjax train $(ARGS)
 
+# Each worker is a process with its own compiled programs: tests/conftest.py says which tests of `make test` share some.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
+
 test: $(VENV)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) --dist loadgroup --no-loadscope-reorder -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)
 
 test-all: $(VENV)/extras
-	$(BIN)/python -m pytest -m long $(ARGS)
-	$(BIN)/python -m pytest tests/convert tests/parity tests/inspect tests/plan $(ARGS)
+	$(PYTEST) --dist loadfile -m '(long or aot or torch) and not exhaustive' $(ARGS)
+
+test-faults: $(VENV)/dev
+	$(BIN)/python -m tests.faults $(ARGS)
 
 test-layouts: $(VENV)/dev
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)

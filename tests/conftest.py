@@ -1,16 +1,76 @@
-"""Eight virtual CPU devices, and compiled programs kept between runs and shared between tests."""
+"""Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
-# Compiling is what tests spend their time on: LLVM's optimisations cost more than they save here.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Compiling is what tests spend their time on. LLVM's optimisations cost more than they save here, and kernels written
+# by XLA's older emitters compile in half the time.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
+hypothesis.settings.load_profile("suite")
+
+GROUPS = (
+    ("end_to_end",),
+    ("train", "sharding/test_zero.py", "models/test_gpt.py", "models/test_recompute.py", "convert/test_init_from.py"),
+    ("inspect", "plan/test_verify.py"),
+    ("models",),
+)
+"""Folders and files whose tests share compiled programs: one worker runs a group, the longest begin first."""
+
+
+def group_of(path: str) -> int:
+    """The number of a file's group: the first that names it, else the first that names its folder."""
+    for wanted in (path, path.partition("/")[0]):
+        for number, members in enumerate(GROUPS):
+            if wanted in members:
+                return number
+    return len(GROUPS)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs an extra, skips it where that is not installed, and begins with the first group."""
+    has_aot = find_spec("jax_cuda13_plugin") is not None
+    order = {}
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith("parity/") or hasattr(getattr(item, "module", None), "torch"):
+            item.add_marker("torch")
+        if item.get_closest_marker("aot") and not has_aot:
+            item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
+        order[item] = group_of(path)
+    items.sort(key=order.__getitem__)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup` each group, and each file without one, goes to one worker as a whole.
+
+    xdist's own groups are written into the tests' ids, which pytest 9.2 does not let it do.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0].removeprefix("tests/")
+            number = group_of(path)
+            return GROUPS[number][0] if number < len(GROUPS) else path
+
+    return ByGroup(config, log)

@@ -61,10 +61,17 @@ def gradients_like(loss_sum: LossSum, axes: Any, parameters: Any, batch: Any, me
     return distributed_gradients(loss_sum, parameters, batch, region, Accumulate(1), reduction)
 
 
-@cache
 def program_of(mesh: str, **fields: Any) -> Program:
-    """The program of a tiny config, compiled once for all tests."""
-    return make_program(tiny_config(**fields), mesh_of(mesh))
+    """The program of a tiny config, compiled once for all tests that ask for this config, in whatever words."""
+    return _program(mesh, tiny_config(**fields))
+
+
+@cache
+def _program(mesh: str, config: Config) -> Program:
+    return make_program(config, mesh_of(mesh))
+
+
+forget_programs = _program.cache_clear
 
 
 def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:

@@ -11,7 +11,6 @@ from mtjax.config.sizes import (
 )
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.theory.contract import Symbols
-from mtjax.theory.rules import DATA, MODEL
 
 
 def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
@@ -26,8 +25,8 @@ def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
         "l": model.num_layers,
         "V": padded_vocab_size(model),
         "m": plan.microbatches,
-        "data": step.mesh.ways((DATA,)),
-        "model": step.mesh.ways((MODEL,)),
+        "data": plan.data_ways,
+        "model": plan.model_ways,
         "again": plan.recomputed_layers(model.num_layers),
         "nested": plan.grouped_layers(model.num_layers),
         "smoothing": int(plan.label_smoothing),

@@ -48,7 +48,7 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
     else:
         plan = _report(console, anatomy, run_config, server, options)
     if options.inference:
-        print_inference(console, anatomy, server, plan.mesh.model, options.context or anatomy.model.sequence_length)
+        print_inference(console, anatomy, server, plan.model_ways, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
         _plot(console, options.plot, anatomy, plan, server, options)
     if options.verify:

@@ -53,14 +53,14 @@ def memory_parts(memory: Memory) -> dict[str, float]:
 
 def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
     """The plan on every mesh of as many GPUs that divides, by model ways; stages as planned."""
-    gpus = plan.mesh.size // plan.mesh.stage
+    gpus = plan.mesh.size // plan.stages
     choices = []
     for model in divisors(gpus):
         data = gpus // model
         if model > server.gpus or plan.global_batch_size % data:
             continue
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
-        mesh = MeshShape(data=data, stage=plan.mesh.stage, model=model)
+        mesh = MeshShape(data=data, stage=plan.stages, model=model)
         option = replace(plan, mesh=mesh, microbatch_size=microbatch)
         if not any(problems(anatomy.model, option)):
             choices.append(option)
@@ -70,7 +70,7 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
 def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> None:
     """Stacked components, one bar per mesh."""
     choices = mesh_choices(anatomy, plan, server)
-    names = [f"{p.mesh.data}x{p.mesh.stage}x{p.mesh.model}" for p in choices]
+    names = [f"{p.data_ways}x{p.stages}x{p.model_ways}" for p in choices]
     parts = [memory_parts(fullest_stage(anatomy, p)) for p in choices]
     bottom = [0.0] * len(choices)
     for name in parts[0]:
@@ -97,7 +97,7 @@ def weak_scaling(axes: Axes) -> None:
 
 def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
     """Speed-up over the smallest data ways, the global batch fixed; with the ideal and Amdahl's bound."""
-    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.mesh.data)]
+    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.data_ways)]
     times = []
     for data in counts:
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
@@ -105,7 +105,7 @@ def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, ser
             microbatch -= 1
         option = replace(plan, mesh=replace(plan.mesh, data=data), microbatch_size=microbatch)
         times.append(step_time(anatomy, option, server).total)
-    each = plan.mesh.stage * plan.mesh.model
+    each = plan.stages * plan.model_ways
     gpus = [d * each for d in counts]
     axes.plot(gpus, [times[0] / t for t in times], "o-", label="model")
     axes.plot(gpus, counts, ":", color="grey", label="ideal")

@@ -133,7 +133,7 @@ def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
             run.mesh,
             run.global_batch_size,
             1,
-            sequence_parallel=run.mesh.model > 1,
+            sequence_parallel=run.model_ways > 1,
             zero=1,
             flash_attention=True,
             dropout=False,

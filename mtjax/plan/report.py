@@ -59,7 +59,7 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
         demand_table(anatomy, plan, server, options.exposed_share),
         time_table(anatomy, plan, server),
     ]
-    if plan.mesh.stage > 1:
+    if plan.stages > 1:
         parts.append(pipeline_table(anatomy, plan))
     parts.append(summary_table(anatomy, plan, server, options))
     show(console, *parts)
@@ -92,7 +92,7 @@ def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
 
 def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Memory of a GPU by component, one column per stage (at most six)."""
-    stages = list(range(plan.mesh.stage))
+    stages = list(range(plan.stages))
     shown = stages if len(stages) <= 6 else [*stages[:3], *stages[-2:]]
     names = [f"stage {i}" for i in shown] if len(stages) > 1 else ["per GPU"]
     made = table("Memory", "", *names, "source")
@@ -122,7 +122,7 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     made.caption = f"* does not fit {percent(usable)} of the GPU's memory"
     limit = usable * server.gpu.memory
     for recompute in ("none", "selective", "full"):
-        for split in (False, True) if plan.mesh.model > 1 else (False,):
+        for split in (False, True) if plan.model_ways > 1 else (False,):
             row = [replace(plan, recompute=recompute, sequence_parallel=split, zero=zero) for zero in range(4)]
             sizes = [fullest_stage(anatomy, option) for option in row]
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
@@ -190,7 +190,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Bubbles and memory of the schedules, the plan's own among them."""
-    p, m = plan.mesh.stage, plan.microbatches
+    p, m = plan.stages, plan.microbatches
     note = "an estimate: pipelines are planned, not trained yet"
     made = table(
         f"Schedules of {p} stages, {m} microbatches", "", "bubble", "in flight, first", "last", "source", note=note
@@ -225,10 +225,10 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
     made.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
     made.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
     made.add_row("HFU, attention in full", share(done), MODEL)
-    bound = flops.amdahl_speedup(options.serial_share, plan.mesh.data)
-    efficiency = percent(bound / plan.mesh.data)
+    bound = flops.amdahl_speedup(options.serial_share, plan.data_ways)
+    efficiency = percent(bound / plan.data_ways)
     serial = f"{100 * options.serial_share:g}% serial"
-    made.add_row(f"Amdahl's bound of {plan.mesh.data} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
+    made.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
     if options.tokens:
         took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY

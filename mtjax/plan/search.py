@@ -101,19 +101,19 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
 
 def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
     """Everything the search may choose on a mesh; settings that change nothing there are left out."""
-    per_rank = base.global_batch_size // mesh.data
+    base = replace(base, mesh=mesh)
+    per_rank = base.global_batch_size // base.data_ways
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and base.flash_attention:
                 continue  # there are no stored scores to leave out
-            for sequence in space.sequence if mesh.model > 1 else (False,):
-                for zero in space.zeros if mesh.data > 1 else (0,):
-                    for chunks in space.chunks if mesh.stage > 1 else (1,):
+            for sequence in space.sequence if base.model_ways > 1 else (False,):
+                for zero in space.zeros if base.data_ways > 1 else (0,):
+                    for chunks in space.chunks if base.stages > 1 else (1,):
                         yield replace(
                             base,
-                            mesh=mesh,
                             microbatch_size=microbatch,
                             recompute=recompute,
                             sequence_parallel=sequence,
@@ -258,6 +258,6 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
-    if plan.mesh.stage > 1:
+    if plan.stages > 1:
         parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
     return ", ".join(parts)

@@ -72,6 +72,21 @@ class Plan:
     does; PyTorch's checkpoint does not)."""
 
     @property
+    def data_ways(self) -> int:
+        """Ranks that share the batch."""
+        return self.mesh.data
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.mesh.stage
+
+    @property
+    def model_ways(self) -> int:
+        """Ranks that share each layer."""
+        return self.mesh.model
+
+    @property
     def microbatches(self) -> int:
         """Microbatches that a data rank accumulates in a step."""
         return self.global_batch_size // (self.mesh.data * self.microbatch_size)

@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_processes(list(sys.argv[1:] if argv is None else argv), count)
         from mtjax.train.loop import train  # seconds to import: not before the options are right
 
-        train(command.config, command.name, inspect=command.options.inspect)
+        show = None
+        if command.options.inspect:
+            from mtjax.inspect.hook import show_program as show
+        train(command.config, command.name, show=show)
         return 0
 
     return run_main(body)

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from mtjax import config as configs
 from mtjax import data
@@ -48,8 +50,13 @@ class Run:
     bad_steps: BadSteps
 
 
-def train(config: Config, name: str, *, inspect: bool = False) -> None:
-    """Trains the model of `config`; `name` is what the run is called; `inspect` shows the program before it runs.
+def train(config: Config, name: str, *, show: Callable[[Program, Console], object] | None = None) -> None:
+    """Trains the model of `config`.
+
+    Args:
+      config: the run.
+      name: what the run is called.
+      show: called with the program before its first step.
 
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
@@ -66,10 +73,8 @@ def train(config: Config, name: str, *, inspect: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
         introduce(config, place, program, progress)
-        if inspect:
-            from mtjax.inspect.hook import show_program
-
-            show_program(program, progress.console)
+        if show is not None:
+            show(program, progress.console)
         output, folder = config.output, place.folder
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)

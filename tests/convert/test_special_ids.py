@@ -64,6 +64,7 @@ def test_one_token_stands_between_the_texts_of_a_decoder(tmp_path, family):
     assert exported(tmp_path, small_tokenizer(), family=family) == {"bos_token_id": 0, "eos_token_id": 0}
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_bert_s_are_those_of_transformers_own_config(tmp_path, placement):
     transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")

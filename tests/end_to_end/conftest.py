@@ -12,4 +12,4 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 @pytest.fixture(scope="session")
 def uninterrupted(launcher: Launcher) -> Finished:
     """40 steps on 2x4, start to end: what interrupted runs must equal."""
-    return launcher.train("uninterrupted", "--steps", "40")
+    return launcher.train_here("uninterrupted", "--steps", "40")

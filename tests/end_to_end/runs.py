@@ -1,4 +1,8 @@
-"""Starts `python -m mtjax.train` as a user does, in processes of its own, on a model that trains in a second."""
+"""Starts `python -m mtjax.train` as a user does, on a model that trains in a second.
+
+In processes of its own where signals, several processes or devices, or the exit code are the subject: each takes
+seconds to import what this one has.
+"""
 
 import json
 import os
@@ -9,9 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
+
+from mtjax.train.__main__ import main
 
 TIMEOUT = 240
 TINY = """
@@ -76,6 +83,19 @@ class Launcher:
         assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
         return finished
 
+    def run_here(self, out: str, *options: str, data: str = "text.txt") -> "Finished":
+        """A run in this process, which may end in any way."""
+        words = self.command("--data", data, "--out", out, *options)[3:]
+        with chdir(self.folder), redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as complained:
+            code = main(words)
+        return look(code, said.getvalue(), complained.getvalue(), self.folder / out)
+
+    def train_here(self, out: str, *options: str, data: str = "text.txt") -> "Finished":
+        """A run in this process that must end well."""
+        finished = self.run_here(out, *options, data=data)
+        assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
+        return finished
+
     def start_together(self, out: str, *options: str, processes: int = 2) -> "list[subprocess.Popen[str]]":
         """The processes of one run."""
         together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
@@ -124,8 +144,13 @@ def finish(process: "subprocess.Popen[str]", out: Path, timeout: int = TIMEOUT) 
         process.kill()
         stdout, stderr = process.communicate()
         raise AssertionError(f"still running after {timeout} s\n{stdout}\n{stderr}") from None
+    return look(process.returncode, stdout, stderr, out)
+
+
+def look(code: int, stdout: str, stderr: str, out: Path) -> Finished:
+    """A run that has just ended."""
     checkpoints = {int(p.name) for p in out.glob("checkpoints/*") if p.name.isdigit()}
-    return Finished(process.returncode, stdout, stderr, out, read_metrics(out), checkpoints)
+    return Finished(code, stdout, stderr, out, read_metrics(out), checkpoints)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def test_stopped_by_sigterm_then_ctrl_c_then_killed(launcher: Launcher, uninterr
     assert killed.code == -signal.SIGKILL
     assert before < max(killed.losses) < 40
 
-    last = launcher.train("interrupted", *STEPS, "--resume")
+    last = launcher.train_here("interrupted", *STEPS, "--resume")
     assert list(last.losses) == list(range(1, 41))  # no step twice, none missing
     assert last.losses == uninterrupted.losses
     assert [entry["grad_norm"] for entry in last.metrics] == [entry["grad_norm"] for entry in uninterrupted.metrics]
@@ -50,14 +50,8 @@ def stop(launcher: Launcher, number: signal.Signals, after_step: int) -> Finishe
     return finished
 
 
-def test_resuming_a_run_without_checkpoints_starts_it(launcher: Launcher) -> None:
-    finished = launcher.train("fresh", "--steps", "1", "--resume")
-    assert "no checkpoint" in finished.stdout
-    assert list(finished.losses) == [1]
-
-
 def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrupted: Finished) -> None:
-    again = launcher.train("uninterrupted", *STEPS, "--resume")
+    again = launcher.train_here("uninterrupted", *STEPS, "--resume")
     assert again.metrics == uninterrupted.metrics
     assert again.checkpoints == {40}
 

@@ -41,12 +41,15 @@ def test_metrics_have_one_object_per_logged_step(run: Finished) -> None:
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
 
 
-def test_only_every_nth_step_is_logged_and_the_first_and_last(launcher: Launcher) -> None:
-    """On JSON lines, so that this way in is seen as well."""
+def test_a_run_without_a_name_takes_the_next_free_folder_and_logs_every_nth_step(launcher: Launcher) -> None:
+    """And the first and the last; on JSON lines, so that this way in is seen as well."""
     paragraphs = (launcher.folder / "text.txt").read_text().split("\n\n")
     lines = "".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs)
     (launcher.folder / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    sparse = launcher.train("sparse", "--log-every", "3", "--steps", "7", data="text.jsonl.gz")
+    (launcher.folder / "runs" / "tiny-3").mkdir(parents=True)
+    out = launcher.folder / "runs" / "tiny-4"
+    sparse = finish(launcher.start("--log-every", "3", "--steps", "7", data="text.jsonl.gz"), out)
+    assert sparse.code == 0, sparse.stderr
     assert list(sparse.losses) == [1, 3, 6, 7]
     assert sparse.losses[7] < sparse.losses[1] < 10
     assert "step 3/7" in sparse.stdout
@@ -109,13 +112,6 @@ def test_it_ends_with_a_sample_and_a_next_command_that_works(run: Finished, laun
     assert sample.split(maxsplit=1)[1].strip("'\"").startswith("The ")
     words = shlex.split(next(line for line in run.stdout.splitlines() if line.startswith("next")))[1:]
     assert words[:2] == ["mtjax", "train"]
-    went_on = launcher.train("complete", *words[2:], "--steps", "7")
+    went_on = launcher.train_here("complete", *words[2:], "--steps", "7")
     assert list(went_on.losses) == [1, 2, 3, 4, 5, 6, 7]
     assert "resumed from step 6" in went_on.stdout
-
-
-def test_a_run_without_a_name_takes_the_next_free_folder(launcher: Launcher) -> None:
-    (launcher.folder / "runs" / "tiny-3").mkdir(parents=True)
-    finished = finish(launcher.start("--steps", "1"), launcher.folder / "runs" / "tiny-4")
-    assert finished.code == 0, finished.stderr
-    assert list(finished.losses) == [1]

@@ -107,7 +107,9 @@ def listing(folder: Path) -> dict[str, int]:
 
 def test_another_model_than_the_checkpoints_is_refused_by_field(launcher: Launcher, folder: Path) -> None:
     """In a process of its own, so that the exit code and the absence of a traceback are the real ones."""
-    launcher.train("small", "--steps", "1")
+    first = launcher.train_here("small", "--steps", "1", "--resume")
+    assert "no checkpoint" in first.stdout  # a run that has none starts
+    assert list(first.losses) == [1]
     before = listing(folder)
     wrong = finish(launcher.start("--out", "small", "--resume", "--hidden-size", "128"), folder / "small")
     assert wrong.code == 2
@@ -116,7 +118,7 @@ def test_another_model_than_the_checkpoints_is_refused_by_field(launcher: Launch
 
 
 def test_a_wrong_option_ends_with_code_2(launcher: Launcher) -> None:
-    wrong = finish(launcher.start("--out", "nothing", "--hiden-size", "128"), launcher.folder / "nothing")
+    wrong = launcher.run_here("nothing", "--hiden-size", "128")
     assert wrong.code == 2
     check_error(wrong.stderr, "no option is called --hiden-size - did you mean '--hidden-size'")
     assert not wrong.out.exists()
@@ -125,7 +127,7 @@ def test_a_wrong_option_ends_with_code_2(launcher: Launcher) -> None:
 def test_a_loss_that_is_no_number_ends_the_run(launcher: Launcher) -> None:
     """With a rate that throws the weights to the edge of float32; what they are then is not saved over a good one."""
     options = ["--learning-rate", "1e38", "--warmup-steps", "0", "--clip-grad-norm", "0", "--steps", "10"]
-    finished = finish(launcher.start("--out", "exploded", *options), launcher.folder / "exploded")
+    finished = launcher.run_here("exploded", *options)
     assert finished.code == 2, finished.stdout
     line = finished.stderr.strip().splitlines()[-1]
     assert re.search(

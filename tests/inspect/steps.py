@@ -6,7 +6,6 @@ import pytest
 
 from mtjax import config
 from mtjax.config import Config
-from mtjax.inspect.targets import PLUGIN
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import Contract, Requirement, requirements
@@ -14,9 +13,8 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 
-needs_aot = pytest.mark.skipif(
-    importlib.util.find_spec(PLUGIN) is None, reason="compiling for GPUs that are not there needs the extra aot"
-)
+needs_aot = pytest.mark.aot
+"""Of tests that compile for GPUs: they need the extra aot."""
 
 has_cudnn = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 

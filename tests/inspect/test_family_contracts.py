@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from mtjax.config import Config
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
@@ -17,7 +18,13 @@ BLOCK = GROUPS | {"recompute_method": "block", "num_decoder_layers": 1}
 
 
 def report_of(**fields):
-    return inspect(tiny(**fields), find_target("cpu"))
+    return _report(tiny(**fields))
+
+
+@cache
+def _report(config: Config) -> Report:
+    """2x4 on virtual CPUs."""
+    return inspect(config, find_target("cpu"))
 
 
 def test_a_post_ln_layer_computes_both_of_its_sums_again():
@@ -78,13 +85,13 @@ PRE = {"family": "bert"}
 H100 = {
     f"{name}{', split sequences' if split else ''}, ZeRO-{zero}": {**family, "zero": zero, "sequence_parallel": split}
     for name, family, layouts in (
-        ("pre-LN", PRE, ((0, False), (1, True), (2, False), (3, True))),
+        ("pre-LN", PRE, ((0, False), (3, True))),
         ("post-LN", POST, ((0, True), (1, False), (2, True), (3, False))),
         ("T5", T5, ((0, False), (1, True), (2, True), (3, False))),
     )
     for zero, split in layouts
 }
-"""Every family with each ZeRO, and either of these with whole and with split sequences."""
+"""What is not a GPT's with each ZeRO, and with whole and with split sequences; pre-LN BERT's layers are a GPT's."""
 
 
 @cache

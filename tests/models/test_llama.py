@@ -73,6 +73,7 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     assert abstract_size(config) == parameters(anatomy_of(config.model)) == PUBLISHED[name]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_are_the_sizes_of_transformers(name: str) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")

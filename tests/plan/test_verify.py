@@ -1,7 +1,5 @@
 """Formulas against the models and the compiled program."""
 
-import importlib.util
-
 import jax
 import pytest
 
@@ -16,9 +14,6 @@ from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.step import make_program
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
-needs_aot = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for GPUs needs the extra aot"
-)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -71,7 +66,7 @@ PAIRS = [
 ]
 
 
-@needs_aot
+@pytest.mark.aot
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "changes"), PAIRS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
 def test_compiled_memory_is_as_planned(mesh, changes):

@@ -24,7 +24,17 @@ def plain(query, key, value):
     return softmax_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
 
 
-@pytest.mark.parametrize(("mesh", "groups"), [("1x1", 8), ("2x4", 8), ("1x8", 8), ("8x1", 8), ("1x1", 2), ("2x4", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [
+        ("1x8", 8),
+        ("8x1", 8),
+        ("1x1", 2),
+        ("2x4", 4),
+        pytest.param("1x1", 8, marks=pytest.mark.long),
+        pytest.param("2x4", 8, marks=pytest.mark.long),
+    ],
+)
 def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
     place, random = mesh_of(mesh), np.random.default_rng(0)
     arrays = [random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, groups, groups)]

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout, split_dimension
@@ -17,6 +17,7 @@ NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), 
     names=NAMES, sizes=st.lists(st.integers(1, 64), min_size=5, max_size=5), ways=st.integers(1, 16),
     zero=st.integers(0, 3), stacked=st.booleans(),
 )  # fmt: skip
+@example(names=["embed", "head_dim"], sizes=[8, 16, 1, 1, 1], ways=4, zero=2, stacked=False)
 def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, stacked):
     names = (*(["layers"] if stacked else []), *names)
     shape = tuple(sizes[: len(names)])

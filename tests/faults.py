@@ -1,0 +1,344 @@
+"""Plants faults in a copy of the package, one at a time, and shows that the fast tests notice each: `make test-faults`.
+
+`python -m tests.faults` tries them all; words choose those whose description has one of them. Exit code 1 when a fault
+escapes, or its text is no longer in the package exactly once: then point it at the code that has taken its place.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "dist")
+FAST = "not (long or exhaustive or aot or torch)"
+"""What `make test` runs."""
+ATTEMPTS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, the text that is replaced wherever in `mtjax` it stands, and the test that should notice."""
+
+    what: str
+    old: str
+    new: str
+    folder: str
+    """Of `tests`, somewhere in which the test is."""
+    test: str
+    """Its name, or the beginning of the names of several."""
+
+
+FAULTS = (
+    # --- sharding
+    Fault(
+        "sharding: a token on the border of two slices of the vocabulary belongs to both",
+        "owned = (row >= 0) & (row < rows)",
+        "owned = (row >= 0) & (row <= rows)",
+        "sharding",
+        "test_embedding_is_a_lookup",
+    ),
+    Fault(
+        "sharding: the sum over model ways is missing where embedded tokens enter the stream",
+        "return lax.psum(x, MODEL)",
+        "return lax.pmean(x, MODEL)",
+        "sharding",
+        "test_embedding_is_a_lookup",
+    ),
+    Fault(
+        "sharding: padding rows of the vocabulary take part in the softmax",
+        "jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)",
+        "jnp.where(column[start:] < vocab_size, logits[:, start:], logits[:, start:])",
+        "sharding",
+        "test_padding_rows_never_win_nor_learn",
+    ),
+    Fault(
+        "sharding: ZeRO splits the smallest dimension that divides, not the largest",
+        "return max(inside, key=lambda i: shape[i])",
+        "return min(inside, key=lambda i: shape[i])",
+        "sharding",
+        "test_a_dimension_is_chosen_whenever_one_divides",
+    ),
+    Fault(
+        "sharding: microbatches overwrite each other's gradients outside the layers",
+        "return gradient if _adds_up(names, num_microbatches) else total + gradient.astype(jnp.float32)",
+        "return gradient if _adds_up(names, num_microbatches) else gradient.astype(jnp.float32)",
+        "train",
+        "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
+    ),
+    Fault(
+        "sharding: the contract forgets what the loss sends",
+        "(*lines, LOSS_LINE, *_over_data(layout.zero))",
+        "(*lines, *_over_data(layout.zero))",
+        "inspect",
+        "test_cpu_programs_keep_the_contract_in_elements",
+    ),
+    # --- models
+    Fault(
+        "models: a token sees the one after it",
+        "jnp.tril(jnp.ones((length, length), bool))",
+        "jnp.tril(jnp.ones((length, length), bool), 1)",
+        "models",
+        "test_a_token_sees_only_those_before_it",
+    ),
+    Fault(
+        "models: attention's scores are made in 16 bits",
+        "key, preferred_element_type=jnp.float32)",
+        "key)",
+        "models",
+        "test_products_and_masks_are_kept_and_nothing_else",
+    ),
+    Fault(
+        "models: attention's scores are not scaled",
+        "query = query * (shape[-1] ** -0.5 if scale is None else scale)",
+        "query = query * (1.0 if scale is None else scale)",
+        "sharding",
+        "test_flash_equals_plain_attention_and_its_gradients",
+    ),
+    Fault(
+        "models: two places of a layer drop the same elements",
+        "jax.random.fold_in(key, site)",
+        "key",
+        "models",
+        "test_each_site_drops_its_own",
+    ),
+    Fault(
+        "models: every layer drops the same elements",
+        "jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)",
+        "keys",
+        "models",
+        "test_each_layer_draws_from_its_own_key",
+    ),
+    # --- train
+    Fault(
+        "train: dropout follows the place in the batch, not the sample",
+        'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])',
+        'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"] % 8)',
+        "train",
+        "test_dropout_is_on_and_its_keys_follow_the_sample",
+    ),
+    Fault(
+        "train: the loss is a sum over tokens, not their mean",
+        "{name: w / jnp.maximum(w.sum(), 1) for",
+        "{name: w for",
+        "train",
+        "test_dropout_is_on_and_its_keys_follow_the_sample",
+    ),
+    Fault(
+        "train: masked tokens count",
+        "{name: (values * weights[name]).sum() for name, values in losses.items()}",
+        "{name: (values * weights[name].mean()).sum() for name, values in losses.items()}",
+        "train",
+        "test_masked_tokens_do_not_count",
+    ),
+    Fault(
+        "train: the learning rate falls below its floor",
+        "alpha=floor / peak if peak else 0.0",
+        "alpha=0.0",
+        "train",
+        "test_schedule_is_the_papers",
+    ),
+    Fault(
+        "train: the warm-up is a step late",
+        "optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))",
+        "optax.linear_schedule(0.0, peak, warmup)",
+        "train",
+        "test_short_warmups",
+    ),
+    Fault(
+        "train: gradients are clipped array by array",
+        "return jax.tree.map(lambda gradient: gradient * factor, gradients)",
+        "return jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / optax.tree.norm(g)), gradients)",
+        "train",
+        "test_update_is_clipped_adamw_with_decoupled_decay",
+    ),
+    Fault(
+        "train: a skipped step moves the optimizer's state",
+        "updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))",
+        "updated = precision.choose(finite, updated, own)",
+        "train",
+        "test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other[float32]",
+    ),
+    Fault(
+        "train: a fingerprint does not see an exchange of elements",
+        "return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)",
+        "return bits.sum(dtype=jnp.uint32)",
+        "train",
+        "test_fingerprints_see_a_bit_and_an_exchange_on_any_mesh",
+    ),
+    Fault(
+        "train: a checkpoint's page is not checked",
+        'if page.pop("checksum", None) != page_checksum(page):',
+        'if page.pop("checksum", None) is None:',
+        "train",
+        "test_page_of_metadata_is_checked",
+    ),
+    Fault(
+        "train: a resumed run passes over a sample",
+        'return state, page["consumed_samples"]',
+        'return state, page["consumed_samples"] + 1',
+        "train",
+        "test_any_mesh_restores_every_bit",
+    ),
+    # --- data
+    Fault(
+        "data: labels are the tokens themselves",
+        "tokens, labels = text[:-1], text[1:]",
+        "tokens, labels = text[:-1], text[:-1]",
+        "data",
+        "test_samples_are_the_shuffled_stream",
+    ),
+    Fault(
+        "data: samples are shuffled by another seed",
+        "random = np.random.RandomState(options.seed)\n        if cache is None",
+        "random = np.random.RandomState(options.seed + 1)\n        if cache is None",
+        "data",
+        "test_samples_are_the_shuffled_stream",
+    ),
+    Fault(
+        "data: a resumed run begins a step late",
+        "consumed = self.schedule.advance(self.start_sample, int(index))",
+        "consumed = self.schedule.advance(self.start_sample, int(index) + (self.start_sample > 0))",
+        "data",
+        "test_a_resumed_run_on_any_number_of_processes_sees_the_next_sample",
+    ),
+    Fault(
+        "data: a masked span goes on over a special token",
+        "begins[1:] |= special[:-1]",
+        "begins[1:] |= False",
+        "data",
+        "test_words_stop_at_special_tokens",
+    ),
+    Fault(
+        "data: a vocabulary's first merge is taken for a comment",
+        'for line in lines if line.strip() and not line.startswith("#version")]',
+        "for line in lines[2:] if line.strip()]",
+        "data",
+        "test_gpt2s_two_files_are_the_same_tokenizer",
+    ),
+    # --- inspect and plan
+    Fault(
+        "inspect: what a loop sends counts once",
+        "count * inner, exact and known",
+        "count, exact and known",
+        "inspect",
+        "test_a_loop_multiplies",
+    ),
+    Fault(
+        "inspect: a product costs one FLOP for each multiplication and addition",
+        "return 2 * self.m * self.k * self.n * self.batch",
+        "return self.m * self.k * self.n * self.batch",
+        "inspect",
+        "test_flash_attention_counts_its_products_in_full",
+    ),
+    Fault(
+        "inspect: a ring's all-reduce sends every byte once",
+        "if kind == ALL_REDUCE:\n        return 2 * (n - 1) / n",
+        "if kind == ALL_REDUCE:\n        return (n - 1) / n",
+        "inspect",
+        "test_ring_factors",
+    ),
+    Fault(
+        "plan: attention is counted without its second product",
+        "return 4 * shape.sequence_length * shape.query_size",
+        "return 2 * shape.sequence_length * shape.query_size",
+        "plan",
+        "test_closed_forms_of_the_flops",
+    ),
+    Fault(
+        "plan: with ZeRO-2 gradients are reduced once a step",
+        "each = plan.microbatches if plan.zero >= 2 else 1",
+        "each = 1",
+        "plan",
+        "test_zero_1_moves_what_an_all_reduce_moves",
+    ),
+    # --- convert
+    Fault(
+        "convert: pieces of an array have the fingerprint of its beginning",
+        "index = np.arange(offset + start, offset + start + piece.size, dtype=np.uint64)",
+        "index = np.arange(start, start + piece.size, dtype=np.uint64)",
+        "convert",
+        "test_fingerprints_of_parts_add_up_to_the_whole",
+    ),
+    Fault(
+        "convert: the vocabulary is padded with its last token",
+        "return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)])",
+        'return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)], "edge")',
+        "convert",
+        "test_the_vocabulary_is_padded_with_zeros",
+    ),
+)
+
+
+def place_of(fault: Fault, package: Path) -> Path:
+    """The one file with the fault's text.
+
+    Raises:
+      LookupError: the text is in no file, or in several places.
+    """
+    places = [path for path in sorted(package.rglob("*.py")) for _ in range(path.read_text().count(fault.old))]
+    if len(places) != 1:
+        raise LookupError(f"its text is in {len(places)} places")
+    return places[0]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the checkout without what tools left behind."""
+    return Path(shutil.copytree(ROOT, folder, ignore=LEFT_OUT, symlinks=True))
+
+
+def failure(tree: Path, faults: Sequence[Fault], cache: Path) -> str:
+    """What pytest says where a test of these faults fails in a copy of the checkout; empty where none does.
+
+    Raises:
+      LookupError: a fault's test is not among those of `make test`.
+    """
+    folders = sorted({f"tests/{fault.folder}" for fault in faults})
+    names = " or ".join(sorted({fault.test for fault in faults}))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", FAST, "-k", names, *folders]
+    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if ended.returncode not in (0, 1):
+        raise LookupError(f"pytest ended with {ended.returncode} at {names} in {' '.join(folders)}: {ended.stderr}")
+    return ended.stdout if ended.returncode else ""
+
+
+def attempt(fault: Fault, number: int, folder: Path) -> str:
+    """What came of a fault: "caught", "ESCAPED" or why it could not be tried."""
+    tree = copied(folder / str(number))
+    try:
+        place = place_of(fault, tree / "mtjax")
+        place.write_text(place.read_text().replace(fault.old, fault.new))
+        failed = failure(tree, [fault], folder / "cache")
+    except LookupError as e:
+        return f"NOT TRIED: {e}"
+    finally:
+        shutil.rmtree(tree)
+    return "caught" if failed else f"ESCAPED {fault.test}"
+
+
+def main(words: list[str]) -> int:
+    """Tries the faults that the words choose; 0 when all are caught."""
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if failed := failure(copied(folder / "whole"), chosen, folder / "cache"):
+            print(f"{failed}\nThis fails without any fault.")
+            return 1
+        with ThreadPoolExecutor(ATTEMPTS_AT_ONCE) as pool:
+            results = pool.map(attempt, chosen, range(len(chosen)), [folder] * len(chosen))
+            caught = 0
+            for fault, result in zip(chosen, results, strict=True):
+                print(f"{fault.what}: {result}", flush=True)
+                caught += result == "caught"
+    print(f"{caught} of {len(chosen)} faults caught")
+    return int(caught < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
