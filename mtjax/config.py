@@ -95,11 +95,20 @@ class Optimizer:
     learning_rate: float = 1.5e-4
     """Peak learning rate."""
     min_learning_rate: float = 1e-5
-    """Floor of the cosine."""
+    """Learning rate from decay_steps on, and the least while it decays."""
     warmup_steps: int = 3000
-    """Steps of linear warmup."""
+    """Steps of linear warmup, from initial_learning_rate to the peak."""
+    initial_learning_rate: float = 0.0
+    """Learning rate of the first step of the warmup."""
     decay_steps: int | None = None
-    """Step at which the cosine reaches its floor; the last step when not given."""
+    """Step at which the learning rate reaches its minimum; the last step when not given."""
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """How the learning rate decays after the warmup; WSD (warmup, stable, decay) stays at the peak until the last
+    wsd_decay_steps steps before decay_steps."""
+    wsd_decay_steps: int | None = None
+    """Of decay_style WSD: steps of the decay."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Of decay_style WSD: how the learning rate decays in them."""
     beta1: float = 0.9
     """Adam's decay of the mean."""
     beta2: float = 0.999
@@ -108,12 +117,46 @@ class Optimizer:
     """Adam's denominator floor."""
     weight_decay: float = 0.01
     """Decoupled decay, on matrices only."""
+    start_weight_decay: float | None = None
+    """Of weight_decay_style linear or cosine: weight decay of the first step, which grows to weight_decay over the
+    run."""
+    weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How the weight decay grows."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps logits from drifting."""
+
+
+def check_schedule(optimizer: Optimizer) -> None:
+    """Checks that learning rates and weight decays are in order, and that nothing is set that their styles don't read.
+
+    Raises:
+      UserError: the first that is not.
+    """
+    peak, initial, style = optimizer.learning_rate, optimizer.initial_learning_rate, optimizer.decay_style
+    for name in ("min_learning_rate", "initial_learning_rate"):
+        if getattr(optimizer, name) > peak:
+            raise UserError(f"{name} {getattr(optimizer, name)} is above learning_rate {peak}")
+    if initial and not optimizer.warmup_steps:
+        raise UserError(f"initial_learning_rate {initial} is where a warmup begins, and warmup_steps is 0")
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        raise UserError(f"decay_steps {optimizer.decay_steps} must be above warmup_steps {optimizer.warmup_steps}")
+    if style == "inverse-square-root" and not optimizer.warmup_steps:
+        raise UserError("decay_style inverse-square-root is peak x sqrt(warmup_steps / step): set warmup_steps above 0")
+    if style == "WSD" and optimizer.wsd_decay_steps is None:
+        raise UserError("decay_style WSD needs wsd_decay_steps, how many steps the decay at the end takes")
+    if style != "WSD" and (optimizer.wsd_decay_steps, optimizer.wsd_decay_style) != (None, "exponential"):
+        raise UserError(f"wsd_decay_steps and wsd_decay_style are of decay_style WSD, and this is {style}")
+    start, end, growth = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
+    if start is None and growth != "constant":
+        raise UserError(f"weight_decay_style {growth} needs start_weight_decay, from which it grows to {end}")
+    if start is not None and growth == "constant":
+        raise UserError(f"start_weight_decay {start} needs weight_decay_style linear or cosine, and this is constant")
+    if start is not None and not 0 <= start <= end:
+        raise UserError(f"start_weight_decay {start} must be between 0 and weight_decay {end}, to which it grows")
 
 
 @dataclass(frozen=True)
@@ -286,7 +329,7 @@ def validate(config: Config) -> None:
       UserError: the first field that can't be, or pair of fields that don't fit.
     """
     groups = (config.model, config.data, config.optimizer, config.training, config.output)
-    model, optimizer = config.model, config.optimizer
+    model = config.model
     positive = ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_multiple", "steps")
     positive += ("rope_original_length",)
     positive += ("global_batch_size", "loss_chunk", "log_every", "keep_last", "valid_batches", "max_bad_steps")
@@ -300,6 +343,7 @@ def validate(config: Config) -> None:
         "microbatch_size",
         "keep_every",
         "decay_steps",
+        "wsd_decay_steps",
         "train_samples",
     )
     flat = {k: v for group in groups for k, v in vars(group).items()}
@@ -312,6 +356,7 @@ def validate(config: Config) -> None:
     for name in (
         "learning_rate",
         "min_learning_rate",
+        "initial_learning_rate",
         "weight_decay",
         "clip_grad_norm",
         "z_loss",
@@ -329,7 +374,4 @@ def validate(config: Config) -> None:
     check_model(model)
     check_recompute(model, config.training)
     check_loss_scale(config.training)
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        raise UserError(
-            f"min_learning_rate {optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}"
-        )
+    check_schedule(config.optimizer)

@@ -1,4 +1,4 @@
-"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only, linear warmup and cosine to a floor."""
+"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only."""
 
 from functools import partial
 from typing import Any
@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mtjax.config import Config, Optimizer
+from mtjax.config import Config
 from mtjax.sharding.placement import is_matrix, is_names
+from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
 def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
@@ -18,14 +19,14 @@ def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
       config: rates, decay and clipping.
       axes: logical names of every parameter, in a tree like the parameters'.
     """
-    options = config.optimizer
+    options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
     adamw = optax.adamw(
-        make_schedule(options, config.training.steps),
+        make_schedule(options, steps),
         b1=options.beta1,
         b2=options.beta2,
         eps=options.epsilon,
-        weight_decay=options.weight_decay,
+        weight_decay=make_weight_decay(options, steps),
         mask=jax.tree.map(is_matrix, axes, is_leaf=is_names),
     )
     return optax.chain(clip, adamw)
@@ -39,18 +40,3 @@ def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
     """
     factor = jnp.minimum(1.0, max_norm / optax.tree.norm(gradients))
     return jax.tree.map(lambda gradient: gradient * factor, gradients)
-
-
-def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
-    """Learning rate of each step, counted from 0.
-
-    Step k of the warmup has `peak (k + 1) / warmup_steps` (Megatron counts so too: the first step is not lost), then a
-    cosine reaches the floor at `decay_steps` and stays there.
-    """
-    peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
-    last = max(options.decay_steps or steps, warmup + 1)
-    cosine = optax.cosine_decay_schedule(peak, last - warmup, alpha=floor / peak if peak else 0.0)
-    if not warmup:
-        return cosine
-    climb = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([climb, cosine], [warmup])
