@@ -1,5 +1,6 @@
 """The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,29 @@ def make_optimizer(config: Config, axes: Any) -> optax.GradientTransformation:
     """
     options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
-    adamw = optax.adamw(
+    adamw = partial(
+        optax.adamw,
         make_schedule(options, steps),
         b1=options.beta1,
         b2=options.beta2,
         eps=options.epsilon,
-        weight_decay=make_weight_decay(options, steps),
         mask=jax.tree.map(is_matrix, axes, is_leaf=is_names),
     )
-    return optax.chain(clip, adamw)
+    decay = make_weight_decay(options, steps)
+    return optax.chain(clip, _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay))
+
+
+def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW whose weight decay is of the step.
+
+    optax takes a schedule too, and counts its steps in the state. This reads Adam's count, so that a checkpoint is the
+    same whether the decay grows or not.
+    """
+
+    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        return adamw(weight_decay=decay(state[0].count)).update(gradients, state, parameters)
+
+    return optax.GradientTransformation(adamw(weight_decay=0.0).init, update)
 
 
 def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:

@@ -74,10 +74,15 @@ def test_weight_decay_that_grows_is_of_its_step():
         np.testing.assert_array_equal(updates["scale"], 0.0)
 
 
-def test_constant_weight_decay_keeps_the_state_of_older_checkpoints():
-    """Adam's count and moments, and the schedule's count: what a checkpoint holds, by its places in the tree."""
-    optimizer = make_optimizer(tiny_config(), {"weight": ("embed", "mlp")})
-    paths = jax.tree_util.tree_leaves_with_path(optimizer.init({"weight": jnp.ones((3, 4))}))
+@pytest.mark.parametrize("growth", [{}, {"start_weight_decay": 0.0, "weight_decay_style": "cosine"}])
+def test_the_state_is_that_of_older_checkpoints(growth):
+    """Adam's count and moments, and the schedule's count, by their places; no more where the weight decay grows."""
+    optimizer = make_optimizer(tiny_config(**growth), {"weight": ("embed", "mlp")})
+    state = optimizer.init({"weight": jnp.ones((3, 4))})
+    assert jax.tree.structure(state) == jax.tree.structure(
+        make_optimizer(tiny_config(), {"weight": ("embed", "mlp")}).init({"weight": jnp.ones((3, 4))})
+    )
+    paths = jax.tree_util.tree_leaves_with_path(state)
     assert [jax.tree_util.keystr(path) for path, _ in paths] == [
         "[1][0].count",
         "[1][0].mu['weight']",
