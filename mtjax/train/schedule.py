@@ -47,9 +47,9 @@ def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         k = jnp.asarray(step, jnp.float32)
-        climbing = initial + (peak - initial) * k / max(warmup, 1)
         ended = peak if options.decay_style == "constant" else options.min_learning_rate
-        return jnp.where(k < warmup, climbing, jnp.where(k > last, ended, decayed(k)))
+        after = jnp.where(k > last, ended, decayed(k))
+        return jnp.where(k <= warmup, initial + (peak - initial) * k / warmup, after) if warmup else after
 
     return rate
 

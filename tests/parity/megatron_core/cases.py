@@ -5,9 +5,11 @@ from typing import Any
 TOKENS = 96
 """Length of the texts whose logits are compared; Llama 3's scaled RoPE differs from the plain one by then."""
 VOCAB = 512
-PROJECTED = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": TOKENS}
 COMMON = {
-    **PROJECTED,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "max_position_embeddings": TOKENS,
     "ffn_hidden_size": 160,
     "seq_length": TOKENS,
     "vocab_size": VOCAB - 6,
