@@ -5,7 +5,7 @@
 Each side runs in a process of its own, in turn (ours, theirs, ours, theirs), so that neither holds the other's memory
 and a slow minute of the machine hits both. On a machine that does other work compare CPU seconds, on one core: two
 threads that wait for each other may spin. PyTorch runs Hugging Face's GPT-2, eager and compiled; without torch and
-transformers (`pip install 'mtjax[parity]'`) only ours runs. Results, with hardware, versions and date, go to
+transformers (`pip install '.[parity]'`) only ours runs. Results, with hardware, versions and date, go to
 benchmarks/results/train_step-DEVICE.json.
 """
 

@@ -12,3 +12,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """` - did you mean 'x'?` for the known name closest to `name`, or nothing when none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" - did you mean {match[0]!r}?" if match else ""
+
+
+def install_extra(extra: str) -> str:
+    """How to install an extra of mtjax, for a message: from a checkout, since no package index has mtjax."""
+    return f"pip install '.[{extra}]' in a checkout of mtjax"

@@ -135,11 +135,29 @@ def check_loss_scale(training: Training) -> None:
 
 
 def check_schedule(optimizer: Optimizer) -> None:
-    """Checks that the learning rate decays downwards.
+    """Checks that learning rates and weight decays are in order, and that nothing is set that their styles don't read.
 
     Raises:
-      UserError: its floor is above its peak.
+      UserError: the first that is not.
     """
-    low, peak = optimizer.min_learning_rate, optimizer.learning_rate
-    if low > peak:
-        raise UserError(f"min_learning_rate {low} is above learning_rate {peak}")
+    peak, initial, style = optimizer.learning_rate, optimizer.initial_learning_rate, optimizer.decay_style
+    for name in ("min_learning_rate", "initial_learning_rate"):
+        if getattr(optimizer, name) > peak:
+            raise UserError(f"{name} {getattr(optimizer, name)} is above learning_rate {peak}")
+    if initial and not optimizer.warmup_steps:
+        raise UserError(f"initial_learning_rate {initial} is where a warmup begins, and warmup_steps is 0")
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        raise UserError(f"decay_steps {optimizer.decay_steps} must be above warmup_steps {optimizer.warmup_steps}")
+    if style == "inverse-square-root" and not optimizer.warmup_steps:
+        raise UserError("decay_style inverse-square-root is peak x sqrt(warmup_steps / step): set warmup_steps above 0")
+    if style == "WSD" and optimizer.wsd_decay_steps is None:
+        raise UserError("decay_style WSD needs wsd_decay_steps, how many steps the decay at the end takes")
+    if style != "WSD" and (optimizer.wsd_decay_steps, optimizer.wsd_decay_style) != (None, "exponential"):
+        raise UserError(f"wsd_decay_steps and wsd_decay_style are of decay_style WSD, and this is {style}")
+    start, end, growth = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
+    if start is None and growth != "constant":
+        raise UserError(f"weight_decay_style {growth} needs start_weight_decay, from which it grows to {end}")
+    if start is not None and growth == "constant":
+        raise UserError(f"start_weight_decay {start} needs weight_decay_style linear or cosine, and this is constant")
+    if start is not None and not 0 <= start <= end:
+        raise UserError(f"start_weight_decay {start} must be between 0 and weight_decay {end}, to which it grows")

@@ -29,7 +29,7 @@ Examples:
   mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
   mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
-  mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl transformer_engine
+  mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
 
 What was converted can be converted back: every bit returns. Nothing is loaded as a whole: memory holds a few times the
 largest tensor, however large the model. DIR after --to must be new; it appears only when all of it is written.
@@ -60,9 +60,10 @@ class Options:
     """Pipeline stages of a megatron folder that is written."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Of a megatron folder that is written: 0 to 2 are what older versions of Megatron-LM read."""
-    transformer_impl: Literal["legacy", "local", "transformer_engine"] = "legacy"
-    """Of a megatron folder that is written: legacy is of the code before Megatron-Core, which reads the others with the
-    same --transformer-impl and --ckpt-format torch."""
+    transformer_impl: Literal["legacy", "local", "transformer_engine"] | None = None
+    """Whose names the tensors of a megatron folder get: local and transformer_engine are Megatron-Core's, which reads
+    them with the same --transformer-impl and --ckpt-format torch; legacy is of the code before it. When not given,
+    transformer_engine, and legacy for a BERT or an older --checkpoint-version."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from mtjax.errors import UserError
+from mtjax.errors import UserError, install_extra
 
 EXTRAS = {"safetensors": "convert", "torch": "megatron"}
 
@@ -17,4 +17,4 @@ def require(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as e:
-        raise UserError(f"this needs the library {name}: pip install 'mtjax[{EXTRAS[name]}]'") from e
+        raise UserError(f"this needs the library {name}: {install_extra(EXTRAS[name])}") from e

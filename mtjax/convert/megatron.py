@@ -17,7 +17,15 @@ from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
-from mtjax.convert.megatron_tables import LEGACY, LEGACY_RMS, WRITTEN, Names, names_in, table
+from mtjax.convert.megatron_tables import (
+    LEGACY,
+    LEGACY_RMS,
+    TRANSFORMER_ENGINE,
+    WRITTEN,
+    Names,
+    names_in,
+    table,
+)
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
@@ -91,7 +99,8 @@ class Split:
     tensor: int = 1
     pipeline: int = 1
     version: float = 3.0
-    transformer_impl: str = LEGACY.transformer_impl
+    transformer_impl: str | None = None
+    """What the tensors are called; what Megatron-LM reads today when None."""
 
 
 class MegatronSink:
@@ -214,7 +223,8 @@ def written_names(model: Model, split: Split) -> Names:
     Raises:
       UserError: that implementation has no such version of the format.
     """
-    names = WRITTEN[split.transformer_impl]
+    is_old = model.family == "bert" or split.version != Split.version
+    names = WRITTEN[split.transformer_impl or (LEGACY if is_old else TRANSFORMER_ENGINE).transformer_impl]
     if names is not LEGACY and split.version != Split.version:
         raise UserError(
             f"--checkpoint-version {split.version:g} is of the legacy code: leave it out, or take "

@@ -156,6 +156,7 @@ def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: 
 def misfits(model: Model, names: Names) -> list[str]:
     """What an implementation of Megatron's does not have of a model of ours."""
     is_bert = model.family == "bert"
+    approximate = "activation gelu, the approximation, without biases"
     tanh_without_bias = model.activation == "gelu" and not model.bias
     wrong = {
         f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
@@ -164,7 +165,7 @@ def misfits(model: Model, names: Names) -> list[str]:
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
-        "activation gelu, the approximation, without biases": tanh_without_bias and not names.is_legacy,
+        f"{approximate}, which --transformer-impl legacy writes": tanh_without_bias and not names.is_legacy,
         f"{num_kv_heads(model)} key and value heads for {model.num_heads} queries in a BERT": (
             is_bert and num_kv_heads(model) != model.num_heads
         ),

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from mtjax.errors import UserError
+from mtjax.errors import UserError, install_extra
 
 
 def require(name: str) -> ModuleType:
@@ -15,6 +15,4 @@ def require(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as e:
-        raise UserError(
-            f"this needs the library {name}: in a checkout of mtjax, pip install -e '.[data]' installs it"
-        ) from e
+        raise UserError(f"this needs the library {name}: {install_extra('data')}") from e

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from mtjax.errors import UserError
+from mtjax.errors import UserError, install_extra
 from mtjax.sharding.mesh import attach_devices, has_gpu, make_mesh
 from mtjax.theory import target as server_files
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
@@ -108,7 +108,7 @@ def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
     """
     missing = [name for name in (PLUGIN, "nvidia") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError("compiling for GPUs that are not there needs the extra aot: pip install 'mtjax[aot]'")
+        raise UserError(f"compiling for GPUs that are not there needs the extra aot: {install_extra('aot')}")
     each = server.each_of(count)
     if not has_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver, and complains

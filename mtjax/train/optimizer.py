@@ -1,5 +1,6 @@
-"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only, linear warmup and cosine to a floor."""
+"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mtjax.config import Config, Optimizer
+from mtjax.config import Config
+from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
 def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation:
@@ -17,17 +19,31 @@ def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation
       config: rates, decay and clipping.
       records: of every parameter, in a tree like theirs.
     """
-    options = config.optimizer
+    options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
-    adamw = optax.adamw(
-        make_schedule(options, config.training.steps),
+    adamw = partial(
+        optax.adamw,
+        make_schedule(options, steps),
         b1=options.beta1,
         b2=options.beta2,
         eps=options.epsilon,
-        weight_decay=options.weight_decay,
         mask=jax.tree.map(lambda record: record.is_matrix, records),
     )
-    return optax.chain(clip, adamw)
+    decay = make_weight_decay(options, steps)
+    return optax.chain(clip, _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay))
+
+
+def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW whose weight decay is of the step.
+
+    optax takes a schedule too, and counts its steps in the state. This reads Adam's count, so that a checkpoint is the
+    same whether the decay grows or not.
+    """
+
+    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
+        return adamw(weight_decay=decay(state[0].count)).update(gradients, state, parameters)
+
+    return optax.GradientTransformation(adamw(weight_decay=0.0).init, update)
 
 
 def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
@@ -38,18 +54,3 @@ def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
     """
     factor = jnp.minimum(1.0, max_norm / optax.tree.norm(gradients))
     return jax.tree.map(lambda gradient: gradient * factor, gradients)
-
-
-def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
-    """Learning rate of each step, counted from 0.
-
-    Step k of the warmup has `peak (k + 1) / warmup_steps` (Megatron counts so too: the first step is not lost), then a
-    cosine reaches the floor at `decay_steps` and stays there.
-    """
-    peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
-    last = max(options.decay_steps or steps, warmup + 1)
-    cosine = optax.cosine_decay_schedule(peak, last - warmup, alpha=floor / peak if peak else 0.0)
-    if not warmup:
-        return cosine
-    climb = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([climb, cosine], [warmup])

@@ -27,8 +27,9 @@ from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
-from mtjax.train.optimizer import make_optimizer, make_schedule
+from mtjax.train.optimizer import make_optimizer
 from mtjax.train.precision import LossScale
+from mtjax.train.schedule import make_schedule
 
 Tree = Any
 

@@ -13,7 +13,7 @@ from mtjax.train.weights import find_weights
 from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 
-pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
 
 
 def run(source, target, *options: str) -> int:
@@ -211,7 +211,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert run(f"{kind}:{tmp_path}", f"mtjax:{tmp_path / 'a'}") == 2
-    assert f"{library}: pip install 'mtjax[{extra}]'" in capsys.readouterr().err
+    assert f"{library}: pip install '.[{extra}]'" in capsys.readouterr().err
 
 
 def test_damage_is_noticed(hf, ours, tmp_path, capsys):

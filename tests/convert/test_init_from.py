@@ -37,7 +37,7 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder = tmp_path_factory.mktemp("init")
     hf = write_folder(folder / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
     assert main(["--from", f"hf:{hf}", "--to", f"mtjax:{folder / 'ours'}", "--vocab-multiple", "256"]) == 0
@@ -153,7 +153,7 @@ def test_fingerprints_of_parts_add_up_to_the_whole(a_run):
 
 def test_a_run_is_exported(a_run, tmp_path):
     """Checkpoints hold several layers in one chunk, cut over the mesh."""
-    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder, parameters, _ = a_run
     assert main(["--from", f"mtjax:{folder}", "--to", f"hf:{tmp_path / 'hf'}"]) == 0
     found = tensors_in(tmp_path / "hf")
@@ -164,7 +164,7 @@ def test_a_run_is_exported(a_run, tmp_path):
 
 
 def test_an_exported_run_says_which_tokens_are_special(a_run, tmp_path):
-    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder = shutil.copytree(a_run[0], tmp_path / "run")
     small_tokenizer().save(str(folder / "tokenizer.json"))  # as the trainer leaves it: no tokenizer_config.json
     assert main(["--from", f"mtjax:{folder}", "--to", f"hf:{tmp_path / 'hf'}"]) == 0

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mtjax.convert.__main__ import main
-from mtjax.convert.megatron_files import load
+from mtjax.convert.megatron_files import MegatronCheckpoint, load
 from mtjax.train.weights import find_weights
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 from tests.convert.megatron_folders import write_gpt
 
-torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install 'mtjax[megatron]'")
-pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install '.[megatron]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
 
 PADDED = ("--vocab-multiple", "256")
 FOUR_LAYERS = GPT2_CONFIG | {"n_layer": 4}
@@ -92,6 +92,25 @@ def test_what_is_written_is_read_again(reference, tmp_path, split, version):
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"),
+        (("--transformer-impl", "local"), "decoder.layers.0.input_layernorm.weight"),
+        (("--transformer-impl", "legacy"), "language_model.encoder.layers.0.input_layernorm.weight"),
+        (("--checkpoint-version", "2"), "language_model.encoder.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_names_are_megatron_cores_unless_the_version_or_an_option_says_otherwise(
+    reference, tmp_path, options, expected
+):
+    folder, _ = reference
+    assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'megatron'}", *options) == 0
+    assert expected in MegatronCheckpoint(tmp_path / "megatron").shapes
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'back'}", *PADDED) == 0
+    assert prints(tmp_path / "back") == prints(folder / "ours")
+
+
 def _bytes(tensors) -> int:
     return sum(t.nbytes for t in tensors.values())
 
@@ -100,7 +119,8 @@ def test_what_is_written_is_what_megatron_would_have_written(reference, tmp_path
     """Tensor by tensor, under the same names, against the files written by hand."""
     folder, tensors = reference
     write_gpt(tmp_path / "theirs", tensors, 3.0, 2, 2, rows=512)
-    assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'ours'}", "--tensor", "2", "--pipeline", "2") == 0
+    sizes = ("--tensor", "2", "--pipeline", "2", "--transformer-impl", "legacy")
+    assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'ours'}", *sizes) == 0
     for place in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001"):
         expected = torch.load(tmp_path / "theirs/iter_0000042" / place / "model_optim_rng.pt", weights_only=False)
         found = torch.load(tmp_path / "ours/release" / place / "model_optim_rng.pt", weights_only=False)

@@ -18,8 +18,8 @@ from tests.convert.hf_folders import (
 )
 from tests.convert.megatron_llama import NAMES, write_llama
 
-torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install 'mtjax[megatron]'")
-pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install '.[megatron]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
 
 PADDED = ("--vocab-size", "300", "--vocab-multiple", "256")
 QKV = {f"parameters.stack.layers.attention.qkv.{part}.weight" for part in ("query", "key_value")}
@@ -192,7 +192,7 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
         assert not (tmp_path / "never").exists()
         return capsys.readouterr().err
 
-    old = said(f"hf:{tmp_path / 'llama3'}")
+    old = said(f"hf:{tmp_path / 'llama3'}", "--transformer-impl", "legacy")
     assert "rope_theta 500000, only 10000; take --transformer-impl transformer_engine" in old
     assert "rope_scaling llama3; take --transformer-impl transformer_engine" in old
     core = ["--transformer-impl", "local"]

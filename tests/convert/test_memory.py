@@ -10,7 +10,7 @@ from mtjax.convert import hugging_face, safetensors_files
 from mtjax.convert.__main__ import main
 from tests.convert.hf_folders import GPT2_CONFIG, random_tensors, write_folder
 
-pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
 
 LAYERS, HIDDEN = 24, 96
 LARGEST = 4 * HIDDEN * 4 * HIDDEN

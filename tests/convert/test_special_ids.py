@@ -14,7 +14,7 @@ from tests.convert.hf_folders import small_tokenizer
 from tests.tiny import VOCAB as TOKENS
 from tests.tiny import tiny_config
 
-pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
 
 WORD_PIECES = {"[PAD]": 3, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103, "cat": 104}
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -67,7 +67,7 @@ def test_one_token_stands_between_the_texts_of_a_decoder(tmp_path, family):
 @pytest.mark.torch
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_bert_s_are_those_of_transformers_own_config(tmp_path, placement):
-    transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
     pieces = {name: {"[PAD]": 0}.get(name, index) for name, index in WORD_PIECES.items()}
     tokenizer = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
     tokenizer.add_special_tokens([name for name in pieces if name.startswith("[")])

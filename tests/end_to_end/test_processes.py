@@ -70,7 +70,7 @@ def test_ctrl_c_stops_all_processes(launcher: Launcher) -> None:
 @pytest.fixture(scope="module")
 def converted(launcher: Launcher) -> Path:
     """A GPT-2 with random weights and a tokenizer, converted."""
-    pytest.importorskip("safetensors", reason="needs the extra convert: pip install 'mtjax[convert]'")
+    pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     hf = write_folder(launcher.folder / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
     ours = launcher.folder / "converted"
     assert convert(["--from", f"hf:{hf}", "--to", f"mtjax:{ours}", "--vocab-multiple", "256"]) == 0

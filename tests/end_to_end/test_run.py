@@ -37,7 +37,8 @@ def test_metrics_have_one_object_per_logged_step(run: Finished) -> None:
         assert entry["tokens_per_second"] == pytest.approx(entry["tokens"] / entry["step_time"])
         assert 0 < entry["loss"] < 10
         assert entry["grad_norm"] > 0
-    assert run.metrics[0]["learning_rate"] == pytest.approx(2e-3 / 4)  # a quarter of the warmup
+    assert run.metrics[0]["learning_rate"] == 0.0  # where the warmup begins
+    assert run.metrics[1]["learning_rate"] == pytest.approx(2e-3 / 4)  # a quarter of it
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
 
 

@@ -147,7 +147,7 @@ def test_missing_extra_says_how_to_install_it(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run(capsys, "--target", "h100x8", "--mesh", "2x4")
     assert (code, err.count("\n")) == (2, 1)
-    assert "pip install 'mtjax[aot]'" in err
+    assert "pip install '.[aot]'" in err
 
 
 @needs_aot

@@ -76,8 +76,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_are_the_sizes_of_transformers(name: str) -> None:
-    torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-    transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+    torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+    transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
     model = configs.load(name).model
     theirs = transformers.LlamaConfig(
         vocab_size=model.vocab_size,

@@ -14,8 +14,8 @@ from mtjax.train.weights import find_weights, restore_weights
 from tests.parity.compare import relative
 from tests.tiny import mesh_of
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 
 
 def llama(**settings: Any) -> Any:

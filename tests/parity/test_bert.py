@@ -21,8 +21,8 @@ from tests.parity.compare import (
 )
 from tests.tiny import host_batch, tiny_config
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 
 POST = {"norm_placement": "post", "norm_epsilon": 1e-12, "activation": "gelu_exact"}
 ODD = {"num_layers": 3, "hidden_size": 48, "num_heads": 8, "mlp_size": 80, "vocab_size": 256, "tie_embeddings": False}

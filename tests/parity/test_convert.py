@@ -23,8 +23,8 @@ from tests.parity.converted import (
     program_of,
 )
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 # transformers' own progress bars and advice
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -8,8 +8,8 @@ import pytest
 from tests.parity.compare import Named, assert_next_token_parity, padded, shaken
 from tests.tiny import tiny_config
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 
 SHAPES = [
     {},

@@ -11,9 +11,9 @@ from mtjax.models.rotary import frequencies
 from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip(
-    "transformers", minversion="5", reason="needs the extra parity: pip install 'mtjax[parity]'"
+    "transformers", minversion="5", reason="needs the extra parity: pip install '.[parity]'"
 )
 
 TOLERANCE = 2e-5

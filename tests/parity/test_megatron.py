@@ -11,8 +11,8 @@ from tests.convert.megatron_llama import NAMES, write_llama
 from tests.parity.compare import relative, shaken
 from tests.parity.converted import assert_same_encoder, bert, encoder_batch, llama, our_encoder, our_logits
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 # transformers' own progress bars and advice
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -21,8 +21,8 @@ from tests.parity.compare import (
 )
 from tests.tiny import host_batch, tiny_config
 
-torch = pytest.importorskip("torch", reason="needs the extra parity: pip install 'mtjax[parity]'")
-transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install 'mtjax[parity]'")
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 
 V1_0 = {"decoder_sequence_length": 8, "relative_buckets": 8, "relative_max_distance": 12}
 V1_1 = {"activation": "geglu", "tie_embeddings": False, "decoder_sequence_length": 24, "num_decoder_layers": 3}

@@ -4,31 +4,8 @@ import numpy as np
 import optax
 import pytest
 
-from mtjax.config import Optimizer
-from mtjax.train.optimizer import make_optimizer, make_schedule
+from mtjax.train.optimizer import make_optimizer
 from tests.tiny import program_of, records_like, tiny_config
-
-
-def test_schedule_is_the_papers():
-    """Warmup over 3k steps, one cosine cycle over the remaining 297k, floor 1e-5 (section 4.2)."""
-    rate = make_schedule(Optimizer(), steps=300_000)
-    assert float(rate(0)) == pytest.approx(1.5e-4 / 3000)
-    assert float(rate(2999)) == pytest.approx(1.5e-4)
-    half = 3000 + 297_000 // 2
-    assert float(rate(half)) == pytest.approx((1.5e-4 + 1e-5) / 2, rel=1e-4)
-    for step in (3000, 50_000, 299_000):
-        cosine = 1e-5 + (1.5e-4 - 1e-5) * (1 + np.cos(np.pi * (step - 3000) / 297_000)) / 2
-        assert float(rate(step)) == pytest.approx(cosine, rel=1e-5)
-    assert float(rate(300_000)) == float(rate(400_000)) == pytest.approx(1e-5)
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_short_warmups(warmup):
-    rate = make_schedule(Optimizer(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=warmup), steps=10)
-    rates = [float(rate(step)) for step in range(11)]
-    np.testing.assert_allclose(rates[:warmup], [(k + 1) / max(warmup, 1) for k in range(warmup)], rtol=1e-6)
-    assert rates[warmup] == 1.0 and rates[10] == pytest.approx(0.0, abs=1e-7)
-    assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
 
 
 def test_only_matrices_decay():
@@ -77,3 +54,33 @@ def test_update_is_clipped_adamw_with_decoupled_decay(size):
             decay = 0.5 * parameters[name] if name == "weight" else 0.0
             np.testing.assert_allclose(updates[name], -0.1 * (adam + decay), rtol=1e-4, atol=1e-6)
         parameters = optax.apply_updates(parameters, jax.tree.map(np.asarray, updates))
+
+
+def test_weight_decay_that_grows_is_of_its_step():
+    """The updates of parameters that get no gradient are minus the rate times the decay of that step."""
+    settings = {"start_weight_decay": 0.1, "weight_decay": 0.5, "weight_decay_style": "linear", "steps": 4}
+    config = tiny_config(learning_rate=0.1, min_learning_rate=0.1, warmup_steps=0, **settings)
+    optimizer = make_optimizer(config, {"weight": ("embed", "mlp"), "scale": ("embed",)})
+    parameters = {"weight": jnp.ones((3, 4)), "scale": jnp.ones(3)}
+    state = optimizer.init(parameters)
+    for decay in (0.1, 0.2, 0.3, 0.4, 0.5, 0.5):
+        updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, parameters), state, parameters)
+        np.testing.assert_allclose(updates["weight"], -0.1 * decay, rtol=1e-6)
+        np.testing.assert_array_equal(updates["scale"], 0.0)
+
+
+@pytest.mark.parametrize("growth", [{}, {"start_weight_decay": 0.0, "weight_decay_style": "cosine"}])
+def test_the_state_is_that_of_older_checkpoints(growth):
+    """Adam's count and moments, and the schedule's count, by their places; no more where the weight decay grows."""
+    optimizer = make_optimizer(tiny_config(**growth), {"weight": ("embed", "mlp")})
+    state = optimizer.init({"weight": jnp.ones((3, 4))})
+    assert jax.tree.structure(state) == jax.tree.structure(
+        make_optimizer(tiny_config(), {"weight": ("embed", "mlp")}).init({"weight": jnp.ones((3, 4))})
+    )
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == [
+        "[1][0].count",
+        "[1][0].mu['weight']",
+        "[1][0].nu['weight']",
+        "[1][2].count",
+    ]

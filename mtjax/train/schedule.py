@@ -1,0 +1,75 @@
+"""Learning rate and weight decay by step, as Megatron's `OptimizerParamScheduler` gives them.
+
+Megatron counts samples, of which each step has the same number: its ratios are those of steps. Update k, counted from
+0, takes the value at k.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mtjax.config import Optimizer
+
+Ratio = jax.Array
+"""How much of a phase is over, 0 to 1."""
+
+
+def _linear(ratio: Ratio) -> jax.Array:
+    return 1.0 - ratio
+
+
+def _cosine(ratio: Ratio) -> jax.Array:
+    return (1.0 + jnp.cos(jnp.pi * ratio)) / 2
+
+
+SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
+    "constant": jnp.ones_like,
+    "linear": _linear,
+    "cosine": _cosine,
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
+}
+"""What is left of a way from 1 to 0, after a share of the steps."""
+
+
+def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of each step, counted from 0.
+
+    Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
+    changes nothing but Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the floor. A
+    run that is not longer than its warmup climbs to its end.
+    """
+    peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
+    last = max(options.decay_steps or steps, warmup + 1)
+    decayed = _decayed(options, last)
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        k = jnp.asarray(step, jnp.float32)
+        ended = peak if options.decay_style == "constant" else options.min_learning_rate
+        after = jnp.where(k > last, ended, decayed(k))
+        return jnp.where(k <= warmup, initial + (peak - initial) * k / warmup, after) if warmup else after
+
+    return rate
+
+
+def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
+    """The rate between the end of the warmup and step `last`."""
+    peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
+    if options.decay_style == "inverse-square-root":
+        return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)
+    first, shape = warmup, options.decay_style
+    if options.decay_style == "WSD":
+        assert options.wsd_decay_steps is not None  # the config is checked
+        first, shape = last - options.wsd_decay_steps, options.wsd_decay_style
+    return lambda k: floor + (peak - floor) * SHAPES[shape](jnp.clip((k - first) / (last - first), 0, 1))
+
+
+def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
+    """Weight decay: a number, or that of each step, counted from 0, where it grows over the run's `steps`."""
+    end, start = options.weight_decay, options.start_weight_decay
+    if start is None or options.weight_decay_style == "constant":
+        return end
+    left = SHAPES[options.weight_decay_style]
+    return lambda step: end - (end - start) * left(jnp.clip(jnp.asarray(step, jnp.float32) / steps, 0, 1))

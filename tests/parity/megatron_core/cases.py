@@ -1,0 +1,146 @@
+"""What both sides compute: models, corpora, schedules and a run. Imports neither Megatron nor JAX."""
+
+from typing import Any
+
+TOKENS = 96
+"""Length of the texts whose logits are compared; Llama 3's scaled RoPE differs from the plain one by then."""
+VOCAB = 512
+COMMON = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "max_position_embeddings": TOKENS,
+    "ffn_hidden_size": 160,
+    "seq_length": TOKENS,
+    "vocab_size": VOCAB - 6,
+    "padded_vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 128,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "transformer_impl": "local",
+    "openai_gelu": False,
+}
+GPT = {
+    **COMMON,
+    "kv_channels": 8,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "add_bias_linear": True,
+    "swiglu": False,
+    "bias_gelu_fusion": True,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "position_embedding_type": "learned_absolute",
+    "untie_embeddings_and_output_weights": False,
+}
+LLAMA = {
+    **COMMON,
+    "kv_channels": 16,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "add_bias_linear": False,
+    "swiglu": True,
+    "bias_gelu_fusion": False,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope",
+    "rotary_base": 10_000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT,
+    "gpt untied, exact gelu": GPT | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
+    "llama": LLAMA,
+    "llama tied, scaled rope": LLAMA
+    | {
+        "rotary_base": 500_000,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 8.0,
+        "untie_embeddings_and_output_weights": False,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "kv_channels": 8,
+    },
+}
+"""Megatron's arguments by the model's name."""
+SPLITS = ((1, 1), (2, 2), (4, 1))
+"""Tensor-parallel ranks and pipeline stages."""
+
+CORPORA = {"a": (31, 17), "b": (7, 400), "c": (90, 9)}
+"""Documents of each corpus, and the most tokens of one."""
+EOD = 0
+SEQUENCE = 24
+DATASETS: dict[str, dict[str, Any]] = {
+    "one epoch": {"blend": ["a"], "samples": (5, 1, 1)},
+    "epochs, the last shuffled with the others": {"blend": ["a"], "samples": (60, 3, 3)},
+    "epochs, the last apart": {"blend": ["c"], "samples": (49, 20, 2)},
+    "long documents, another split and seed": {"blend": ["b"], "samples": (40, 9, 0), "split": "60,40", "seed": 7},
+    "reset and masked": {"blend": ["c"], "samples": (30, 2, 2), "reset": True},
+    "two weighted": {"blend": ["a", "b"], "weights": [0.3, 0.7], "samples": (100, 12, 9)},
+    "three weighted, one of them 0": {"blend": ["a", "b", "c"], "weights": [2.0, 0.0, 5.5], "samples": (77, 5, 6)},
+}
+"""What is asked of each, by a name; `samples` of train, valid and test."""
+
+STEPS = 20
+RATES = {"max_lr": 6e-4, "min_lr": 3e-5, "lr_warmup_steps": 4, "lr_decay_steps": 17}
+PLAIN_DECAY = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    **{style: {"lr_decay_style": style} for style in ("constant", "linear", "cosine", "inverse-square-root")},
+    **{
+        f"WSD {style}": {"lr_decay_style": "WSD", "wsd_decay_steps": 6, "lr_wsd_decay_style": style}
+        for style in ("exponential", "linear", "cosine", "minus_sqrt")
+    },
+    "from an initial rate": {"lr_decay_style": "cosine", "init_lr": 1e-4},
+    "no warmup": {"lr_decay_style": "cosine", "lr_warmup_steps": 0},
+    "linear weight decay": {
+        "lr_decay_style": "linear",
+        "start_wd": 0.02,
+        "end_wd": 0.1,
+        "wd_incr_style": "linear",
+    },
+    "cosine weight decay": {
+        "lr_decay_style": "linear",
+        "start_wd": 0.0,
+        "end_wd": 0.1,
+        "wd_incr_style": "cosine",
+    },
+}
+"""What differs from `RATES`, no initial rate and `PLAIN_DECAY`; weight decay grows over `STEPS` steps."""
+OURS = {
+    "max_lr": "learning_rate",
+    "min_lr": "min_learning_rate",
+    "init_lr": "initial_learning_rate",
+    "lr_warmup_steps": "warmup_steps",
+    "lr_decay_steps": "decay_steps",
+    "lr_decay_style": "decay_style",
+    "wsd_decay_steps": "wsd_decay_steps",
+    "lr_wsd_decay_style": "wsd_decay_style",
+    "start_wd": "start_weight_decay",
+    "end_wd": "weight_decay",
+    "wd_incr_style": "weight_decay_style",
+}
+"""Megatron's names of a schedule's settings, and ours."""
+
+
+def our_settings(name: str) -> dict[str, Any]:
+    """The settings of one of `SCHEDULES`, as fields of our config."""
+    settings = RATES | PLAIN_DECAY | SCHEDULES[name]
+    found = {OURS[key]: value for key, value in settings.items()}
+    return found | {"start_weight_decay": None} if settings["wd_incr_style"] == "constant" else found
+
+
+RUN = {
+    "steps": 20,
+    "batch": 4,
+    "max_lr": 5e-3,
+    "min_lr": 5e-4,
+    "warmup": 5,
+    "start_wd": 0.02,
+    "end_wd": 0.3,
+    "clip_grad": 0.5,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+}
+"""Twenty steps of the models `gpt` and `llama`; the clipping is in force in most of them."""

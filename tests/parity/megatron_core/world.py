@@ -1,0 +1,52 @@
+"""What lets megatron-core run where there is no CUDA, and process groups of any size in one process.
+
+`python -O` leaves its assertions out, of which one asks for CUDA's tensors where gradients are clipped.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def without_cuda() -> None:
+    """Puts on the CPU what Megatron puts on the current CUDA device, and leaves torch's compiler out; call it first."""
+    torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.compile = lambda function: function  # the fused activations, as they are written
+    from megatron.core.tensor_parallel import random
+
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **named: Any) -> torch.Tensor:
+        return make(*arguments, **(named | {"device": "cpu"} if named.get("device") == "cuda" else named))
+
+    return made
+
+
+@contextlib.contextmanager
+def world(tensor: int = 1, pipeline: int = 1, rank: int = 0) -> Iterator[None]:
+    """Megatron's process groups as `rank` of `tensor` x `pipeline` sees them.
+
+    More than one rank is torch's fake backend: it builds a rank's model, and communicates nothing.
+    """
+    from megatron.core import parallel_state
+
+    size = tensor * pipeline
+    store = dist.HashStore() if size == 1 else FakeStore()
+    dist.init_process_group("gloo" if size == 1 else "fake", store=store, rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=size == 1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
