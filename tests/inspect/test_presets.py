@@ -14,7 +14,7 @@ from mtjax.config import Config
 from mtjax.config.sizes import num_kv_heads
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
-from mtjax.sharding.mesh import parse_mesh
+from mtjax.theory.mesh import parse_mesh
 from tests.inspect.steps import has_cudnn, needs_aot, tiny
 from tests.inspect.test_contract import sent
 

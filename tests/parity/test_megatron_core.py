@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtjax.data.blend import BlendedDataset, normalise, samples_of_each
-from mtjax.data.gpt import GPTDataset, GPTOptions
-from mtjax.data.indexed import IndexedDataset
-from mtjax.data.split import SPLITS as PARTS
-from mtjax.data.split import split_bounds
-from mtjax.data.writer import IndexedWriter
 
 from mtjax import config as configs
 from mtjax.convert.__main__ import main
+from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.writer import IndexedWriter
+from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.gpt import GPTDataset, GPTOptions
+from mtjax.data.samples.split import SPLITS as PARTS
+from mtjax.data.samples.split import split_bounds
 from mtjax.sharding.placement import global_batch
 from mtjax.train.step import make_program
 from mtjax.train.weights import find_weights, restore_weights
