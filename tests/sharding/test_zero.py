@@ -6,8 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mtjax.theory.counts import Counts, fullest_counts
+from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout, split_dimension
+from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA
+from mtjax.train.step import Program
 from tests.tiny import program_of, run_steps
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
@@ -42,6 +46,11 @@ def test_what_does_not_divide_takes_another_dimension_or_is_reported():
     assert program_of("4x2", zero=0).unsplit == []
 
 
+def counts_of(program: Program) -> Counts:
+    """What the theory says a device holds."""
+    return fullest_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+
+
 def held(tree) -> int:
     """Elements of a tree on one device."""
     return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree) if leaf.ndim)
@@ -51,10 +60,10 @@ def held(tree) -> int:
 def test_a_device_holds_its_part(zero):
     program = program_of("2x4", zero=zero)
     state = program.initialize(0)
-    counts = program.counts
-    split = counts["U"] + (counts["P"] - counts["U"]) // 2
-    assert held(state.parameters) == (split if zero == 3 else counts["P"])
-    assert held(state.optimizer) == 2 * (split if zero else counts["P"])
+    counts = counts_of(program)
+    split = counts.unsplit + (counts.all - counts.unsplit) // 2
+    assert held(state.parameters) == (split if zero == 3 else counts.all)
+    assert held(state.optimizer) == 2 * (split if zero else counts.all)
     axes = {axis for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim for axis in leaf.sharding.spec}
     assert (DATA in axes) == (zero > 0)
 
@@ -67,7 +76,7 @@ def test_full_gradients_never_live_with_zero_2():
         program = program_of("8x1", num_layers=8, hidden_size=64, **fields)
         return program.lower_step().compile().memory_analysis().temp_size_in_bytes
 
-    whole = program_of("8x1", num_layers=8, hidden_size=64).counts["P"] * 4
+    whole = counts_of(program_of("8x1", num_layers=8, hidden_size=64)).all * 4
     assert temporaries(1) - temporaries(2) > whole / 2
 
 
@@ -76,7 +85,7 @@ def test_microbatches_add_to_one_sum_of_gradients():
     fields = {"recompute": "full", "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
     program = program_of("8x1", microbatch_size=1, zero=1, **fields)
     temporaries = program.lower_step().compile().memory_analysis().temp_size_in_bytes
-    whole = program.counts["P"] * 4
+    whole = counts_of(program).all * 4
     assert whole < temporaries < 1.75 * whole
 
 
