@@ -1,0 +1,113 @@
+"""Presets keep their contracts on their own meshes: with every ZeRO stage, sequences whole and split, and one sample a
+microbatch as well as several.
+
+Counts of collectives follow from a preset's structure, not from its size: programs are made of two narrow layers.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from mtjax import config
+from mtjax.config import Config, num_kv_heads
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from mtjax.sharding.mesh import parse_mesh
+from tests.inspect.steps import has_cudnn, needs_aot, tiny
+
+PRESETS = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))
+REPRESENTATIVES = (
+    "gpt2-8.3b",
+    "gpt2-355m",
+    "default",
+    "llama2-7b",
+    "llama3-8b",
+    "llama-tiny",
+    "bert-3.9b",
+    "bert-336m",
+    "bert-base",
+    "t5-11b",
+    "t5-base",
+    "t5-1.1-base",
+    "t5-220m",
+)
+"""One preset of each structure."""
+
+
+def structure(name: str) -> tuple[object, ...]:
+    """What makes the programs of two presets differ in more than sizes."""
+    preset = config.load(name)
+    model, training = preset.model, preset.training
+    ways, groups = parse_mesh(preset.parallel.mesh).model, num_kv_heads(model)
+    layer = (model.norm, model.norm_placement, model.position, model.activation, model.bias, model.tie_embeddings)
+    heads = (groups == model.num_heads, groups % ways == 0)
+    return model.family, layer, heads, ways > 1, training.recompute, training.compute_dtype
+
+
+def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
+    """A preset with its mesh and its heads, but two layers, heads of 8, and short sequences."""
+    preset = config.load(name)
+    heads, several = preset.model.num_heads, preset.training.microbatch_size or 1
+    decoder = {"decoder_sequence_length": 64} if preset.model.family == "t5" else {}
+    return config.replace(
+        preset,
+        num_layers=2,
+        hidden_size=8 * heads,
+        head_dim=8,
+        mlp_size=24 * heads,
+        sequence_length=128,
+        vocab_size=2000,
+        attention="auto" if has_cudnn else "xla",
+        zero=zero,
+        sequence_parallel=split,
+        microbatch_size=1 if one_sample else max(2, several),
+        **decoder,
+    )
+
+
+def fits(name: str, split: bool) -> bool:
+    """Whether a preset's mesh has model ways to split sequences over, if they are to be split."""
+    return not split or parse_mesh(config.load(name).parallel.mesh).model > 1
+
+
+def covering() -> Iterator[tuple[str, int, bool, bool]]:
+    """(name, ZeRO, split, one sample): every family with all combinations, its representatives in turn."""
+    for family in FAMILIES:
+        names = [name for name in REPRESENTATIVES if config.load(name).model.family == family]
+        for zero, split, one_sample in LAYOUTS:
+            able = [name for name in names if fits(name, split)]
+            yield able[zero % len(able)], zero, split, one_sample
+
+
+LAYOUTS = list(itertools.product(range(4), (False, True), (False, True)))
+FAMILIES = dict.fromkeys(config.load(name).model.family for name in REPRESENTATIVES)
+COVERING = list(covering())
+PRODUCT = [(name, *case) for name in REPRESENTATIVES for case in LAYOUTS if fits(name, case[1])]
+CASES = [pytest.param(*case, marks=pytest.mark.long) for case in COVERING] + [
+    pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT if case not in COVERING
+]
+
+
+def test_every_preset_is_represented():
+    represented = {structure(name) for name in REPRESENTATIVES}
+    assert [name for name in PRESETS if structure(name) not in represented] == []
+
+
+@needs_aot
+@pytest.mark.parametrize(("name", "zero", "split", "one_sample"), CASES)
+def test_presets_keep_their_contract_on_h100(name, zero, split, one_sample):
+    report = inspect(narrow(name, zero=zero, split=split, one_sample=one_sample), find_target("h100x8"))
+    assert report.verdict.violations == ()
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings",
+    [{"zero": 3}, {"family": "llama", "num_kv_heads": 2, "recompute": "none"}],
+    ids=["GPT, ZeRO-3", "Llama with shared heads"],
+)
+def test_one_sample_of_split_sequences_is_gathered_once_for_both_products(settings):
+    """The gradient of a row-parallel product, for that of its input and for that of its weight."""
+    run = tiny(num_layers=2, sequence_parallel=True, microbatch_size=1, **settings)
+    assert inspect(run, find_target("h100x8")).verdict.violations == ()
