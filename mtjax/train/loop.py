@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,7 +243,9 @@ def summarise(run: Run, state: State) -> None:
 
 
 def sample_of(run: Run, state: State) -> str:
-    """A line with a continuation of the prompt; nothing for families that don't continue text."""
+    """A continuation of the prompt, as text; nothing for families that don't continue text."""
     if run.config.model.family not in CONTINUES_TEXT:
         return ""
-    return f"sample  {continue_text(run.program, state.parameters, run.text.tokenizer, run.config.output.prompt)!r}\n"
+    text = continue_text(run.program, state.parameters, run.text.tokenizer, run.config.output.prompt)
+    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+    return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"

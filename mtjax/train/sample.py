@@ -23,15 +23,18 @@ def continue_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    length: int = 48,
-    temperature: float = 0.8,
+    length: int = 96,
+    temperature: float = 0.7,
+    top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """`prompt` and up to `length` sampled tokens after it, the same on every mesh.
+    """`prompt` and up to `length` tokens after it, sampled from the `top_k` most likely: the same on every mesh.
 
-    The whole window is computed again for each token: made for one look at a model, not for serving.
+    Spaces at the prompt's end are left out: in most vocabularies a word's token begins with the space before it, and
+    after a space of its own the model would be in the middle of a word. The whole window is computed again for each
+    token: made for one look at a model, not for serving.
     """
-    ids = tokenizer.encode(prompt)[-placed.config.model.sequence_length // 2 :] or [tokenizer.eod]
+    ids = tokenizer.encode(prompt.rstrip(" "))[-placed.config.model.sequence_length // 2 :] or [tokenizer.eod]
     window = min(placed.config.model.sequence_length, len(ids) + length)
     tokens = np.full((1, window), tokenizer.eod, np.int32)
     tokens[0, : len(ids)] = ids
@@ -46,7 +49,8 @@ def continue_text(
             def append(position: Array, tokens: Array) -> Array:
                 hidden = lax.dynamic_slice_in_dim(model(tokens), position - 1, 1, axis=1)
                 logits = reshard(model.logits(hidden), WHOLE)[0, 0, : tokenizer.vocab_size]
-                chosen = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
+                likely, their_ids = lax.top_k(logits, min(top_k, tokenizer.vocab_size))
+                chosen = their_ids[jax.random.categorical(jax.random.fold_in(key, position), likely / temperature)]
                 return lax.dynamic_update_slice(tokens, chosen.astype(jnp.int32)[None, None], (0, position))
 
             return lax.fori_loop(len(ids), window, append, tokens)
