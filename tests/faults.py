@@ -72,11 +72,11 @@ FAULTS = (
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),
     Fault(
-        "sharding: the contract forgets what the loss sends",
-        "(*lines, LOSS_LINE, *_over_data(layout.zero))",
-        "(*lines, *_over_data(layout.zero))",
+        "sharding: the contract forgets the gradient of the hidden states",
+        'Expectation(LOSS_BACKWARD, "all-reduce", MODEL, "m", "b*s*h", why="gradient of the hidden states"),',
+        "",
         "inspect",
-        "test_cpu_programs_keep_the_contract_in_elements",
+        "test_the_whole_program_holds",
     ),
     # --- models
     Fault(

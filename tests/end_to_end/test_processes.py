@@ -14,7 +14,7 @@ STEPS = ["--steps", "40"]
 
 
 def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninterrupted: Finished) -> None:
-    """Two processes until SIGTERM, then two again on another mesh, then one: the losses of one all the way."""
+    """Two processes until SIGTERM, then one on another mesh, then two again: the losses of one all the way."""
     out = launcher.folder / "together"
     with ended(launcher.start_together("together", *STEPS)) as started:
         wait_for_step(out, 8, started[0])
@@ -32,11 +32,11 @@ def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninte
     one_process = {step: loss for step, loss in uninterrupted.losses.items() if step <= reached}
     assert relative_difference(stopped[0].losses, one_process) < 1e-6
 
-    back = launcher.train_together("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
-    assert f"resumed from step {reached}" in back[0].stdout
-    alone = launcher.train_here("together", "--resume", *STEPS)
-    assert f"resumed from step {reached + 4}" in alone.stdout
-    assert relative_difference(alone.losses, uninterrupted.losses) < 1e-5
+    alone = launcher.train("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
+    assert f"resumed from step {reached}" in alone.stdout
+    back = launcher.train_together("together", "--resume", *STEPS)
+    assert f"resumed from step {reached + 4}" in back[0].stdout
+    assert relative_difference(back[0].losses, uninterrupted.losses) < 1e-5
 
 
 @pytest.mark.long
