@@ -40,8 +40,8 @@ def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Sc
     same whether the decay grows or not.
     """
 
-    def update(gradients: Any, state: Any, parameters: Any = None) -> tuple[Any, Any]:
-        return adamw(weight_decay=decay(state[0].count)).update(gradients, state, parameters)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return adamw(weight_decay=decay(state[0].count)).update(updates, state, params)
 
     return optax.GradientTransformation(adamw(weight_decay=0.0).init, update)
 

@@ -33,7 +33,14 @@ def test_only_matrices_decay():
 @pytest.mark.parametrize("size", [1.0, 0.01, 0.0], ids=["clipped", "not clipped", "zero"])
 def test_update_is_clipped_adamw_with_decoupled_decay(size):
     """Against the update written out in float64: Loshchilov and Hutter, algorithm 2."""
-    config = tiny_config(learning_rate=0.1, min_learning_rate=0.1, warmup_steps=0, weight_decay=0.5, clip_grad_norm=1.0)
+    config = tiny_config(
+        learning_rate=0.1,
+        min_learning_rate=0.1,
+        initial_learning_rate=0.0,
+        warmup_steps=0,
+        weight_decay=0.5,
+        clip_grad_norm=1.0,
+    )
     axes = {"weight": ("embed", "mlp"), "scale": ("layers", "embed")}
     random = np.random.default_rng(0)
     parameters = {name: random.normal(size=(3, 4)) for name in axes}

@@ -126,7 +126,7 @@ OURS = {
 
 def our_settings(name: str) -> dict[str, Any]:
     """The settings of one of `SCHEDULES`, as fields of our config."""
-    settings = RATES | PLAIN_DECAY | SCHEDULES[name]
+    settings = {"init_lr": 0.0} | RATES | PLAIN_DECAY | SCHEDULES[name]
     found = {OURS[key]: value for key, value in settings.items()}
     return found | {"start_weight_decay": None} if settings["wd_incr_style"] == "constant" else found
 
