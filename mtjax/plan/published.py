@@ -11,6 +11,7 @@ from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import gpt
 from mtjax.theory.flops import hardware_flops
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
+from mtjax.theory.layout import TENSOR_RULES
 from mtjax.theory.memory import fullest_stage
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan
@@ -82,6 +83,11 @@ class Run:
     tflops: float
     """Per GPU."""
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether it has several model ways."""
+        return self.mesh.ways(TENSOR_RULES.heads) > 1
+
 
 _A100 = (
     Run("1.7B", 24, 2304, 24, parse_mesh("32x1x1"), 512, 137.0),
@@ -133,7 +139,7 @@ def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
             run.mesh,
             run.global_batch_size,
             1,
-            sequence_parallel=run.model_ways > 1,
+            sequence_parallel=run.splits_layers,
             zero=1,
             flash_attention=True,
             dropout=False,

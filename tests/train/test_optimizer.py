@@ -67,8 +67,8 @@ def test_weight_decay_that_grows_is_of_its_step():
     """The updates of parameters that get no gradient are minus the rate times the decay of that step."""
     settings = {"start_weight_decay": 0.1, "weight_decay": 0.5, "weight_decay_style": "linear", "steps": 4}
     config = tiny_config(learning_rate=0.1, min_learning_rate=0.1, warmup_steps=0, **settings)
-    optimizer = make_optimizer(config, {"weight": ("embed", "mlp"), "scale": ("embed",)})
     parameters = {"weight": jnp.ones((3, 4)), "scale": jnp.ones(3)}
+    optimizer = make_optimizer(config, records_like({"weight": ("embed", "mlp"), "scale": ("embed",)}, parameters))
     state = optimizer.init(parameters)
     for decay in (0.1, 0.2, 0.3, 0.4, 0.5, 0.5):
         updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, parameters), state, parameters)
@@ -79,11 +79,11 @@ def test_weight_decay_that_grows_is_of_its_step():
 @pytest.mark.parametrize("growth", [{}, {"start_weight_decay": 0.0, "weight_decay_style": "cosine"}])
 def test_the_state_is_that_of_older_checkpoints(growth):
     """Adam's count and moments, and the schedule's count, by their places; no more where the weight decay grows."""
-    optimizer = make_optimizer(tiny_config(**growth), {"weight": ("embed", "mlp")})
-    state = optimizer.init({"weight": jnp.ones((3, 4))})
-    assert jax.tree.structure(state) == jax.tree.structure(
-        make_optimizer(tiny_config(), {"weight": ("embed", "mlp")}).init({"weight": jnp.ones((3, 4))})
-    )
+    parameters = {"weight": jnp.ones((3, 4))}
+    records = records_like({"weight": ("embed", "mlp")}, parameters)
+    state = make_optimizer(tiny_config(**growth), records).init(parameters)
+    constant = make_optimizer(tiny_config(), records).init(parameters)
+    assert jax.tree.structure(state) == jax.tree.structure(constant)
     paths = jax.tree_util.tree_leaves_with_path(state)
     assert [jax.tree_util.keystr(path) for path, _ in paths] == [
         "[1][0].count",
