@@ -89,7 +89,10 @@ def test_split_or_not_the_same_steps_are_skipped(layout):
         ({"compute_dtype": "float16", "loss_scale": 0.0}, "loss_scale is 0.0, and must be a finite number above 0"),
         ({"compute_dtype": "float16", "loss_scale_window": 0}, "loss_scale_window is 0, and must be"),
         ({"compute_dtype": "float16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "1 is below min_loss_scale 2"),
-        ({"compute_dtype": "bfloat16", "loss_scale": 8.0}, "loss_scale is for compute_dtype float16, and this is bf"),
+        (
+            {"compute_dtype": "bfloat16", "loss_scale": 8.0},
+            "loss_scale is for compute_dtype float16, and compute_dtype is bf",
+        ),
     ],
 )
 def test_settings_that_scale_nothing_are_refused(fields, message):
