@@ -91,7 +91,7 @@ def test_split_or_not_the_same_steps_are_skipped(layout):
         ({"compute_dtype": "float16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "1 is below min_loss_scale 2"),
         (
             {"compute_dtype": "bfloat16", "loss_scale": 8.0},
-            "loss_scale is for compute_dtype float16, and compute_dtype is bf",
+            "for compute_dtype float16, and compute_dtype is bf",
         ),
     ],
 )
