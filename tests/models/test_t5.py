@@ -1,5 +1,7 @@
 """T5: what its tokens see, its distances, and the same numbers on every mesh."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -108,3 +110,14 @@ def test_parameters_count_what_the_formula_says(settings):
     program = t5("1x1", **settings)
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
     assert counted == parameters(anatomy_of(program.config.model))
+
+
+def test_no_two_matrices_of_a_layer_begin_alike():
+    """Cross-attention drew from the MLP's key once: parts of its matrices were copies of the MLP's, up to scale."""
+    layer = program_of("1x1", family="t5").initialize(0).parameters["decoder"]["stack"]["layers"]
+    flat = jax.tree_util.tree_leaves_with_path(layer)
+    drawn = {jax.tree_util.keystr(path): np.ravel(leaf[0]) for path, leaf in flat if "weight" in str(path)}
+    assert len(drawn) == 7
+    for (one, a), (other, b) in itertools.combinations(drawn.items(), 2):
+        size = min(len(a), len(b))
+        assert abs(np.corrcoef(a[:size], b[:size])[0, 1]) < 0.3, (one, other)
