@@ -16,8 +16,8 @@ class Context:
     """What every layer reads besides the residual stream; each field may be left out."""
 
     dropout_keys: Key[Array, " batch"] | None = None
-    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, derived from the stack's keys and
-    the layer's number."""
+    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, derived from the stack's keys
+    and the layer's number."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their own segment only; padding is a segment of its own."""
     rotation: Rotation | None = None

@@ -39,7 +39,7 @@ OVERLAP = (
     Option(
         "xla_gpu_enable_pipelined_reduce_scatter",
         True,
-        "moves a scattered sum at the end of a loop's body into the next iteration, behind its products: ZeRO gradients",
+        "moves a scattered sum at the end of a loop's body into the next iteration, behind its products: ZeRO's sums",
         "0.10.2, on by default",
     ),
 )
