@@ -1,4 +1,4 @@
-"""What `mtjax plan` does when its options have been read: report on a plan, or search one."""
+"""What `mtjax plan` does once its options have been read: report on a plan, or search for one."""
 
 from collections.abc import Callable
 from pathlib import Path
