@@ -31,8 +31,8 @@ Examples:
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
   mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
 
-What was converted can be converted back: every bit returns. Nothing is loaded as a whole: memory holds a few times the
-largest tensor, however large the model. DIR after --to must be new; it appears only when all of it is written.
+Converting back returns every bit. Memory holds a few times the largest tensor, however large the model. DIR after --to
+must be new; it appears only when it is complete.
 """
 KINDS = ("hf", "mtjax", "megatron")
 
@@ -46,12 +46,12 @@ class Options:
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
     """What to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the numbers in an hf or megatron folder; that of the weights' origin when not given, float32 for a run's.
-    mtjax always keeps float32."""
+    """Type of the numbers written to an hf or megatron folder; when not given, the type of the weights' origin, float32
+    for a run. mtjax always keeps float32."""
     vocab_multiple: int | None = None
-    """Pad mtjax's vocabulary to a multiple of this, which the model ways of a mesh must divide; 1024 when not given."""
+    """Pad mtjax's vocabulary to a multiple of this (divisible by the mesh's model ways); 1024 when not given."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary in a megatron folder, which may know no more than the padded number."""
+    """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
     config: str | None = None
     """A config that describes the model in a megatron folder, if the folder does not."""
     tensor: int = 1
@@ -59,11 +59,11 @@ class Options:
     pipeline: int = 1
     """Pipeline stages of a megatron folder that is written."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
-    """Of a megatron folder that is written: 0 to 2 are what older versions of Megatron-LM read."""
+    """Format version of a megatron folder that is written; older versions of Megatron-LM read 0 to 2."""
     transformer_impl: Literal["legacy", "local", "transformer_engine"] | None = None
-    """Whose names the tensors of a megatron folder get: local and transformer_engine are Megatron-Core's, which reads
-    them with the same --transformer-impl and --ckpt-format torch; legacy is of the code before it. When not given,
-    transformer_engine, and legacy for a BERT or an older --checkpoint-version."""
+    """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
+    which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
+    When not given, transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
     max_shard_gb: float = 5.0
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 
@@ -99,10 +99,10 @@ def run(options: Options) -> None:
 
 
 def check_options(options: Options, from_kind: str, to_kind: str) -> None:
-    """Checks that every option that was given has something to say about these kinds.
+    """Checks that every given option has an effect with these kinds.
 
     Raises:
-      UserError: names one that has not.
+      UserError: names one that has none.
     """
     writes_megatron = {"tensor", "pipeline", "checkpoint_version", "transformer_impl"}
     idle = set() if to_kind == "megatron" else writes_megatron
@@ -122,11 +122,11 @@ def place(text: str) -> tuple[str, Path]:
     """("hf", Path("DIR")) from "hf:DIR".
 
     Raises:
-      UserError: it is not KIND:DIR, or there is no such kind.
+      UserError: it is not KIND:DIR, or the kind does not exist.
     """
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
-        raise UserError(f"{text!r} is no KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
+        raise UserError(f"{text!r} is not KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
     if kind not in KINDS:
         raise UserError(f"no kind of weights is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
     return kind, Path(rest).expanduser()

@@ -1,4 +1,4 @@
-"""What a folder of weights lacks, has too much or in another shape: all of it in one message."""
+"""Missing, unexpected and misshapen tensors of a folder of weights: all of them in one message."""
 
 import re
 from collections import defaultdict

@@ -39,7 +39,7 @@ class HuggingFaceSource:
         """Opens the files and compares every tensor's name and shape with what the config says.
 
         Raises:
-          UserError: the folder is no such one, its model none of ours, or tensors don't fit: lists all of them.
+          UserError: it is not such a folder, mtjax does not have its model, or tensors don't fit: lists all of them.
         """
         raw = read_config(folder)
         family = family_of_config(raw, str(folder / "config.json"))
@@ -88,16 +88,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder.
 
     Raises:
-      UserError: there is none, or it is no JSON object.
+      UserError: it is missing, or is not a JSON object.
     """
     check_folder(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{folder} is no Hugging Face model: it has no config.json{looks_like(folder)}")
+        raise UserError(f"{folder} is not a Hugging Face model: it has no config.json{looks_like(folder)}")
     try:
         raw = json.loads(path.read_text())
     except ValueError as e:
-        raise UserError(f"{path} is no JSON: {e}") from e
+        raise UserError(f"{path} is not JSON: {e}") from e
     if not isinstance(raw, dict):
         raise UserError(f"{path} should be a JSON object")
     return raw

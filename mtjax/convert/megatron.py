@@ -34,7 +34,7 @@ from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.errors import UserError
 
 RELEASE = "release"
-"""What Megatron's tracker file calls weights that are no iteration of a run."""
+"""What Megatron's tracker file calls weights that are not an iteration of a run."""
 
 
 class MegatronSource:
@@ -56,7 +56,7 @@ class MegatronSource:
           model_config: a config that describes the model, for a checkpoint that does not.
 
         Raises:
-          UserError: it is no such checkpoint, its model none of ours, or tensors don't fit: lists all of them.
+          UserError: it is not such a checkpoint, mtjax does not have its model, or tensors don't fit: lists all.
         """
         files = MegatronCheckpoint(folder)
         names = names_in(files.shapes, str(files.folder))

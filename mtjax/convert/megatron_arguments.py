@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, saved in its checkpoints, and our settings: which model it is, there and back."""
+"""Megatron-LM's arguments, saved in its checkpoints, and our settings: from either to the other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     """Our settings of a model from Megatron's arguments and the names of its tensors.
 
     Raises:
-      UserError: the arguments are not there, or describe a model that is not supported: lists all of it.
+      UserError: arguments are missing, or describe a model that is not supported: lists all of them.
     """
     wrong = [
         f"{key} is {arguments[key]!r}"
@@ -154,7 +154,7 @@ def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: 
 
 
 def misfits(model: Model, names: Names) -> list[str]:
-    """What an implementation of Megatron's does not have of a model of ours."""
+    """What an implementation of Megatron lacks for a model of ours."""
     is_bert = model.family == "bert"
     approximate = "activation gelu, the approximation, without biases"
     tanh_without_bias = model.activation == "gelu" and not model.bias

@@ -23,7 +23,7 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 """The second is that of runs with a distributed optimizer in some versions."""
 
 EXTRA_STATE = "_extra_state"
-"""What Transformer Engine keeps beside weights: scales of 8-bit numbers. It is no weight."""
+"""What Transformer Engine keeps besides weights: scales of 8-bit numbers."""
 
 RENAMED = (
     (r"^language_model\.transformer\.", "language_model.encoder."),
@@ -76,7 +76,7 @@ class MegatronCheckpoint:
         self.dtype = self._common_dtype()
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A rank's part of a tensor; a tensor that is not split is whole on every rank."""
+        """A rank's part of a tensor; a tensor that is not split is replicated on every rank."""
         torch = require("torch")
         tensor = self._tensors[name][rank].detach()
         if tensor.dtype == torch.bfloat16:
@@ -104,7 +104,7 @@ def checkpoint_folder(folder: Path) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise UserError(
-            f"{folder} is no checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}{looks_like(folder)}"
+            f"{folder} is not a checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
     found = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
@@ -150,7 +150,7 @@ def load(path: Path) -> dict[str, Any]:
     names becomes one that does nothing, so that neither Megatron nor trust in the file is needed.
 
     Raises:
-      UserError: it is no such file.
+      UserError: it is not such a file.
     """
     torch = require("torch")
     serialization = torch.serialization

@@ -1,4 +1,4 @@
-"""Megatron-LM's names of tensors, in its own format and in Megatron-Core's, and the order of what stands in them."""
+"""Megatron-LM's names of tensors, in its own format and in Megatron-Core's, and the order of their rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> 
       queries_per_group: query heads that share a key and a value head.
 
     Raises:
-      UserError: there is no such version, or it has no grouped queries.
+      UserError: the version is unknown, or has no grouped queries.
     """
     if version not in QKV_ORDERS:
         raise UserError(f"checkpoint_version is {version:g}, and the known ones are 0, 1, 2 and 3")
@@ -185,7 +185,7 @@ def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
 
 
 def _bert() -> tuple[Row, ...]:
-    """What a BERT has beside its layers."""
+    """The rows of a BERT outside its layers."""
     return (
         row("token_types", "language_model.embedding.tokentype_embeddings.weight", "token_types embed"),
         *linear("head.dense", "lm_head.dense", "embed", "features"),

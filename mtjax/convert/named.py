@@ -1,4 +1,4 @@
-"""Sources whose weights stand under another format's names: put together by that format's table."""
+"""Sources whose weights have another format's names: assembled by that format's table."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class Shards(Protocol):
     """Of one rank's part."""
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A rank's part of a tensor; a tensor that is not split is whole on every rank."""
+        """A rank's part of a tensor; a tensor that is not split is replicated on every rank."""
         ...
 
 

@@ -51,7 +51,7 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
     """The parameters of a config's model on one device: nothing is allocated.
 
     Raises:
-      UserError: the config can't be.
+      UserError: the config is not possible.
     """
     placed = Placed(config, make_mesh(MeshShape(), jax.devices("cpu")))
     return {record.name: _parameter(record) for record in jax.tree.leaves(placed.records)}

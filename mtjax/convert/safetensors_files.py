@@ -71,12 +71,12 @@ class SafetensorsReader:
 
 def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder")
+        raise UserError(f"{folder} is not a folder")
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as e:
-            raise UserError(f"{folder / INDEX} is no index of safetensors files: {e!r}") from e
+            raise UserError(f"{folder / INDEX} is not an index of safetensors files: {e!r}") from e
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names")

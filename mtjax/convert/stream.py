@@ -1,4 +1,4 @@
-"""The road every conversion takes: slice by slice from a source to a sink, one layer of one parameter at a time."""
+"""How every conversion runs: slice by slice from a source to a sink, one layer of one parameter at a time."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from mtjax.errors import UserError
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of the weights beside their numbers."""
+    """What is known about the weights besides their numbers."""
 
     config: Config
     """Its model is theirs; of a run, the rest too."""
@@ -51,7 +51,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what stands beside the weights."""
+        """Writes everything besides the weights."""
         ...
 
 
@@ -76,7 +76,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `target` in the end, or vanishes when something goes wrong.
 
     Raises:
-      UserError: `target` is there already.
+      UserError: `target` exists already.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: name a new folder, or remove it first")
@@ -121,13 +121,13 @@ def carry_files(source: Path, target: Path) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a folder to read is one.
+    """Checks that a path to read is a folder.
 
     Raises:
       UserError: it is not.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}")
+        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
 
 
 def looks_like(folder: Path) -> str:
@@ -143,10 +143,10 @@ def looks_like(folder: Path) -> str:
 
 @contextmanager
 def understood(source: str) -> Iterator[None]:
-    """Where a file's description of its model is read, of which nothing is certain.
+    """A context in which a file's description of its model is read, about which nothing is certain.
 
     Raises:
-      UserError: instead of what a value of the wrong type, or one that is not there, causes.
+      UserError: instead of the errors that missing values, or values of the wrong type, cause.
     """
     try:
         yield
@@ -177,6 +177,6 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
 
 
 def rows_of(model: Model) -> int:
-    """Rows of the vocabulary that mean something."""
+    """Rows of the vocabulary that stand for tokens."""
     assert model.vocab_size is not None  # every source knows it
     return model.vocab_size

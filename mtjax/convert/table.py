@@ -129,7 +129,7 @@ class Row:
     ours: str
     tensors: tuple[Tensor, ...]
     untied: tuple[Tensor, ...] = ()
-    """Those instead, if there are any, in a model whose output is not tied to the embedding."""
+    """The tensors instead, if any, in a model whose output is not tied to the embedding."""
 
     def fits(self, parameter: Parameter) -> bool:
         """Whether its tensors have the parameter's dimensions: a gated MLP's has one more, and is another row's."""
@@ -149,7 +149,7 @@ class Table:
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensors that hold no weights, such as masks and positions that old versions saved."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may stand beside the one they equal when the two are tied."""
+    """Tensors that may repeat another when the two are tied."""
     optional: tuple[str, ...] = ()
     """Our modules that may be missing altogether, such as a pretraining head, and then start fresh."""
 

@@ -35,7 +35,7 @@ class Cache:
     """A folder of prepared data.
 
     Attributes:
-      root: the folder; made on first use.
+      root: the folder; created on first use.
     """
 
     root: Path
@@ -53,7 +53,7 @@ class Cache:
 
         Args:
           kind: a word that a person sees in a listing of the cache.
-          parts: everything that the contents depend on, as JSON values; kept beside the contents as `made_from.json`.
+          parts: everything that the contents depend on, as JSON values; kept with the contents as `made_from.json`.
           build: fills the folder; if it raises, nothing remains.
 
         Raises:

@@ -1,4 +1,4 @@
-"""`python -m mtjax.inspect`: compile a run's step for a target, show what it sends, and hold it to its contract."""
+"""`python -m mtjax.inspect`: compile a run's step for a target, show what it sends, check it against its contract."""
 
 import sys
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from mtjax import cli
 from mtjax.inspect.options import Options
 
-DESCRIPTION = """Compile the train step of a config for a mesh of devices that need not exist, and show what it sends.
+DESCRIPTION = """Compile the train step of a config for devices that you need not have, and show what it sends.
 
 Every collective of the optimized program is listed with its mesh axis, how often it runs in a step, its shape and
-bytes, and whether computation hides it; then held against the layout's contract. Exit code 0: the contract holds,
-1: it does not, 2: wrong use.
+bytes, and whether computation hides it; then all are checked against the run's contract. Exit code 0: the contract
+holds, 1: it does not, 2: wrong usage.
 """
 
 

@@ -1,4 +1,4 @@
-"""Holds a compiled program against its contract, and explains every difference."""
+"""Compares a compiled program with its contract, and explains every difference."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ _AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, 
 
 @dataclass
 class Entry:
-    """One array of a collective, while it waits for a line of the contract to claim it."""
+    """One array of a collective, until a line of the contract claims it."""
 
     collective: Collective
     array: Array
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the contract beside what was compiled."""
+    """A line of the contract, and what was compiled for it."""
 
     required: Requirement
     found: int
@@ -62,17 +62,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the program is the contract's, and if not, why."""
+    """Whether the program meets its contract, and if not, why."""
 
     lines: tuple[Line, ...]
     violations: tuple[str, ...]
     """One sentence for each difference; empty when the contract holds."""
     tolerated: tuple[str, ...] = ()
-    """What is sent beside the contract, and why that is no breach."""
+    """What is sent besides the contract, and why that is not a breach."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is missing and nothing is too much."""
+        """Whether nothing is missing and nothing is extra."""
         return not self.violations
 
 
@@ -81,9 +81,9 @@ class Landmarks:
     """Sizes by which an unexpected array is recognised."""
 
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape of each parameter, whole."""
+    """Name -> unsplit shape of each parameter."""
     logits: int = 0
-    """Elements of a microbatch's logits, whole."""
+    """Elements of a microbatch's logits, unsplit."""
 
 
 def check(
@@ -91,8 +91,8 @@ def check(
 ) -> Verdict:
     """Compares collectives with a contract.
 
-    On GPUs operations, elements and types must be the contract's. Programs for CPUs widen bf16 and write a
-    reduce-scatter as all-reduce and slice, so there elements alone are compared, and what was rewritten is noted.
+    For GPUs operations, elements and types must be the contract's. Programs for CPUs widen bf16 and write a
+    reduce-scatter as all-reduce and slice, so for them only elements are compared, and what was rewritten is noted.
 
     Args:
       collectives: all of the program.
@@ -110,7 +110,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Pool(Requirement):
-    """Pooled lines that the program does not tell apart, as one."""
+    """Pooled lines that the program does not distinguish, as one."""
 
     floor: int = 0
 
@@ -120,7 +120,7 @@ class _Pool(Requirement):
 
 
 def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requirement]:
-    """`requirements` with pooled lines made one where they ask for the same kind, axis and phase.
+    """`requirements` with pooled lines merged where they ask for the same kind, axis and phase.
 
     For GPUs their types must be the same too; CPU programs widen the narrower, and reduce where they could scatter.
     """
@@ -142,15 +142,15 @@ def _product(line: Expectation) -> str:
 
 
 def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
-    """Exact lines first, what may stand anywhere last; large arrays before small ones, of which they are multiples.
+    """Exact lines first, hoisted ones last; large arrays before small ones, of which they may be multiples.
 
-    Of lines that ask for arrays of one size, that with the smaller count comes first: what is left is the other's.
+    Of lines that ask for arrays of one size, the one with the smaller count comes first; the other claims the rest.
     """
     return required.line.pooled, required.line.hoisted, -required.elements, required.count
 
 
 def _claim(entries: list[Entry], required: Requirement, is_gpu: bool) -> Line:
-    """Takes what fulfils a line out of the entries."""
+    """Takes the entries that fulfil a line."""
     kinds = {required.line.kind} | ({ALL_REDUCE} if required.line.kind == REDUCE_SCATTER and not is_gpu else set())
     fitting = [
         e
@@ -169,7 +169,7 @@ def _claim(entries: list[Entry], required: Requirement, is_gpu: bool) -> Line:
     if required.line.pooled:
         extra_scalars = max(elements - required.total, 0)
         if elements >= required.least and extra_scalars <= SMALL_BYTES // 4:
-            status, extra = "holds", [f"{extra_scalars} scalars ride along"] if extra_scalars else []
+            status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
             status, extra = "differs", [_total_note(required, elements)]
         wrong = [n for n in notes if is_gpu]
@@ -210,7 +210,7 @@ def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int
 
 
 def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> list[str]:
-    """What travels in another type than the contract's."""
+    """Notes on arrays sent in another type than the contract's."""
     notes = []
     for dtype in sorted({e.array.dtype for e in claimed} - {required.dtype}):
         ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
@@ -222,7 +222,7 @@ def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> li
             else f"{dtype} for {required.dtype}: CPU programs widen it"
         )
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
-        notes.append("all-reduce and slice: CPU programs write a reduce-scatter so")
+        notes.append("all-reduce and slice: CPU programs write a reduce-scatter that way")
     return notes
 
 
@@ -248,7 +248,7 @@ def _total_note(required: Requirement, elements: int) -> str:
 
 
 def _tolerate(left: list[Entry]) -> tuple[str, ...]:
-    """Lets go of scalars outside the layers."""
+    """Allows scalars outside the layers; says which."""
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
@@ -278,12 +278,12 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
 
 
 def _recognise(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str:
-    """What an array is, as far as its size and its place tell."""
+    """What an array is, as far as its size and phase show."""
     if landmarks.logits == array.elements and phase in (LOSS_FORWARD, LOSS_BACKWARD):
-        return " - the logits, whole"
+        return " - the logits, unsplit"
     weight = _weight(array, landmarks)
     if weight:
-        return f" - the weight {weight}, whole" if kind == ALL_GATHER else f" - the size of the weight {weight}"
+        return f" - the weight {weight}, unsplit" if kind == ALL_GATHER else f" - the size of the weight {weight}"
     return ""
 
 
@@ -303,7 +303,7 @@ def _origin(collective: Collective) -> str:
 
 
 def _uncertain(collectives: Iterable[Collective]) -> list[str]:
-    """What can't be attributed is never passed over."""
+    """One sentence for each collective that can't be attributed: none is skipped."""
     notes = []
     for c in collectives:
         if c.is_known:
@@ -311,7 +311,7 @@ def _uncertain(collectives: Iterable[Collective]) -> list[str]:
         if c.kind not in KINDS:
             why = "is an operation that this reader does not know"
         elif c.axes is None:
-            why = f"spans groups of {c.group_size} that are no set of mesh axes"
+            why = f"spans groups of {c.group_size} that do not match any set of mesh axes"
         else:
             why = f"runs in a loop of unknown length or a branch, counted {c.count} times"
         shapes = ", ".join(map(str, c.arrays))

@@ -37,10 +37,10 @@ class Collective:
     """One collective operation of the program, with all its operands."""
 
     kind: str
-    """Its HLO operation without `-start`; of an operation that this reader does not know, its name as printed."""
+    """Its HLO operation without `-start`; for an operation that this reader does not know, its name as printed."""
     name: str
     axes: tuple[str, ...] | None
-    """Mesh axes it spans; None when its groups are no set of axes."""
+    """Mesh axes that it spans; None when its groups do not match any set of axes."""
     group_size: int
     servers: int
     """Servers that one group touches."""
@@ -53,9 +53,9 @@ class Collective:
     is_exact: bool
     """False in a loop of unknown length or a branch."""
     arrays: tuple[Array, ...]
-    """What it works on, whole: the operand of a reduction, the result of a gather."""
+    """The full arrays that it works on: the operand of a reduction, the result of a gather."""
     is_async: bool
-    """It starts, and other work may run before it is done."""
+    """Whether other work may run between its start and its end."""
     hidden_behind: tuple[str, ...]
     """Names of the operations that compute something between its start and its end."""
 
@@ -148,7 +148,7 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 
 def starter(site: Site) -> Site:
-    """The place in the schedule where a collective begins: the `async-start` around it, or itself."""
+    """The place in the schedule at which a collective begins: the `async-start` around it, or itself."""
     wrapped = [c for c in site.callers if c.instruction.opcode == "async-start"]
     return wrapped[-1] if wrapped else site
 

@@ -1,4 +1,4 @@
-"""What `mtjax inspect` does when its options have been read: compile, print, compare, write."""
+"""What `mtjax inspect` does once its options have been read: compile, print, compare, write."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def run(config: Config, options: Options) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What stays the same over all programs of a command."""
+    """What is the same for all programs of a command."""
 
     target: Target
     time_on: Server | None
@@ -120,7 +120,7 @@ def save(reports: Sequence[Report], options: Options) -> None:
 
 
 def console_for(stream: TextIO) -> Console:
-    """As wide as the terminal, or wide enough for the tables where there is none."""
+    """As wide as the terminal, or wide enough for the tables if there is none."""
     return Console(file=stream, width=None if stream.isatty() else 180, soft_wrap=not stream.isatty())
 
 

@@ -1,4 +1,4 @@
-"""Reports side by side: `--vs` another config, mesh or setting, and `--sweep` over all meshes of so many GPUs."""
+"""Reports side by side: `--vs` another config, mesh or setting, and `--sweep` over all meshes of a number of GPUs."""
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +87,7 @@ def measures(reports: Sequence[Report]) -> Iterator[Measure]:
 
 
 def sent_bytes(report: Report, axes: str | None = None, phase: str | None = None) -> float:
-    """Bytes that a device sends in a step; over some axes and in some phase alone when given."""
+    """Bytes that a device sends in a step; only over the given axes and in the given phase, if any."""
     return sum(
         row.wire_bytes * row.count for row in report.rows if axes in (None, _axes(row)) and phase in (None, row.phase)
     )
@@ -127,7 +127,7 @@ def _fits(report: Report) -> str:
     return {True: "fits", False: "does not fit", None: "capacity unknown"}[report.memory.fits]
 
 
-# --- all meshes of so many devices
+# --- all meshes of a number of devices
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class Try:
 
 
 def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Config | UserError]]:
-    """Every (data, model) with that product, as a config or as the reason why there is none.
+    """Every (data, model) mesh with that product, as a config or as the reason why it is not possible.
 
-    A microbatch too large for a mesh's share of the batch becomes the largest that divides it.
+    A microbatch too large for a mesh's share of the batch is reduced to the largest that divides it.
     """
     for model in (n for n in range(1, devices + 1) if devices % n == 0):
         mesh = MeshShape(data=devices // model, model=model)
@@ -175,7 +175,7 @@ def sweep_table(tries: Sequence[Try]) -> Table:
 
 
 def rank(report: Report) -> tuple[bool, float]:
-    """Order of preference: what fits before what does not, then by predicted time, or peak memory where that is all."""
+    """Order of preference: those that fit first, then by predicted time, or by peak memory where no time is known."""
     return report.memory.fits is False, report.time.seconds if report.time else float(report.memory.peak)
 
 

@@ -31,7 +31,7 @@ class MemoryStats:
 
     @property
     def peak(self) -> int:
-        """Most that is alive at once, as planned: everything but what is aliased."""
+        """Most that is alive at once, as planned; aliased outputs do not count twice."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
@@ -61,7 +61,7 @@ class CompiledStep:
 
     @cached_property
     def plan(self) -> Plan:
-        """What the theory is asked about; the attention kernel as compiled."""
+        """The plan by which formulas are worked out; with the attention kernel that was compiled."""
         return Plan.of(self.config, self.mesh, flash_attention="fmha" in self.text)
 
     @property
@@ -80,7 +80,7 @@ def compile_step(config: Config, target: Target) -> CompiledStep:
 
 
 def compile_program(program: Program, target: Target) -> CompiledStep:
-    """Compiles the train step of a program that is already there, as `train --inspect` has.
+    """Compiles the train step of an existing program, as in `train --inspect`.
 
     Raises:
       UserError: its attention kernel is cuDNN's, which is not installed.
@@ -89,7 +89,7 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
     lowered = _lower(program)
     traced = time.perf_counter()
     with warnings.catch_warnings():
-        # Programs for devices that are not there can't be loaded from jax's cache, and it says so each time.
+        # Programs for absent devices can't be loaded from jax's cache, and jax warns of it each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         compiled = lowered.compile()
     done = time.perf_counter()

@@ -7,8 +7,8 @@ split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be split o
 phase = "layer forward"
 kind = "all-reduce"
 axis = "model"
-count = "2*l*m"        # arrays in a step: a number or a formula in the symbols of `contract.Sizes`
-elements = "b*s*h"
+count = "2*layers*microbatches"      # arrays in a step: a number or a formula in the words of `sizes` (see --json)
+elements = "batch*sequence*hidden"
 dtype = "compute"      # or "float32"
 pooled = false         # true: only the total counts
 also = "loss backward" # another phase in which it may stand
@@ -31,7 +31,7 @@ def load_contract(path: Path) -> Contract:
     """Reads a contract.
 
     Raises:
-      UserError: the file can't be read, or a key or value in it is none of a contract's.
+      UserError: the file can't be read, or has a key or value that contracts don't have.
     """
     try:
         table = tomllib.loads(path.read_text())

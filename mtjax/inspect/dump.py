@@ -1,4 +1,4 @@
-"""Files that `inspect` leaves behind, each whole or not at all."""
+"""Files that `inspect` leaves behind, each complete or not at all."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def dump(step: CompiledStep, folder: Path, number: int = 1) -> Path:
 
     Args:
       step: any compiled step.
-      folder: made when it is not there.
+      folder: created if it does not exist.
       number: tells programs of the same mesh apart.
     """
     name = f"step-{number}-{step.mesh}-{Path(step.target.name).stem}.hlo.txt"

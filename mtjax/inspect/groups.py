@@ -1,4 +1,4 @@
-"""Which devices talk to which: replica groups in every syntax that XLA prints, mapped back to mesh axes.
+"""Which devices communicate: replica groups in every syntax that XLA prints, mapped back to mesh axes.
 
 - lists: `replica_groups={{0,4},{1,5}}`; `{}` is everyone
 - iota: `replica_groups=[4,2]<=[2,4]T(1,0)`: count up, shape as the second list, transpose, reshape to groups x members
@@ -27,7 +27,7 @@ _MESH_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of devices that talk among themselves, as rows: [groups, members]."""
+    """Groups of devices that communicate among themselves, as rows: [groups, members]."""
 
     members: tuple[tuple[int, ...], ...]
     is_pairs: bool = False
@@ -43,7 +43,7 @@ def parse_groups(attributes: str, num_devices: int) -> Groups | None:
     """The groups in an instruction's attributes, or None when it has none.
 
     Raises:
-      UserError: the attribute is there, in a syntax that this reader does not know; quotes it.
+      UserError: the attribute has a syntax that this reader does not know; quotes it.
     """
     if match := _LISTS.search(attributes):
         rows = re.findall(r"\{([\d,\s]+)\}", match[1])
@@ -77,7 +77,7 @@ def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
 def _from_mesh(axes: str, source: str | None, transpose: str | None, over: str, num_devices: int) -> Groups:
     sizes = {name: int(n) for name, n in _MESH_AXIS.findall(axes)}
     ids = _iota(_ints(source) or (num_devices,), _ints(transpose)).reshape(-1)
-    # Every axis is cut into (before, part, after), so that a group is a product of whole dimensions.
+    # Every axis is cut into (before, part, after), so that a group is a product of entire dimensions.
     parts = {name: (int(pre or 1), int(n or sizes[name])) for name, pre, n in _MESH_PART.findall(over)}
     shape: list[int] = []
     inside: list[int] = []

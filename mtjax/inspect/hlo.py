@@ -85,7 +85,7 @@ class Instruction:
         return next((g for g in match.groups() if g is not None), None) if match else None
 
     def dimensions(self, name: str) -> tuple[int, ...]:
-        """A list of dimensions, such as `lhs_contracting_dims`; empty when it is not there."""
+        """A list of dimensions, such as `lhs_contracting_dims`; empty when it is missing."""
         text = self.attribute(name)
         return tuple(int(d) for d in text.split(",")) if text else ()
 
@@ -119,7 +119,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value is the computation's."""
+        """The instruction whose value the computation returns."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @property
@@ -162,11 +162,11 @@ def parse(text: str) -> Module:
     """Reads what `jax.stages.Compiled.as_text()` returns.
 
     Raises:
-      UserError: the text is no HLO module, or a line of it can't be read; names the line.
+      UserError: the text is not an HLO module, or a line of it can't be read; names the line.
     """
     lines = text.splitlines()
     if not lines or not lines[0].startswith("HloModule"):
-        raise UserError("this is no HLO text: it does not start with HloModule")
+        raise UserError("this is not HLO text: it does not start with HloModule")
     computations: dict[str, Computation] = {}
     entry = name = ""
     body: list[Instruction] | None = None

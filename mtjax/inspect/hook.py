@@ -12,7 +12,7 @@ from mtjax.train.step import Program
 def show_program(program: Program, console: Console) -> Report:
     """Compiles the program's step for the devices it is on, and prints what `mtjax inspect` prints.
 
-    The compilation is the run's own where jax's persistent cache is on; else the first step compiles once more.
+    With jax's persistent cache on, the run reuses this compilation; otherwise its first step compiles once more.
 
     Args:
       program: of the run; its mesh holds real devices.

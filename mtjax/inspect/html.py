@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no script."""
+"""A report as one self-contained HTML page: no network, no script."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape

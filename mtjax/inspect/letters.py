@@ -1,4 +1,4 @@
-"""The single letters that stood for sizes before they had words: contract files and readers of the JSON know them."""
+"""The single letters that stood for sizes in earlier versions, for contract files and readers of the JSON."""
 
 from mtjax.config.sizes import (
     decoder_layers,

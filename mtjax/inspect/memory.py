@@ -1,4 +1,4 @@
-"""Bytes per device: what the compiler planned, split as far as the program tells, beside the formulas."""
+"""Bytes per device: what the compiler planned, split as far as the program shows, and the formulas."""
 
 from dataclasses import dataclass
 
@@ -23,17 +23,17 @@ class MemoryReport:
     other_arguments: int
     """Batch, step counter, random key."""
     gradients: int
-    """Part of the temporaries: one float32 copy of what this device sums, counted, not read from the compiler."""
+    """Part of the temporaries: one float32 copy of what this device sums; by count, not read from the compiler."""
     activations: int
     """The rest of the temporaries: activations and workspaces."""
     capacity: int | None
-    """Bytes that the target's device has; None when that is not known."""
+    """Bytes that the target's device has; None when unknown."""
     formula: Memory
-    """What the formulas say of the same plan."""
+    """What the formulas say about the same plan."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the capacity; None when that is not known."""
+        """Whether the peak is within the capacity; None when that is unknown."""
         return None if self.capacity is None else self.peak <= self.capacity
 
 
@@ -42,7 +42,7 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
 
     Args:
       step: any compiled step.
-      capacity: bytes of the device that it shall run on, or None.
+      capacity: bytes of the device that will run it, or None.
     """
     stats = step.memory
     arguments = argument_arrays(step.module)

@@ -13,13 +13,13 @@ class Options:
     target: str = "cpu"
     """cpu, attached, KINDxGPUS-PER-SERVER such as h100x8 (needs the extra aot, no GPU), or a .toml file of your own."""
     time_on: str | None = None
-    """Servers whose speed and memory count, where they are not those compiled for: v100x16."""
+    """Predict time and memory on other servers than those compiled for, such as v100x16."""
     intra_bandwidth: float | None = None
-    """GB/s of a GPU to the others in its server, one direction; the server's own when not given."""
+    """GB/s from a GPU to the others in its server, in one direction; the server's own when not given."""
     inter_bandwidth: float | None = None
-    """GB/s of a GPU to other servers, one direction; the server's own when not given."""
+    """GB/s from a GPU to other servers, in one direction; the server's own when not given."""
     contract: Path | None = None
-    """A contract of your own (TOML) instead of the layout's."""
+    """Check against a contract of your own (TOML) instead of the run's."""
     vs: tuple[str, ...] = ()
     """Compare with another mesh (8x8), settings (recompute=none) or config: two columns and the difference."""
     sweep: int | None = None

@@ -21,13 +21,13 @@ _SCOPES = {
 }
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
 _NEIGHBOURS = 60
-"""Instructions that are asked, nearest first, when one has lost its own name."""
+"""How many instructions are asked, nearest first, when one has lost its own name."""
 
 
 def phase_of(op_name: str) -> str | None:
     """The phase that a path of scopes names, by its innermost scope; None when it names none.
 
-    Where XLA combined operations of several phases, that of most of them.
+    Where XLA combined operations of several phases, the phase of most of them.
     """
     phases = Counter(phase for path in combined_paths(op_name) if (phase := _phase_of_path(path)))
     return phases.most_common(1)[0][0] if phases else None
@@ -61,8 +61,8 @@ def _phase_of_path(path: str) -> str | None:
 def locate(computation: Computation, instruction: Instruction) -> tuple[str, str, bool]:
     """Phase and path of an instruction, and whether the path is its own.
 
-    XLA drops the name of what it combines or creates. Then the nearest producer or consumer that names a phase
-    answers, producers first: a sum belongs to what it sums.
+    XLA drops the names of operations that it combines or creates. Then the nearest producer or consumer that names a
+    phase decides, producers first: a sum belongs to what it sums.
     """
     phase = phase_of(instruction.op_name)
     if phase or instruction.op_name:

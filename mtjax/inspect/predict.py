@@ -1,4 +1,4 @@
-"""The predicted time of a step, and what of it is communication that nothing hides."""
+"""The predicted time of a step, and how much of it is communication that nothing hides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TimeReport:
     exposed: float
     """Seconds in which a device waits for a collective."""
     hidden: float
-    """Seconds of collectives beside computation."""
+    """Seconds of collectives that computation hides."""
     exposed_by_axes: Mapping[str, float]
     hidden_by_axes: Mapping[str, float]
     phases: Mapping[str, Spent]

@@ -1,4 +1,4 @@
-"""Everything that `inspect` knows about a compiled step, in one place: what text, JSON and HTML show."""
+"""Everything that `inspect` knows about a compiled step, in one place: text, JSON and HTML show it."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mtjax.theory.hardware import Server
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives that differ in nothing but their place: one line of the table."""
+    """Collectives that differ only in their place in the program: one line of the table."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -53,7 +53,7 @@ class Flops:
     counted: int
     """Of the products in the program."""
     formula: float
-    """Of the formula for what XLA keeps of a pre-LN decoder."""
+    """By the formula, for the products that XLA keeps."""
 
     @property
     def difference(self) -> float:
@@ -67,7 +67,7 @@ class Report:
 
     step: CompiledStep
     symbols: Symbols
-    """The words of the contract's formulas, worked out, and the letters that were their names before."""
+    """The words of the contract's formulas with their values, and the letters of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
     rows: tuple[Row, ...]
@@ -96,8 +96,8 @@ def inspect(config: Config, target: Target, contract: Contract | None = None, ti
       config: the run; its mesh is the one compiled for.
       target: the devices.
       contract: what the program should send; its layout's own when None.
-      time_on: servers whose speed and memory count, when they are not those compiled for (V100s, for which XLA does
-        not compile any more).
+      time_on: servers on which time and memory are predicted, if not those compiled for (V100s, for which XLA no
+        longer compiles).
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be worked out.
@@ -164,20 +164,20 @@ def _row(alike: list[Collective]) -> Row:
 
 
 def landmarks(step: CompiledStep) -> Landmarks:
-    """By what unexpected arrays of this step are recognised."""
+    """Sizes by which unexpected arrays of this step are recognised."""
     model = step.config.model
     logits = step.plan.microbatch_size * model.sequence_length * padded_vocab_size(model)
     return Landmarks(parameter_shapes(step), logits)
 
 
 def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
-    """Dotted name -> whole shape of each parameter."""
+    """Dotted name -> unsplit shape of each parameter."""
     leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
 
 
 def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
-    """Parameters with a dimension that the contract splits over `model`, and that every device holds whole."""
+    """Notes on parameters that the contract splits over `model` and that are replicated on every device."""
     ways = step.mesh.ways(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
     leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
@@ -190,7 +190,7 @@ def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
         if array is None or not split or ways == 1 or array.dims != shapes[name]:
             continue
         notes.append(
-            f"the weight {name} is whole on every device, {array}: "
+            f"the weight {name} is replicated on every device, {array}: "
             f"the {contract.name} contract splits its {' and '.join(split)} {ways} ways"
         )
     return notes

@@ -2,8 +2,9 @@
 
 Each operation takes the longer of its products at the FLOP/s that a product of its size reaches and its bytes at the
 memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
-it runs beside whatever the schedule puts before its done. Speeds and latencies are those of `plan.timing.Constants` and
-`plan.hardware`, each with its source; nothing is fitted. Caches are not modelled: every operand comes from memory.
+it runs in parallel with whatever the schedule puts before its done. Speeds and latencies are those of
+`theory.timing.Constants` and `theory.hardware`, each with its source; nothing is fitted. Caches are not modelled: every
+operand comes from memory.
 """
 
 from collections import defaultdict
@@ -41,9 +42,9 @@ class Spent:
     products: float = 0.0
     memory_bound: float = 0.0
     exposed: float = 0.0
-    """Computing stood still for a collective."""
+    """Computing waited for a collective."""
     hidden: float = 0.0
-    """A collective ran beside computing."""
+    """A collective ran while something was computed."""
 
     @property
     def total(self) -> float:
@@ -92,7 +93,7 @@ class Roofline:
         return self.walked[computation.name]
 
     def seconds(self, computation: Computation, instruction: Instruction) -> tuple[float, bool]:
-        """What an operation takes that calls no loop, and whether products make up its time."""
+        """Seconds of an operation that calls no loop, and whether products determine them."""
         products = [product_of(computation, instruction)]
         for callee in self.module.callees(instruction):
             products += products_inside(self.module, callee)
@@ -101,14 +102,14 @@ class Roofline:
         return max(computing, moving, self.launch), computing >= moving
 
     def product_seconds(self, product: Product) -> float:
-        """What a product takes."""
+        """Seconds of a product."""
         machine = self.machines[4 if product.element_bytes == 4 else 2]
         if product.is_flash:
             return machine.flash(product.flops / 2)  # the causal half is all it computes
         return machine.product(product.m, product.k, product.n, product.batch)
 
     def collective_seconds(self, collective: Collective) -> float:
-        """What one execution of a collective takes on the links it crosses."""
+        """Seconds of one execution of a collective on the links that it crosses."""
         ways = collective.group_size
         if ways <= 1:
             return 0.0

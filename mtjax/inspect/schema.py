@@ -1,7 +1,7 @@
 """A report as JSON: schema `mtjax.inspect/1`, described in docs/inspect.md.
 
 Fields are only ever added to a version; a change of meaning makes a new one. Bytes, seconds and FLOPs are plain
-numbers; what is not known is null.
+numbers; null means unknown.
 """
 
 from dataclasses import asdict

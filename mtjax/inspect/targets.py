@@ -1,4 +1,4 @@
-"""What to compile for: virtual CPUs, the GPUs that are here, or GPUs that are not (compile-only devices)."""
+"""What to compile for: virtual CPUs, the GPUs of this machine, or GPUs that it does not have (compile-only devices)."""
 
 import dataclasses
 import importlib.util
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def devices_per_server(self) -> int:
-        """Neighbours in the mesh that share a server; all of them where there is no server."""
+        """Neighbours in the mesh that share a server; all devices where there are no servers."""
         return self.server.gpus if self.server else 1 << 30
 
     def mesh(self, shape: MeshShape) -> Mesh:
@@ -72,7 +72,7 @@ def find_target(name: str, link: float | None = None, network: float | None = No
 
 
 def running_target(mesh: Mesh) -> Target:
-    """The target that a mesh of real devices is, whether or not the hardware table knows it."""
+    """The target that describes a mesh of real devices, whether or not the hardware table knows them."""
     device = mesh.devices.flat[0]
     gpu = by_device_kind(device.device_kind)
     if device.platform not in ("gpu", "cuda") or gpu is None:
@@ -101,7 +101,7 @@ def attached_server() -> Server:
 
 
 def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
-    """GPUs that can be compiled for but are not there: `count` of them, filling one server after the other.
+    """`count` compile-only GPUs, filling one server after the other.
 
     Raises:
       UserError: the extra `aot` is missing, XLA does not compile for this kind, or the last server is not full.

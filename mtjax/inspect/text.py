@@ -40,7 +40,7 @@ def heading(report: Report) -> str:
 
 
 def asked_of_xla(chosen: Chosen) -> str:
-    """A line with what XLA was asked for beyond its defaults; nothing where that is nothing."""
+    """A line with the XLA options beyond its defaults; empty if there are none."""
     asked = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.options.items())
     unknown = f"; it does not know {', '.join(chosen.refused)}" if chosen.refused else ""
     return f"asked of XLA: {asked or 'nothing'}{unknown}\n" if asked or unknown else ""
@@ -149,7 +149,7 @@ def time_lines(report: Report) -> str:
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
-    """ "model", "data+model", "nobody" for lone devices, "?" for groups that are no set of axes."""
+    """ "model", "data+model", "nobody" for lone devices, "?" for groups that do not match any set of axes."""
     if axes is None:
         return "?"
     return "+".join(axes) or "nobody"

@@ -1,4 +1,4 @@
-"""Bytes that an operation moves through a device's memory: whole operands and results, but of slices only the slice."""
+"""Bytes that an operation moves through a device's memory: operands and results, but of slices only the slice."""
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
 

@@ -1,4 +1,4 @@
-"""Formulas against the compiled program: the same road as `mtjax inspect`, and the error of each."""
+"""Formulas against the compiled program: compiled as `mtjax inspect` does, with the error of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from mtjax.theory.timing import step_time
 
 @dataclass(frozen=True)
 class Check:
-    """A formula's figure beside the program's."""
+    """A formula's figure and the program's."""
 
     name: str
     formula: float
@@ -42,7 +42,7 @@ def counted_parameters(step: CompiledStep) -> int:
 
 
 def compare(report: Report) -> list[Check]:
-    """Every formula that the compiled program can tell about."""
+    """Every formula that the compiled program can verify."""
     step = report.step
     checks = [
         Check("parameters, whole model", parameters(step.anatomy), counted_parameters(step), "", "counted"),
@@ -103,7 +103,7 @@ def print_verification(console: Console, run: Config, target: str) -> None:
     except jax.errors.JaxRuntimeError as e:
         raise UserError(
             f"XLA can't compile this step for {target}: {str(e).splitlines()[0][:150]}... - where Triton's tiles are "
-            "the reason, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false takes cuBLAS instead"
+            "the reason, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false uses cuBLAS instead"
         ) from e
     made = verification_table(compare(report))
     made.caption = f"compiled in {report.step.compile_seconds:.0f} s for {report.target.name}; nothing was run"

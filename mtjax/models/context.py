@@ -1,4 +1,4 @@
-"""The residual stream, and what every layer of a stack reads beside it."""
+"""The residual stream, and what every layer of a stack reads besides it."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ RESIDUAL = ("batch", "act_seq", "embed")
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer reads beside the residual stream; each field may be left out."""
+    """What every layer reads besides the residual stream; each field may be left out."""
 
     dropout_keys: Key[Array, " batch"] | None = None
-    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, made of the stack's and its
-    number."""
+    """One per sample; None turns dropout off. A layer's mixers get the layer's own keys, derived from the stack's keys
+    and the layer's number."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their own segment only; padding is a segment of its own."""
     rotation: Rotation | None = None
-    """When given, queries and keys are turned by it."""
+    """When given, queries and keys are rotated by it."""
     is_causal: bool = True
     """Tokens attend to those before them only."""
     bias: Float[Array, "1 heads seq key_seq"] | None = None
@@ -31,4 +31,4 @@ class Context:
     encoded: Float[Array, "batch act_seq embed"] | None = None
     """What cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None
-    """1 on what cross-attention sees, 0 on padding; it sees all when None."""
+    """1 where cross-attention may look, 0 on padding; None lets it see everything."""

@@ -1,4 +1,4 @@
-"""Dropout whose masks belong to a sample."""
+"""Dropout whose masks depend on the sample alone."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ def dropout(
     Args:
       x: [batch, ...].
       rate: share that is dropped.
-      keys: one per sample, so that what is dropped depends on the sample alone: not on the mesh, the microbatch size
-        or the number of processes.
+      keys: one per sample, so that what is dropped does not depend on the mesh, the microbatch size or the number of
+        processes.
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
       saved_as: name by which `mtjax.models.recompute` knows the mask.

@@ -15,7 +15,7 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import vocab_parallel_embedding
 
 EMBEDDING_SITE = 2**31 - 1
-"""Dropout site of the embeddings, apart from every layer's number."""
+"""Dropout site of the embeddings, distinct from every layer's number."""
 
 
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:

@@ -18,23 +18,23 @@ from mtjax.sharding.axes import spec
 
 
 def vocabulary_logits(hidden: Float[Array, "batch act_seq embed"], table: nnx.Param) -> Float[Array, "batch seq vocab"]:
-    """float32 logits over the padded vocabulary, split over the mesh; training never makes them."""
+    """float32 logits over the padded vocabulary, split over the mesh; training never computes them."""
     x, place = reshard(hidden, spec("batch", "seq", "embed")), spec("batch", "seq", "vocab")
     weight = table[...].astype(hidden.dtype)
     return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
 
 
 class Masked(NamedTuple):
-    """The tokens to guess, as few as they are: all that the masked-LM head and its logits are computed for."""
+    """The tokens to guess: the masked-LM head and its logits are computed for these few only."""
 
     chosen: Float[Array, "batch masked seq"]
     """1 where the n-th of a sample's masked tokens stands."""
     is_left_out: Bool[Array, "batch seq"]
-    """Masked tokens beyond the most that there may be."""
+    """Masked tokens beyond the maximum of a sample."""
 
     @classmethod
     def of(cls, loss_mask: Float[Array, "batch seq"]) -> "Masked":
-        """By a product and a sum instead of gathers, which would not stay on their shard."""
+        """From a batch's mask, by a product and a sum instead of gathers, which would not stay on their shard."""
         is_masked = loss_mask > 0
         number = jnp.cumsum(is_masked, axis=1) - 1
         most = most_masked(loss_mask.shape[1])
@@ -42,7 +42,7 @@ class Masked(NamedTuple):
         return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
 
     def take(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch masked embed"]:
-        """Hidden states of the masked tokens, zeros where there are fewer; of a split sequence a sum over its parts."""
+        """Hidden states of the masked tokens, zeros where there are fewer; a sum over the parts of a split sequence."""
         chosen = reshard(self.chosen.astype(hidden.dtype), spec("batch", None, "act_seq"))
         return jnp.einsum("bms,bsh->bmh", chosen, hidden, out_sharding=spec("batch", "seq", "embed"))
 
@@ -51,14 +51,14 @@ class Masked(NamedTuple):
         return (self.chosen.astype(labels.dtype) * labels[:, None]).sum(-1)
 
     def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
-        """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, for theirs is unknown."""
+        """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, whose loss is unknown."""
         return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
 
 
 class MaskedLMHead(nnx.Module):
-    """What stands between the hidden states and the vocabulary: dense, activation, norm; and a bias per token.
+    """Between the hidden states and the vocabulary: dense layer, activation and norm; and a bias per token.
 
-    Every model rank has the dense layer whole, as in Megatron, and all of what it is applied to: it sends nothing.
+    As in Megatron, the dense layer and its input are replicated on every model rank, so it sends nothing.
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
@@ -69,7 +69,7 @@ class MaskedLMHead(nnx.Module):
         self.activation = ACTIVATIONS["gelu" if model.activation in GATED else model.activation]
 
     def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
-        """What is multiplied with the output table."""
+        """The vectors that are multiplied with the output table."""
         return self.norm(self.activation(self.dense(hidden)))
 
 
@@ -84,7 +84,7 @@ class SentenceOrderHead(nnx.Module):
 
     def pooled(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch 1 embed"]:
         """A vector per sample."""
-        # A product, not a slice: where the sequence is split, one rank has the first token and all get it by a sum.
+        # A product, not a slice: where the sequence is split, only one rank has the first token; a sum gives it to all.
         first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
         first = reshard(first, spec(None, "act_seq"))
         place = spec("batch", None, "embed")

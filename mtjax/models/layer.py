@@ -53,15 +53,15 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: Context, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
-        """Adds to the residual stream what each mixer in turn makes of it.
+        """Runs the mixers in turn, each adding its output to the residual stream.
 
         Args:
           x: the residual stream.
           context: with the layer's own dropout keys.
-          states: of the mixers that have one, by name; None where none has.
+          states: of the mixers that have one, by name; None if none has.
 
         Returns:
-          The stream, and the states that the mixers hand on; None where none does.
+          The stream, and the new states of the mixers that have one; None if none has.
         """
         after: dict[str, Any] = {}
         for name in self.mixers:
@@ -74,7 +74,7 @@ class Layer(nnx.Module):
         return x, after or None
 
     def _dropout(self, mixer: Any, context: Context) -> Pointwise:
-        """Of what a mixer adds to the residual stream."""
+        """Dropout of a mixer's output, before it is added to the residual stream."""
         return lambda x: dropout(x, self.rate, context.dropout_keys, mixer.dropout_site, RESIDUAL)
 
 

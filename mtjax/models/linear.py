@@ -21,7 +21,7 @@ from mtjax.sharding.axes import merge, spec, varying_like
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
-    """A parameter drawn from N(0, std), made where it will live, with the same values on every mesh."""
+    """A parameter drawn from N(0, std), created where it will live, with the same values on every mesh."""
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(std * jax.random.normal(key, shape, out_sharding=spec(*names)), axes=names)
 
@@ -128,9 +128,9 @@ def _product_backward(
 
 
 def _merged(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
-    """Two arrays that have the dimensions `dims`, each from the given one on, with these made one.
+    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
 
-    They stay apart, and `dims` as it is, where an array is split along any but the first of them.
+    Nothing changes if an array is split along any but the first of them.
     """
     first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
     if first is None or second is None:

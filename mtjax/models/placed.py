@@ -1,4 +1,4 @@
-"""A model on a mesh, without an optimizer: what converting, sampling and evaluating need, and what training adds to."""
+"""A model on a mesh, without an optimizer: all that converting, sampling and evaluating need; training adds to it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,18 +29,18 @@ from mtjax.theory.plans import Plan
 
 Tree = Any
 Batch = dict[str, Any]
-"""What the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's number in the
-run, which its dropout derives from."""
+"""The arrays that the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
+number in the run, from which its dropout derives."""
 Part = tuple[Batch, Batch, Array | None]
-"""A (micro)batch, the weights of its losses by their names, and each sample's key, None where nothing is dropped."""
+"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
 
 
 class Placed:
     """A config's model on a mesh: abstract until a method is called.
 
-    `records` has a record per parameter, `axes` their logical names alone and `abstract_parameters` their shapes and
-    types, all in trees like theirs. `attention_fallback` says why cuDNN's attention, which the config asks for, is not
-    the one it has; else None.
+    `records` has a record per parameter, `axes` only their logical names and `abstract_parameters` their shapes and
+    types, all in trees like the parameters'. `attention_fallback` says why cuDNN's attention is not used although the
+    config asks for it; otherwise None.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
@@ -72,16 +72,16 @@ class Placed:
 
     @property
     def restore_target(self) -> Tree:
-        """Shapes, types and shardings of the parameters: what saved ones are restored into."""
+        """Shapes, types and shardings of the parameters, into which saved ones are restored."""
         return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
 
     @property
     def unsplit(self) -> list[str]:
-        """Names of parameters that ZeRO leaves replicated, for none of their dimensions divides."""
+        """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
         return unsplit_names(self.records, self.layout.zero)
 
     def initialize_parameters(self, seed: int) -> Tree:
-        """Random parameters, made where they live; those that a training run with this seed begins with."""
+        """Random parameters, created where they live: those with which a training run of this seed begins."""
         return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
 
     def model(self, parameters: Tree) -> LanguageModel:
@@ -91,7 +91,7 @@ class Placed:
         return nnx.merge(self._graph, state)
 
     def model_in_use(self, parameters: Tree) -> LanguageModel:
-        """The model with parameters as they are stored, to be traced; nothing is differentiated by them."""
+        """The model with parameters as they are stored, to be traced without differentiating."""
         return self.model(for_use(self.records, parameters))
 
     # --- batches
@@ -116,7 +116,7 @@ class Placed:
     # --- losses
 
     def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        """Each loss of a batch without dropout: its sum, and the number of values that it is over."""
+        """Each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
         return self.on_mesh(self._compiled_evaluate, parameters, batch)
 
     def loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
@@ -128,13 +128,13 @@ class Placed:
 
     @property
     def loss_options(self) -> LossOptions:
-        """How the config wants losses computed in training."""
+        """How training computes losses, by the config."""
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config has asked for it
         return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls with the mesh in force; the arguments are made without it, for optax puts scalars on a real device."""
+        """Calls with the mesh in force. Arguments are built without it, because optax puts scalars on a real device."""
         with jax.set_mesh(self.mesh):
             return function(*arguments)
 
@@ -153,7 +153,7 @@ class Placed:
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _drawn(self, key: Array) -> Tree:
-        """Parameters of a run's key; the other half of it is what dropout derives from."""
+        """Parameters drawn from half of a run's key; dropout derives from the other half."""
         model_key, _ = jax.random.split(key)
         return nnx.to_pure_dict(nnx.state(self._build(model_key)))
 

@@ -1,4 +1,4 @@
-"""What layers save for their backward pass, and what they compute again: `recompute` and what goes with it.
+"""What layers save for their backward pass and what they compute again: the `recompute` settings.
 
 `none` and `selective` save what is given a name below, once and in the compute type: products of activations with
 weights, dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always
@@ -34,7 +34,7 @@ LAYER_INPUT = "layer input"
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 States = Any
-"""What layers read and hand on beside the stream, such as a cache, stacked like `Layers`; None where there is none."""
+"""What layers read and return besides the stream, such as a cache, stacked like `Layers`; None where there is none."""
 RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
 """(stream, one layer, its number, its state) -> (stream, state)."""
 SavePolicy = Callable[[Any], Any]
@@ -75,10 +75,10 @@ def scan_layers(
       layers: their parameters, stacked.
       numbers: of the layers.
       recompute: what each saves for its backward pass.
-      states: what each layer reads beside the stream, stacked, if anything.
+      states: what each layer reads besides the stream, stacked, if anything.
 
     Returns:
-      The output of the last, and what each layer hands on, stacked.
+      The output of the last, and each layer's new state, stacked.
     """
     layers, sums = without_sums(layers)
     count, group = len(numbers), recompute.group
@@ -129,11 +129,11 @@ def _scan_adding(
     loops: list[tuple[SavePolicy, int]],
     sums: list[Array] | None,
 ) -> tuple[Array, States]:
-    """Loops over one stack in which every turn of the backward pass adds its layer's gradients to those of the stack.
+    """Loops over one stack; each backward iteration adds its layer's gradients to those of the stack.
 
-    By itself autodiff would stack the gradients of each loop, for the compiler to concatenate and to add to `sums`:
+    By itself autodiff would stack the gradients of each loop, and the compiler concatenate them and add them to `sums`:
     two or three times the memory. So loops carry the stack, unchanged, for its cotangent: that begins as `sums`, and
-    turns write to it in place. A turn picks its layer from a copy that has no gradient.
+    iterations write to it in place. An iteration takes its layer from a copy that has no gradient.
     """
     layers, *scanned = stack
     fixed = jax.tree.map(lax.stop_gradient, layers)
@@ -166,7 +166,7 @@ def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
 
 
 def _save_input(run: Any, offload: bool) -> Any:
-    """`run` that saves its input alone."""
+    """`run` that saves only its input."""
     policies = jax.checkpoint_policies
     if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)

@@ -13,7 +13,7 @@ from mtjax.sharding.axes import spec
 
 
 class RelativeBias(nnx.Module):
-    """A number per head and kind of distance, added to the scores of every layer of a stack."""
+    """A number per head and bucket of distances, added to the scores of every layer of a stack."""
 
     def __init__(self, model: Model, *, is_causal: bool, key: Array) -> None:
         sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
@@ -26,17 +26,16 @@ class RelativeBias(nnx.Module):
         )
 
     def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
-        """float32 biases, each rank those of its own heads."""
+        """float32 biases; each rank has those of its own heads."""
         biases = self.table[...].at[self.buckets(length)].get(out_sharding=spec("seq", "key_seq", "heads"))
         return biases.transpose(2, 0, 1)[None]
 
 
 def relative_buckets(length: int, *, is_causal: bool, num_buckets: int, max_distance: int) -> Int[Array, "seq key_seq"]:
-    """The kind of distance from each query (first dimension) to each key.
+    """The bucket of the distance from each query (first dimension) to each key.
 
-    Half of the kinds are single distances, the other half reach up to `max_distance` in steps that grow like a
-    logarithm. Where tokens look both ways, keys after the query have the upper half of all kinds; where they look back,
-    these are kind 0.
+    Half of the buckets are single distances; the other half reach up to `max_distance` in logarithmic steps. Where
+    tokens look both ways, keys after the query have the upper half of all buckets; where they only look back, bucket 0.
     """
     place = jnp.arange(length)
     back = place[:, None] - place[None, :]

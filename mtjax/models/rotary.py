@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE, arXiv 2104.09864) and how they reach beyond the length they were trained on."""
+"""Rotary position embeddings (RoPE, arXiv 2104.09864), and how to scale them beyond the length of training."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from mtjax.config.sizes import head_dim
 
 
 class Rotation(NamedTuple):
-    """By what each position's queries and keys are turned."""
+    """Cosines and sines of the angles by which queries and keys are rotated."""
 
     cos: Float[Array, "#batch seq half_head"]
     sin: Float[Array, "#batch seq half_head"]
@@ -36,7 +36,7 @@ class Rotary:
 def rotate(
     x: Float[Array, "batch seq heads head_dim"], by: Rotation | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns each pair (i, i + head_dim/2) of a head in float32; gives the type of x. Without a rotation x itself.
+    """Rotates each pair (i, i + head_dim/2) of a head in float32; gives the type of x. Without a rotation, x itself.
 
     The pairing is that of GPT-NeoX and transformers; Meta's own checkpoints pair neighbours, with permuted weights.
     """

@@ -46,9 +46,9 @@ def run_layers(
 
     Args:
       layers: their parameters, stacked.
-      numbers: the layers' numbers in the whole stack; each makes its own dropout keys of the context's and its number.
+      numbers: the layers' numbers in the entire stack; a layer derives its dropout keys from the context's and its own.
       x: the residual stream.
-      context: what every layer reads beside it.
+      context: what every layer reads besides it.
       recompute: what each layer saves for its backward pass.
       states: the layers' states, each array stacked along `layers`; None in training.
 

@@ -16,7 +16,7 @@ _PARITY = 0x1BD11BDA
 
 
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...], place: PartitionSpec) -> UInt32[Array, "..."]:
-    """32 random bits for each element, made where the element lives: they depend on the key and its index alone.
+    """32 random bits for each element, computed where it lives; they depend only on the key and the element's index.
 
     Args:
       key: a Threefry key.

@@ -1,8 +1,8 @@
-"""A model cut where a schedule may cut it: embedding, layers - once or more often - and head.
+"""A model, divided where a schedule may cut it: embedding, one or more stacks of layers, and head.
 
-A model's sections run one after the other. A section is a stack of layers with what makes its input; the next one reads
-what it gave. So different devices can run the embedding, some layers of a stack (`mtjax.models.stack.run_layers`), and
-the losses, if they send each other the stream.
+A model's sections run one after the other. A section is a stack of layers with the function that makes its input, from
+the batch and the output of the section before. So different devices can run the embedding, some layers of a stack
+(`mtjax.models.stack.run_layers`), and the losses, if they send each other the stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ Keys = Key[Array, " batch"] | None
 
 
 class Stream(NamedTuple):
-    """All that goes from one layer to the next, and from one section to the next."""
+    """Everything that passes from one layer to the next, and from one section to the next."""
 
     x: Float[Array, "batch act_seq embed"]
     """The residual stream."""
     encoded: Float[Array, "batch act_seq embed"] | None = None
-    """What an earlier section made, for the layers of this one to read."""
+    """The output of an earlier section, for the layers of this one to read."""
 
 
 class Section(NamedTuple):
@@ -35,9 +35,9 @@ class Section(NamedTuple):
 
     stack: Stack
     embed: Callable[[Batch, Keys, Stream | None], Stream]
-    """(batch, keys, what the section before gave, None in the first) -> what the first layer reads."""
+    """(batch, keys, output of the section before, None for the first) -> what the first layer reads."""
     context: Callable[[Batch, Keys, Stream], Context]
-    """(batch, keys, stream) -> what every layer reads beside the residual stream; it sends nothing."""
+    """(batch, keys, stream) -> what every layer reads besides the residual stream; without communication."""
 
 
 class Trunk(Protocol):
@@ -49,7 +49,7 @@ class Trunk(Protocol):
         ...
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """The head: values of each loss, float32, not weighted, made of what the last section gave."""
+        """The head: values of each loss, float32, not weighted, from the output of the last section."""
         ...
 
 
@@ -65,7 +65,7 @@ def run_sections(
       states: of the layers of sections that have any, by the sections' names.
 
     Returns:
-      What the last section gave, and every section's states, None where its layers have none.
+      The output of the last section, and every section's states, None where its layers have none.
     """
     stream, after = None, {}
     for name, section in trunk.sections.items():

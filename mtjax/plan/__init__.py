@@ -1,1 +1,1 @@
-"""What a model needs and on which mesh: the formulas, the hardware table, the scaling model and the mesh search."""
+"""What a model needs and on which mesh: reports from `mtjax.theory`'s formulas, and the mesh search."""

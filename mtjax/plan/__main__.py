@@ -14,8 +14,8 @@ DEFAULT = "gpt2-8.3b"
 
 DESCRIPTION = """Say what a model needs and on which mesh, by formula: parameters, FLOPs, memory, traffic, days, cost.
 
-With --mesh it reports on one plan; with --gpus it searches the fastest plan that fits, with --days the fewest GPUs.
---verify compiles the program and prints how far each formula is off; --published compares with published runs.
+With --mesh it reports on one plan; with --gpus it searches for the fastest plan that fits, with --days for the fewest
+GPUs. --verify compiles the program and prints the error of each formula; --published compares with published runs.
 """
 
 
@@ -39,7 +39,7 @@ def _verify(console: Console, config: Config, target: str) -> None:
 
 
 def _source(argv: Sequence[str] | None) -> str | None:
-    """The config as typed, a name or a path, so that the command which is printed can be typed too."""
+    """The config as typed, a name or a path, for the command that a search prints."""
     words = list(sys.argv[1:] if argv is None else argv)
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
     return next((value for flag, value in reversed(list(pairwise(parts))) if flag == "--config"), None)

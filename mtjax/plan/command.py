@@ -1,4 +1,4 @@
-"""What `mtjax plan` does when its options have been read: report on a plan, or search one."""
+"""What `mtjax plan` does once its options have been read: report on a plan, or search for one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from mtjax.theory.mesh import MeshShape, parse_mesh, why_not_trained
 from mtjax.theory.plans import Plan
 
 Verify = Callable[[Console, config.Config, str], None]
-"""Compiles a config for a target and prints how far each formula is off."""
+"""Compiles a config for a target and prints the error of each formula."""
 
 
 def run(asked: config.Config, options: Options, source: str, verify: Verify) -> None:

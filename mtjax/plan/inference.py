@@ -20,8 +20,8 @@ READS_ENCODED = "cross.key_value"
 def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     """FLOPs to generate one token: 2 per parameter that it meets, and `4Lq` a layer for attention over the context.
 
-    It meets the layers of the last stack - an encoder has read its text before - and the output projection; other
-    tables are read by rows alone.
+    It meets the layers of the last stack - an encoder has read its text before - and the output projection; of other
+    tables only a row is read.
     """
     stack, tied = anatomy.stacks[-1], anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]

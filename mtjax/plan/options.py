@@ -11,18 +11,18 @@ PLOT_FORMATS = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan."""
+    """What to plan for, and what to print."""
 
     target: str = "h100x8"
-    """GPUs and how many share a server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file of your own."""
+    """Kind of GPU and how many share a server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file of your own."""
     tokens: float | None = None
     """Tokens to train on, say 300e9: prints steps and days."""
     gpus: int | None = None
-    """Search the fastest plan for this many GPUs, instead of reporting on --mesh."""
+    """Search for the fastest plan on this many GPUs, instead of reporting on --mesh."""
     days: float | None = None
-    """Search the fewest GPUs that read --tokens within this many days."""
+    """Search for the fewest GPUs that read --tokens within this many days."""
     price: float | None = None
-    """Price of a GPU for an hour: prints the cost."""
+    """Price of one GPU for one hour: prints the cost."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule of a mesh with stages (an estimate)."""
     chunks: int = 1
@@ -36,7 +36,7 @@ class Options:
     verify: bool = False
     """Compile the step for the target, without GPUs, and print the error of each formula."""
     inference: bool = False
-    """Print what generating text takes."""
+    """Print memory and time of generating text."""
     context: int | None = None
     """Tokens of context for --inference; the model's sequence length when not given."""
     plot: Path | None = None
@@ -65,6 +65,6 @@ class Options:
         if self.plot is not None and self.plot.suffix.lower() not in PLOT_FORMATS:
             raise UserError(f"--plot {self.plot} should end in one of {', '.join(PLOT_FORMATS)}")
         if self.plot is not None and not self.plot.parent.is_dir():
-            raise UserError(f"--plot {self.plot}: there is no folder {self.plot.parent}")
+            raise UserError(f"--plot {self.plot}: the folder {self.plot.parent} does not exist")
         if self.verify and (self.gpus is not None or self.days is not None):
             raise UserError("--verify compiles one plan: give its --mesh, not --gpus or --days")

@@ -1,7 +1,7 @@
 """Published runs, and what the planner predicts for them.
 
 The rule: no constant is chosen per point or after looking at a gap. What a source leaves open is assumed once, for all
-its points, and said here.
+its points, and stated here.
 """
 
 from dataclasses import dataclass, replace
@@ -115,7 +115,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     """Table 1 of arXiv 2104.04473, TFLOP/s per GPU, recompute counted: the set that `Constants.training` is set from.
 
     Sequence 2048, padded vocabulary 51,200, full recompute, scores written out, float16. Microbatch size and chunks per
-    stage are not in the table: assumed is whatever fits 90% of the memory and is fastest by this model.
+    stage are not in the table: we assume those that fit 90% of the memory and are fastest by this model.
     """
     points = []
     for run in _A100:
@@ -129,7 +129,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
 def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     """Megatron-Core's weak scaling, TFLOP/s per GPU: sequence 4096, vocabulary 131,072, untied, attention in full.
 
-    Microbatch size and chunks per stage were not published: assumed is whatever fits 90% of the memory and is fastest
+    Microbatch size and chunks per stage were not published: we assume those that fit 90% of the memory and are fastest
     by this model. Also assumed: no recompute, no dropout, flash attention, sequence parallelism, ZeRO-1.
     """
     points = []

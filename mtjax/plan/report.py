@@ -135,7 +135,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     made = table(
         "Traffic per GPU and step",
         *("axis", "operation", "what", "count", "array", "sent", "alone", "source"),
-        note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: seconds if nothing hid it",
+        note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: time if nothing hides it",
     )
     machine = Machine(server, plan.element_bytes)
     for c in traffic.transfers(anatomy, plan):
@@ -189,7 +189,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 
 def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
-    """Bubbles and memory of the schedules, the plan's own among them."""
+    """Bubbles and memory of the schedules, including the plan's own."""
     p, m = plan.stages, plan.microbatches
     note = "an estimate: pipelines are planned, not trained yet"
     made = table(

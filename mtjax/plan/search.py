@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The results of a search."""
 
     fitting: list[Candidate]
     """Fastest first."""
@@ -85,7 +85,7 @@ def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
 
 
 def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[tuple[MeshShape, str]]:
-    """Meshes of two axes, up to twice the GPUs of a server in model ways, that the search leaves out, each with why."""
+    """Meshes of two axes that the search leaves out, each with the reason; model ways up to twice a server's GPUs."""
     rejected = []
     for model in divisors(gpus):
         mesh = MeshShape(data=gpus // model, model=model)
@@ -100,7 +100,7 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
 
 
 def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
-    """Everything the search may choose on a mesh; settings that change nothing there are left out."""
+    """Everything the search may choose on a mesh, without settings that change nothing."""
     base = replace(base, mesh=mesh)
     per_rank = base.global_batch_size // base.data_ways
     for microbatch in divisors(per_rank):
@@ -148,7 +148,7 @@ def search(
 def best_plan(
     anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Found:
-    """Like `search`, but finding nothing is an error.
+    """The result of `search`, if any plan fits.
 
     Raises:
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.

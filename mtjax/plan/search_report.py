@@ -1,4 +1,4 @@
-"""What the search found: the best plans and why, those that fail and why, and the command that trains the winner."""
+"""Results of the search: the best plans and why, those that fail and why, and the command that trains the winner."""
 
 import shlex
 
@@ -64,7 +64,7 @@ def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:
 
 
 def reasons(candidate: Candidate) -> str:
-    """What takes the plan's time beyond products and attention."""
+    """What takes most of the plan's time besides products and attention."""
     time = candidate.time
     losses = {k: v for k, v in time_parts(time).items() if k not in ("products", "attention")}
     return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(losses.items())[:3])
@@ -107,11 +107,11 @@ def print_command(console: Console, found: Found, run: config.Config, source: st
 
 
 def train_command(plan: Plan, run: config.Config, source: str) -> str:
-    """What to type, as far as options exist.
+    """The command that trains a plan, as far as its options exist.
 
     Args:
       plan: the winner.
-      run: the config with what the command line changed of it.
+      run: the config with the changes of the command line.
       source: the config's name or path, as typed.
     """
     words = ["mtjax train", f"--config {shlex.quote(source)}"]

@@ -1,4 +1,4 @@
-"""Tables beside the plan itself: generating text, and published runs against the scaling model."""
+"""Tables besides the plan itself: generating text, and published runs against the scaling model."""
 
 from rich.console import Console
 from rich.table import Table

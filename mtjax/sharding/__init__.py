@@ -1,1 +1,1 @@
-"""The only place that knows mesh axes: meshes, logical names, layouts, and what `shard_map` must say explicitly."""
+"""The only place above `theory` that names mesh axes: devices, placement, collectives, gradients over ranks."""

@@ -1,4 +1,4 @@
-"""`spec`, with which models place an array by the logical names of its dimensions, and what varies over which axes.
+"""`spec`, which places an array by the logical names of its dimensions, and which axes an array varies over.
 
 A model says `spec("batch", "act_seq", "embed")`; which mesh axes that means is decided by the `Rules` in force, set
 once by `use_rules` around tracing. Mesh axes have the type `Explicit`: a sharding is part of an array's type, so
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec, reshard
 from mtjax.theory.rules import MANUAL, Axes, Rules
 
 WHOLE = PartitionSpec()
-"""Not split: every device has all of it."""
+"""Not split: replicated on every device."""
 
 _in_force: ContextVar[Rules] = ContextVar("rules in force")
 
@@ -52,37 +52,37 @@ def partition_spec(rules: Rules, names: Sequence[str | None]) -> PartitionSpec:
 
 
 def dimension_axes(place: PartitionSpec, dim: int) -> Axes:
-    """The mesh axes that split a dimension of an array that lives at `place`."""
+    """The mesh axes that split a dimension of an array placed as `place`."""
     entry = place[dim] if dim < len(place) else None
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def only_axes(place: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """`place` on the mesh axes `axes` alone: what a `shard_map` over these wants to know."""
+    """`place` reduced to the mesh axes `axes`, as a `shard_map` over these needs it."""
     dims = range(len(place))
     return PartitionSpec(*(_entry(tuple(a for a in dimension_axes(place, i) if a in axes)) for i in dims))
 
 
 def with_axes(place: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
-    """`place` with dimension `dim`, which nothing splits there, split over `axes`."""
+    """`place` with dimension `dim`, which it leaves unsplit, split over `axes`."""
     entries = list(place)
     entries[dim] = _entry(axes)
     return PartitionSpec(*entries)
 
 
 def _entry(axes: Axes) -> str | Axes | None:
-    """Of a `PartitionSpec`. A lone axis stands by itself: jax takes ("data",) for something else than "data"."""
+    """An entry of a `PartitionSpec`. A lone axis is not wrapped in a tuple: to jax ("data",) differs from "data"."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def explicit_axes() -> frozenset[str]:
-    """Mesh axes that are not manual here: those a nested `shard_map` takes over."""
+    """Mesh axes that are not manual here: those that a nested `shard_map` makes manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
 def explicit_part(place: PartitionSpec) -> PartitionSpec:
-    """`place` without the axes that are manual here: of these each rank sees its own part."""
+    """`place` without the axes that are manual here, along which each rank sees only its own part."""
     return only_axes(place, tuple(explicit_axes()))
 
 
@@ -102,7 +102,7 @@ def sum_ranks(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
 
 
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
-    """Dimensions `start` to `stop` of `x` as one; None where any but the very first of them is split over several."""
+    """`x` with dimensions `start` to `stop` merged; None if any but the first of them is split over several ranks."""
     sharding = jax.typeof(x).sharding
     ways = [math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, i)) for i in range(x.ndim)]
     if any(n > 1 for n in ways[start + 1 : stop]):

@@ -26,7 +26,7 @@ def flash_attention(
       query: [batch, seq, heads, head_dim], 16 bits for cuDNN.
       key: like query.
       value: like query.
-      implementation: "xla" takes the same road on any device.
+      implementation: "xla" runs the same code path on any device.
     """
     return _flash(spec("batch", "seq", "heads", "head_dim"), implementation, query, key, value)
 

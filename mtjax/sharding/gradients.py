@@ -1,4 +1,4 @@
-"""Gradients of a global batch: a schedule's, inside the manual region, summed over ranks as the reduction says."""
+"""Gradients of a global batch: a schedule computes them inside the manual region, a reduction sums them over ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +25,12 @@ def distributed_gradients(
       loss_sum: differentiated; its weights already divide by the global number of tokens, so sums are means.
       parameters: placed as `stored`.
       batch: arrays [global_batch_size, ...], split over ranks along their first dimension.
-      region: where it runs.
-      schedule: in which order.
+      region: in which it runs.
+      schedule: the order of microbatches.
       reduction: how gradients are summed.
 
     Returns:
-      The loss, a float32 scalar; what is reported beside it, summed; and float32 gradients placed as `reduced`.
+      The loss, a float32 scalar; the scalars reported with it, summed; and float32 gradients placed as `reduced`.
     """
 
     def local(parameters: Tree, batch: Tree) -> tuple[jax.Array, Tree, Tree]:

@@ -1,7 +1,7 @@
-"""Key and value heads that are fewer than the model ways: every rank has all of them and uses the one it needs.
+"""Fewer key and value heads than model ways: every rank has all of them and uses the one it needs.
 
-The query heads of a rank then belong to a single group, so that a rank computes with one key and one value head. Their
-gradient comes in parts, one from each rank, and is summed over the ranks in float32.
+The query heads of a rank then belong to a single group, so a rank computes with one key and one value head. Each rank
+has a part of their gradient; the parts are summed over the ranks in float32.
 """
 
 import math
@@ -28,8 +28,8 @@ def heads_in_use(parameter: Array) -> Array:
     sizes = jax.sharding.get_abstract_mesh().shape
     ranks, heads = math.prod(sizes[axis] for axis in split), parameter.shape[-2]
     # A product with zeros and ones is a slice, and its transpose a sum over the ranks. A shard_map that asks for its
-    # rank would not lower here: the scan over layers hoists the rank's number out of the map, and out of the region
-    # where `data` is manual.
+    # rank would not lower here: the scan over layers hoists the rank's number out of the map, and out of the region in
+    # which `data` is manual.
     own = jnp.arange(ranks)[:, None] * heads // ranks == jnp.arange(heads)
     place = spec(*(None,) * (parameter.ndim - 2), "heads", None)
     return jnp.einsum(

@@ -1,4 +1,4 @@
-"""Stacks sent over ranks one layer after the other, so that buffers of one layer are all it takes."""
+"""Stacks gathered or scattered one layer after the other, so that buffers of one layer suffice."""
 
 from dataclasses import replace
 
@@ -15,13 +15,13 @@ def gather_layers(parts: list[Array], totals: list[GradientSum], into: list[Arra
 
     Args:
       parts: arrays of which each rank has a part.
-      totals: along which dimension of each array, `layers` counted in, and over which axes.
-      into: arrays of the same shapes, of which each rank has all.
+      totals: along which dimension of each array, `layers` included, and over which axes.
+      into: arrays of the gathered shapes, replicated over these ranks.
     """
 
     def gather(layer: list[Array]) -> list[Array]:
-        of = zip(layer, totals, strict=True)
-        return [_row_major(lax.all_gather(a, total.parts, axis=total.dim - 1, tiled=True)) for a, total in of]
+        pairs = zip(layer, totals, strict=True)
+        return [_row_major(lax.all_gather(a, total.parts, axis=total.dim - 1, tiled=True)) for a, total in pairs]
 
     def one(number: Array, whole: list[Array]) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
@@ -41,23 +41,23 @@ def scatter_layers(
 
     Args:
       whole: gradients of each rank's own samples.
-      totals: over which axes, and which dimension is split, `layers` counted in.
-      places: where they are split.
+      totals: over which axes, and which dimension is split, `layers` included.
+      places: how they are split otherwise.
       into: arrays of the parts' shapes.
     """
 
     def one(number: Array, parts: list[Array]) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in whole]
-        of = zip(layer, places, totals, strict=True)
-        summed = [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in of]
+        rows = zip(layer, places, totals, strict=True)
+        summed = [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
         return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed, strict=True)]
 
     return lax.fori_loop(0, whole[0].shape[0], one, into)
 
 
 def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost, else a gather's layout spreads to the array that it is put in.
+    """`x` with its last dimension innermost; else a gather's layout spreads to the array into which it is written.
 
-    Only where every axis is manual: the partitioner would gather `x` whole for the constraint.
+    Only where every axis is manual: otherwise the partitioner would gather all of `x` for the constraint.
     """
     return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))

@@ -1,4 +1,4 @@
-"""From the shape of a mesh to a mesh of devices: virtual ones on a CPU, the GPUs that are there, or compile-only ones.
+"""From the shape of a mesh to a mesh of devices: virtual CPU devices, the GPUs of the machine, or compile-only devices.
 
 The last axis varies fastest, so that a model-parallel group sits inside one server (appendix B of the paper).
 """
@@ -35,20 +35,20 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """The mesh over this machine's devices (all processes' when there are several).
 
-    On a machine with only CPUs it makes as many virtual devices as the mesh has places; call it before anything else
+    On a machine with only CPUs it makes as many virtual devices as the mesh needs; call it before anything else
     touches a device.
 
     Raises:
-      UserError: there are fewer GPUs than places, or the places don't divide over the processes.
+      UserError: there are fewer GPUs than the mesh needs, or its devices don't divide over the processes.
     """
     if shape.size % num_processes:
-        raise UserError(f"mesh {shape} has {shape.size} places, which don't divide over {num_processes} processes")
+        raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
     use_cpu_devices(shape.size // num_processes)
     devices = jax.devices()
     if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:
         raise UserError(
             f"mesh {shape} gives a process {shape.size // num_processes} virtual CPU devices, and XLA deadlocks with "
-            f"more than {MAX_CPU_DEVICES}: take more processes (--num-processes), as `mtjax train` does by itself"
+            f"more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does by itself"
         )
     if len(devices) < shape.size:
         kind = devices[0].device_kind
@@ -60,13 +60,13 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
 
 
 def use_cpu_devices(count: int) -> None:
-    """Asks for `count` virtual CPU devices, and for the CPU alone where no GPU is.
+    """Asks for `count` virtual CPU devices, and for the CPU only if the machine has no GPU.
 
-    Without a GPU, CUDA's plugin (there for compile-only programs) would complain of the missing driver.
+    Without a GPU, CUDA's plugin (installed for compile-only programs) would complain about the missing driver.
     """
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # devices are in use already, as in a test session: what is there is there
+    except RuntimeError:  # devices are in use already, as in a test session: their number is fixed
         return
     if not os.environ.get("JAX_PLATFORMS") and not has_gpu():
         jax.config.update("jax_platforms", "cpu")

@@ -1,8 +1,8 @@
 """Parameters on their way into a product: gathered just before it, their gradients reduced as soon as they exist.
 
-Models call `materialize` where they use a layer's parameters. Mostly that does nothing; but where a gradient is to be
-reduced in the backward pass, or a parameter to be gathered for each use, the parameter comes as a `Reduced` or
-`Gathered` (`mtjax.sharding.reduction` says which), and `materialize` is where that happens.
+Models call `materialize` where they use a layer's parameters. Mostly that does nothing. But a parameter whose gradient
+is reduced in the backward pass, or that is gathered for each use, comes as a `Reduced` or `Gathered`
+(`mtjax.sharding.reduction` says which), and `materialize` is where that happens.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,12 @@ class GradientSum:
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "total"])
 @dataclass(frozen=True)
 class Reduced:
-    """A whole parameter whose gradient is summed over ranks at once, and arrives at `part`."""
+    """A replicated parameter whose gradient is summed over ranks at once, and arrives at `part`."""
 
     array: Any
     part: Any
     place: PartitionSpec
-    """Of the parameter where it is used, without the leading `layers`; so `total`."""
+    """Of the parameter where it is used, without the leading `layers`; likewise `total`."""
     total: GradientSum
 
 
@@ -56,13 +56,13 @@ class Gathered:
 
     part: Any
     names: tuple[str, ...]
-    """Of the dimensions where it is used, without the leading `layers`; so `total`."""
+    """Of the dimensions where it is used, without the leading `layers`; likewise `total`."""
     total: GradientSum
     sent: str
-    """Type in which it is gathered: the compute type for what products take in it."""
+    """Type in which it is gathered: the compute type for matrices."""
     dtype: str
-    """Type in which the model gets it. A layer's matrices stay as they were sent, so that no copy is kept; what is
-    looked up gets its gradient in this type."""
+    """Type in which the model gets it, and its gradient. A layer's matrices stay as they were sent, so that no copy is
+    kept."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter", "total"], meta_fields=[])
@@ -76,12 +76,12 @@ class Accumulated:
 
 
 def is_wrapped(x: Any) -> bool:
-    """Whether `x` stands for a parameter that `materialize` must make."""
+    """Whether `x` stands for a parameter that `materialize` must resolve."""
     return isinstance(x, Reduced | Gathered)
 
 
 def materialize(module: T) -> T:
-    """`module`, or any tree of parameters, with an array that products can take for every wrapped parameter."""
+    """`module`, or any tree of parameters, with every wrapped parameter replaced by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
 
 
@@ -134,7 +134,7 @@ def _gather_backward(
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-# --- gradients that are added up, turn by turn of a loop over layers
+# --- gradients that are added up, iteration by iteration of a loop over layers
 
 
 def without_sums(layers: T) -> tuple[T, list[Array] | None]:
@@ -203,15 +203,15 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
     """A rank's gradient summed over ranks in float32; where a dimension is split, this rank's part of the sum.
 
     Args:
-      gradient: of the rank's own samples, whole but for what `place` splits.
-      place: where it is split; of manual axes each rank has its own part already.
+      gradient: of the rank's own samples, unsplit but for `place`.
+      place: how it is split; along manual axes each rank has its own part already.
       total: what is summed over which axes.
     """
     rest = tuple(axis for axis in total.axes if axis not in total.parts)
 
     def local(g: Array) -> Array:
         if total.dim == UNSPLIT:
-            # With split sequences a norm's was summed over `model` before: XLA would make both one sum over the mesh.
+            # With split sequences a norm's was summed over `model` before: XLA would merge both into one sum.
             return sum_ranks(lax.optimization_barrier(g), total.axes)
         return sum_ranks(lax.psum_scatter(g, total.parts, scatter_dimension=total.dim, tiled=True), rest)
 
@@ -220,12 +220,12 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
 
 
 def _over_the_rest(body: Callable[[Array], Array], place: PartitionSpec) -> Callable[[Array], Array]:
-    """A nested map in which every axis is manual: a collective won't lower while one is explicit."""
+    """A nested map in which every axis is manual: collectives don't lower while any axis is explicit."""
     return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
 
 
 def differentiable(wrapped: Tree) -> Tree:
-    """The arrays of `wrapped` to differentiate by: parts, and parameters that are no more than arrays."""
+    """The arrays of `wrapped` to differentiate by: parts of wrapped parameters, and parameters that are arrays."""
     return jax.tree.map(lambda leaf: leaf.part if is_wrapped(leaf) else leaf, wrapped, is_leaf=is_wrapped)
 
 

@@ -38,7 +38,7 @@ def shardings(specs: Tree, mesh: Mesh) -> Tree:
 def optimizer_shardings(optimizer: optax.GradientTransformation, parameters: Tree, placed: Tree, mesh: Mesh) -> Tree:
     """Shardings of the optimizer's state: moments like their parameters, counters on every device.
 
-    Left to itself, a jitted `init` puts whole moments on every device.
+    Left to itself, a jitted `init` replicates the moments on every device.
     """
     state = jax.eval_shape(optimizer.init, parameters)
     return optax.tree_map_params(
@@ -51,7 +51,7 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, parameters: Tre
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """The same array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -90,12 +90,12 @@ def global_batch(
 
 
 def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
-    """The least of what `function` makes of each device's parts of `arrays`, a scalar: no more crosses the mesh."""
+    """The minimum over devices of the scalar `function` of each device's parts of `arrays`; only scalars are sent."""
 
     def least(parts: Tree) -> jax.Array:
-        found = function(parts)
-        axes = tuple(sorted(jax.typeof(found).mat.varying))
-        return lax.pmin(found, axes) if axes else found
+        own = function(parts)
+        axes = tuple(sorted(jax.typeof(own).mat.varying))
+        return lax.pmin(own, axes) if axes else own
 
     places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
     return jax.shard_map(least, in_specs=(places,), out_specs=WHOLE)(arrays)

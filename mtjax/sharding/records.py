@@ -1,4 +1,4 @@
-"""One record per parameter: what it is, where it, its gradient and its moments live, and how its gradient is summed."""
+"""One record per parameter: names, where it, its gradient and its moments live, and how its gradient is summed."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ ZERO_AXES: Axes = (DATA,)
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter of a model on a mesh; the dimensions of all places are those of the whole, stacked array."""
+    """A parameter of a model on a mesh; all places refer to the dimensions of the entire, stacked array."""
 
     name: str
     """Dotted, say `stack.layers.mlp.up.weight`."""
@@ -44,11 +44,11 @@ class ParameterRecord:
     model_ways: int
     """In how many parts the layout splits it, without ZeRO."""
     sent: str | None
-    """Type in which ZeRO-3 gathers it for each use; None where every rank keeps all of it."""
+    """Type in which ZeRO-3 gathers it for each use; None where ZeRO-3 does not split it."""
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is of all layers of a stack, along its first dimension."""
+        """Whether it holds all layers of a stack, along its first dimension."""
         return self.axes[:1] == (LAYERS,)
 
     @property
@@ -83,7 +83,7 @@ def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape,
     Args:
       axes: logical names.
       shapes: abstract arrays.
-      layout: its rules know no other mesh axes than the mesh has.
+      layout: its rules name only axes of this mesh.
       mesh: ways of each axis.
       compute_dtype: in which ZeRO-3 gathers matrices.
     """
@@ -126,7 +126,7 @@ def places(records: Tree, which: Literal["whole", "stored", "reduced"]) -> Tree:
 
 
 def split_stacks(records: Iterable[ParameterRecord]) -> list[list[int]]:
-    """Numbers of the parameters that ZeRO splits inside layers, by the length of the stack that they belong to."""
+    """Numbers of the parameters that ZeRO splits inside layers, grouped by the length of their stack."""
     stacks: dict[int, list[int]] = {}
     for number, record in enumerate(records):
         if record.is_split_inside_layers:
@@ -135,6 +135,6 @@ def split_stacks(records: Iterable[ParameterRecord]) -> list[list[int]]:
 
 
 def unsplit_names(records: Tree, zero: int) -> list[str]:
-    """Names of parameters that ZeRO leaves replicated, for none of their dimensions divides."""
+    """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
     left = [r.name for r in jax.tree.leaves(records) if r.total.axes and not r.is_split]
     return left if zero else []

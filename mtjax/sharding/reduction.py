@@ -1,4 +1,4 @@
-"""What of a step's gradients is summed over which ranks, and when.
+"""Which of a step's gradients are summed over which ranks, and when.
 
 A gradient is summed in float32 over the mesh axes that replicate its parameter. Mostly that happens once a step, after
 the last microbatch. Where the rest of the backward pass can hide it - with a single microbatch - and where full
@@ -49,17 +49,17 @@ class Reduction:
         return jax.tree.map(one, self.records, parameters)
 
     def is_early(self, record: ParameterRecord) -> bool:
-        """Whether a gradient is summed inside the backward pass, microbatch by microbatch."""
+        """Whether a gradient is summed over ranks inside the backward pass of each microbatch."""
         if self.zero >= 2:
             return record.is_split
         inside = record.is_stacked and (not self.zero or record.is_split_inside_layers)
         return inside and self.num_microbatches == 1 and bool(record.total.axes)
 
     def finish(self, gradients: Tree) -> Tree:
-        """Gradients summed: those that the backward pass has not summed yet.
+        """Sums the gradients that the backward pass has not summed yet.
 
-        Those of stacks are scattered layer by layer. At once, every scatter would need its operand a second time, with
-        the split dimension outermost.
+        Those of stacks are scattered layer by layer. All at once, every scatter would need a second copy of its
+        operand, with the split dimension outermost.
 
         Args:
           gradients: float32; each rank has those of its own samples.

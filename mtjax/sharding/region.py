@@ -1,4 +1,4 @@
-"""The region of a step in which every mesh axis but `model` is manual: what is differentiated runs there.
+"""The region of a step in which every mesh axis but `model` is manual: the differentiated part runs there.
 
 Were all axes explicit, XLA would reduce each layer's gradients in the compute type once per microbatch, inside the
 backward loop. Manual axes leave the reduction to us: each rank has its own samples, and what it computes is local.
@@ -50,14 +50,14 @@ class Region:
     def map(self, local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, results: Tree) -> Tree:
         """Runs `local` on every rank: its parameters, its own part of the batch, `model` explicit inside.
 
-        At the border of the region `model` is automatic: were it explicit there, jax would take each parameter for
-        whole on every model rank and gather it on the way in, and its gradient on the way out - with the right numbers.
+        At the border of the region `model` is automatic: were it explicit there, jax would treat each parameter as
+        replicated over `model` and gather it on the way in, and its gradient on the way out - with the right numbers.
 
         Args:
           local: (parameters, batch) -> results.
           parameters: placed as `stored`.
           batch: arrays [batch, ...].
-          results: specs of what `local` returns; its values may vary over no other manual axes than they name.
+          results: specs of what `local` returns; its values may vary only over the manual axes that these name.
         """
         batch = jax.tree.map(lambda a: reshard(a, self.batch), batch)
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)

@@ -1,9 +1,9 @@
 """Vocabulary-parallel embedding and the cross-entropy fused with its projection (section 3 of the paper).
 
 Each model rank owns a slice of the table's rows. A lookup yields zeros for rows that a rank doesn't own and is summed
-over `model`; logits never leave the rank that made them: only a maximum, a sum of exponentials and the target's logit
-per token cross the wire. Logits exist for one chunk of tokens at a time, in the forward pass and again in the
-backward pass.
+over `model`; logits never leave the rank that computed them: only a maximum, a sum of exponentials and the target's
+logit are sent per token. Logits exist for one chunk of tokens at a time, in the forward pass and again in the backward
+pass.
 
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
@@ -41,7 +41,7 @@ class _Specs:
 
     @property
     def rows(self) -> Axes:
-        """Axes that split the table's rows: over these lookups and logits are partial."""
+        """Axes that split the table's rows; over these, lookups and logits are partial."""
         return dimension_axes(self.table, 0)
 
     @property
@@ -51,21 +51,21 @@ class _Specs:
 
     @property
     def samples(self) -> Axes:
-        """Axes over which the samples are split here, so that a table's gradient is summed over them here."""
+        """Axes that split the samples at this point, over which a table's gradient is summed."""
         return dimension_axes(self.tokens, 0)
 
     def gather_sequence(self, x: Array) -> Array:
-        """Whole sequences of what is split like the residual stream."""
+        """Unsplit sequences of an array that is split like the residual stream."""
         return lax.all_gather(x, self.sequence, axis=1, tiled=True) if self.sequence else x
 
     def sum_into_residual(self, x: Array) -> Array:
-        """Sums of what is partial over `rows`, from whole sequences to where the residual stream is."""
+        """Sums an array that is partial over `rows`, and splits its sequences like the residual stream's."""
         rest = tuple(axis for axis in self.rows if axis not in self.sequence)
         x = lax.psum(x, rest) if rest else x
         return lax.psum_scatter(x, self.sequence, scatter_dimension=1, tiled=True) if self.sequence else x
 
     def first_row(self, rows: int) -> Array:
-        """The number, in the whole table, of the first of this rank's `rows`."""
+        """The number, in the entire table, of the first of this rank's `rows`."""
         return lax.axis_index(self.rows) * rows
 
 
@@ -101,8 +101,8 @@ def vocab_parallel_embedding(
 def _embedding(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
     def local(table_VH: Array, tokens_BS: Array) -> Array:
         row, owned = _own_rows(places, tokens_BS, table_VH.shape[0])
-        found = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
-        return places.sum_into_residual(found)
+        vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
+        return places.sum_into_residual(vectors)
 
     with jax.named_scope("embedding"):
         return _map(local, (places.table, places.tokens), places.hidden)(table, tokens)
@@ -132,7 +132,7 @@ _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
 def _own_rows(places: _Specs, tokens: Array, rows: int) -> tuple[Array, Array]:
-    """Row of each token in this rank's slice, clipped into it, and whether it is really there."""
+    """Row of each token in this rank's slice, 0 where the slice doesn't have it, and whether it does."""
     row = tokens - places.first_row(rows)
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
@@ -211,7 +211,7 @@ def _cross_entropy_forward(
         highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
         top = lax.pmax(highest, places.rows)
         sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
-        # As one array: apart, the compiler may sum one of them after the mean over tokens, another time than expected.
+        # As one array: otherwise the compiler may sum one of them after the mean over tokens, not where expected.
         scale, target, *rest = lax.psum(jnp.stack(sums), places.rows)
         log_z = jnp.log(scale) + top
         mean = rest[0] / options.vocab_size if rest else 0.0
@@ -231,7 +231,7 @@ def _cross_entropy_backward(
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
-        hidden_BSH = places.gather_sequence(hidden_BSH)  # again: what is kept is the split one
+        hidden_BSH = places.gather_sequence(hidden_BSH)  # again: only the split one is kept
         chunks = _Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)
 
@@ -272,12 +272,12 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def _logits(
     places: _Specs, hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int
 ) -> tuple[Array, Array]:
-    """float32 logits of this rank's columns, and which columns of the whole vocabulary they are."""
+    """float32 logits of this rank's columns, and which columns of the entire vocabulary they are."""
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = places.first_row(rows) + jnp.arange(rows)
-    # Padding comes last: overwritten only where it may be; else XLA writes all logits a second time, on CPUs.
+    # Padding comes last: only columns that may be padding are overwritten, else XLA on CPUs writes all logits twice.
     start = max(0, vocab_size - (lax.axis_size(places.rows) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)

@@ -1,8 +1,8 @@
-"""ZeRO (arXiv 1910.02054): what every rank would hold alike, split over ranks.
+"""ZeRO (arXiv 1910.02054): data that every rank would hold a copy of, split over ranks.
 
 Stage 1 splits the optimizer's state, 2 also the gradients, 3 also the parameters. A parameter is split along one of
-its dimensions, which its record names. Here is how a split parameter comes into use, and how it is updated;
-`mtjax.sharding.reduction` is how its gradient is summed.
+its dimensions, which its record names. This module says how a split parameter is used and how it is stored again;
+`mtjax.sharding.reduction` says how its gradient is summed.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ Tree = Any
 
 
 def for_use(records: Tree, parameters: Tree) -> Tree:
-    """Parameters as a model without gradients gets them: those of stacks for `materialize` to gather layer by layer.
+    """Parameters for a model without gradients; those of stacks are left for `materialize` to gather layer by layer.
 
     Args:
       records: of each parameter.
@@ -37,16 +37,16 @@ def gathered(record: ParameterRecord, part: Array) -> Gathered:
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
-    """Wrapped parameters outside the stacks as arrays; a stack's become so where the model scans over its layers."""
+    """Wrapped parameters outside the stacks as arrays; a stack's are resolved where the model scans over its layers."""
     return jax.tree.map(lambda record, leaf: leaf if record.is_stacked else materialize(leaf), records, wrapped)
 
 
 def store(records: Tree, updated: Tree, before: Tree) -> Tree:
     """Updated parameters where they live between steps: gathered in stages 1 and 2.
 
-    Those of stacks are gathered layer by layer into the arrays of `before`, so that memory for a layer is all it
-    takes. At once, every gather would need a buffer of its own beside the parameters: its result comes with the
-    split dimension outermost, and is transposed.
+    Those of stacks are gathered layer by layer into the arrays of `before`, so that buffers of one layer suffice. All
+    at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
+    dimension outermost, and is transposed.
 
     Args:
       records: of each parameter.

@@ -20,10 +20,10 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """Of this start of the run."""
+    """For this start of the run only."""
 
     inspect: bool = False
-    """Show what the step sends, as `mtjax inspect` does, before the first one."""
+    """Show what a step sends, as `mtjax inspect` does, before the first step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = processes_needed(command.config, os.environ)
         if count > 1:
             print(
-                f"{command.config.parallel.mesh} virtual CPU devices take {count} processes of this machine", flush=True
+                f"{command.config.parallel.mesh} virtual CPU devices need {count} processes: starting them", flush=True
             )
             return run_processes(list(sys.argv[1:] if argv is None else argv), count)
         from mtjax.train.loop import train  # seconds to import: not before the options are right

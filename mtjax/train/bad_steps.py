@@ -1,7 +1,7 @@
-"""Steps whose numbers are no numbers: which tensor was first, and when a run of such steps is over.
+"""Steps with a loss or gradients that are not finite: which tensor was first, and when such steps end a run.
 
-A step finds out on the devices, before it changes anything (`first_bad`), and all of them skip it. The host looks where
-it logs (`BadSteps`), at every step since it last did, so that it names the first one exactly.
+The devices find out before a step changes anything (`first_bad`), and all of them skip it. The host checks when it logs
+(`BadSteps`), every step since the last check, so that it names the first one exactly.
 """
 
 import math
@@ -43,35 +43,35 @@ class Tensor:
 def tensors(records: Tree) -> list[Tensor]:
     """The tensors of a model in the order in which the backward pass meets them; `first_bad` counts so.
 
-    Layers come from the last to the first, then what stands outside of them. A cotangent that overflows in a layer
-    spoils the gradients of the layers before it, so the first in this order is nearest to where that began.
+    Layers come from the last to the first, then parameters outside of them. A cotangent that overflows in a layer
+    spoils the gradients of the layers before it, so the first in this order is nearest to the origin.
 
     Args:
       records: of every parameter.
     """
-    found = _in_tree_order(records)
-    return [found[i] for i in _backwards(found)]
+    in_tree_order = _in_tree_order(records)
+    return [in_tree_order[i] for i in _backwards(in_tree_order)]
 
 
-def first_bad(beside: Array, values: Tree, records: Tree) -> Array:
+def first_bad(scalar: Array, values: Tree, records: Tree) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
     A tensor counts as finite when a quarter of the sum of squares of each device's part is.
 
     Args:
-      beside: a scalar that has to be finite too. When it alone is not, the answer is the number of tensors.
+      scalar: has to be finite too. When only this is not, the answer is the number of tensors.
       values: gradients or parameters, wherever they live.
       records: of every parameter.
 
     Returns:
       `GOOD` when everything is finite.
     """
-    found = _in_tree_order(records)
+    in_tree_order = _in_tree_order(records)
     leaves = jax.tree.leaves(values)
     stacked = [record.is_stacked for record in jax.tree.leaves(records)]
     counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
-    places = np.split(np.argsort(_backwards(found)).astype(np.int32), np.cumsum(counts)[:-1])
-    # A device that has some layers of an array alone needs their places alone.
+    places = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
+    # A device that has only some layers of an array needs only their places.
     spread = [split_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(places, leaves, stacked, strict=True)]
 
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
@@ -80,31 +80,31 @@ def first_bad(beside: Array, values: Tree, records: Tree) -> Array:
             # Of each layer, or of the one array. Halved, for XLA on CPUs would share the norm's squares, and so write
             # them all out.
             squares = jnp.square(a / 2).sum(axis=tuple(range(is_stack, a.ndim)))
-            firsts.append(jnp.where(jnp.isfinite(squares), len(found), place))
+            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), place))
         return jnp.concatenate(firsts).min()
 
     first = least_of_parts(first_of, (leaves, spread))
-    return jnp.where((first == len(found)) & jnp.isfinite(beside), GOOD, first).astype(jnp.int32)
+    return jnp.where((first == len(in_tree_order)) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
 
 
 def _in_tree_order(records: Tree) -> list[Tensor]:
-    found: list[Tensor] = []
+    named: list[Tensor] = []
     for record in jax.tree.leaves(records):
         layers = range(record.shape[0]) if record.is_stacked else [None]
-        found += [Tensor(record.name, layer) for layer in layers]
-    return found
+        named += [Tensor(record.name, layer) for layer in layers]
+    return named
 
 
-def _backwards(found: Sequence[Tensor]) -> list[int]:
-    """Places in `found` in the order of `tensors`; a decoder's stack comes before an encoder's."""
+def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
+    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's."""
 
     def key(place: int) -> tuple[bool, str, int, int]:
-        tensor = found[place]
+        tensor = in_tree_order[place]
         if tensor.layer is None:
             return True, "", 0, place
         return False, tensor.name.partition(f".{LAYERS}.")[0], -tensor.layer, place
 
-    return sorted(range(len(found)), key=key)
+    return sorted(range(len(in_tree_order)), key=key)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class BadSteps:
     """Follows the steps of a run, and knows when too many in a row were skipped.
 
     Args:
-      training: says how many those are, and how float16 is scaled.
+      training: says how many are too many, and how float16 is scaled.
       named: the model's `tensors`.
     """
 
@@ -141,29 +141,29 @@ class BadSteps:
         self._waiting: list[tuple[int, range, dict[str, Any]]] = []
 
     def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
-        """Notes a step's results, which may not be there yet; waits for nothing."""
+        """Notes a step's results, which may still be being computed; does not wait for them."""
         kept = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
         self._waiting.append((step, samples, kept))
 
     @property
     def is_full(self) -> bool:
-        """Whether so many steps wait that it is time to look."""
+        """Whether so many steps are waiting that it is time to look."""
         return len(self._waiting) >= MOST_WAITING
 
     @property
     def are_too_many(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether so many steps in a row were skipped that the run must end."""
         return len(self.in_a_row) >= self.training.max_bad_steps
 
     def look(self) -> list[Skipped]:
         """Looks at the steps since the last time, up to the one at which they are too many; returns those skipped.
 
-        Not among them are steps of float16 that overflowed while the loss scale could still shrink: so it is found.
+        float16 overflows are not reported while the loss scale can still shrink; that is how the scale is found.
         """
         new = []
         waiting, self._waiting = self._waiting, []
-        there = jax.device_get([results for _, _, results in waiting])
-        for (step, samples, _), results in zip(waiting, there, strict=True):
+        fetched = jax.device_get([results for _, _, results in waiting])
+        for (step, samples, _), results in zip(waiting, fetched, strict=True):
             place, loss = int(results["first_bad"]), float(results["loss"])
             if place == GOOD:
                 self.in_a_row = []
@@ -175,7 +175,7 @@ class BadSteps:
         return new
 
     def _is_scaling(self, loss: float, scale: Any) -> bool:
-        """Whether an overflow tells something about a dynamic loss scale alone."""
+        """Whether an overflow only means that a dynamic loss scale is too large."""
         if scale is None or self.training.loss_scale is not None:
             return False
         return math.isfinite(loss) and float(scale) > self.training.min_loss_scale

@@ -1,6 +1,6 @@
 """Sharded, asynchronous checkpoints (Orbax) that any mesh restores, and that prove what they hold.
 
-A checkpoint is one atomic folder: the state, and beside it a JSON page with the config, the position in the data and a
+A checkpoint is one atomic folder: the state, and next to it a JSON page with the config, the position in the data and a
 fingerprint of every array. Fingerprints are computed where the arrays live and don't depend on the mesh, so a restore
 compares what it has with what was saved: a flipped bit or a missing chunk (which reads as zeros) does not pass.
 """
@@ -88,13 +88,13 @@ class Checkpoints:
         passed_over = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                found = self._restore_step(step, abstract, config)
+                restored = self._restore_step(step, abstract, config)
             except Damaged as e:
                 passed_over.append(f"{self.folder / str(step)}: {e}")
-                log.warning("checkpoint %s is damaged and passed over (%s)", self.folder / str(step), e)
+                log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(step), e)
                 self._set_aside(step)
                 continue
-            return Restored(step, *found, tuple(passed_over))
+            return Restored(step, *restored, tuple(passed_over))
         return None
 
     def latest(self) -> int | None:
@@ -131,8 +131,8 @@ class Checkpoints:
         return page
 
     def _items(self, step: int, arguments: ocp.args.Composite) -> Mapping[str, Any]:
-        found: Any = self._manager.restore(step, args=arguments)
-        return found
+        items: Any = self._manager.restore(step, args=arguments)
+        return items
 
     def _set_aside(self, step: int) -> None:
         self._manager.wait_until_finished()

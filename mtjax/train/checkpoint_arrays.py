@@ -9,13 +9,13 @@ from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """A handler for trees of `jax.Array` alone."""
+    """A handler for trees of only `jax.Array`."""
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _FinishingHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 class _FinishingHandler(ArrayHandler):
-    """Ends every read it has begun before it reports that one has failed.
+    """Waits for every read it has begun before it reports that one has failed.
 
     Orbax reads all arrays at once and closes its event loop as soon as one read raises. The other reads would stay
     suspended with what they hold, until the garbage collector finds them in the middle of something else, and print an

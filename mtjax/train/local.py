@@ -1,4 +1,4 @@
-"""A run that is too large for one process of CPU devices, as several on this machine."""
+"""A run with too many virtual CPU devices for one process, in several processes on this machine."""
 
 import contextlib
 import signal
@@ -14,7 +14,7 @@ from mtjax.theory.mesh import check_implemented, parse_mesh
 
 
 def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
-    """How many processes this one has to start for the run's virtual CPU devices; 1 when it can have them itself.
+    """How many processes this one has to start for the run's virtual CPU devices; 1 when it can hold them itself.
 
     Raises:
       UserError: the mesh can't be read, or mtjax can't train over one of its axes yet.
@@ -31,7 +31,7 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
 def run_processes(arguments: Sequence[str], count: int) -> int:
     """Runs `mtjax train` with these arguments in `count` processes; returns the exit code of the first that failed.
 
-    The first process speaks for all. Ctrl-C reaches every process by the terminal, and SIGTERM is passed on.
+    Only the first process prints. Ctrl-C reaches every process through the terminal, and SIGTERM is passed on.
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -56,7 +56,7 @@ def run_processes(arguments: Sequence[str], count: int) -> int:
 
 
 def _end(process: subprocess.Popen[str], first_code: int) -> int:
-    """Waits for a process; one whose run the first process could not start or finish is ended."""
+    """Waits for a process; ends it if the first process failed."""
     if first_code:
         process.terminate()
     return process.wait()

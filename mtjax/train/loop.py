@@ -95,9 +95,9 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
 
-    # --- What came of it
+    # --- Results
     if stopped:
-        progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Go on with: {resume_command(run)}")
+        progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {resume_command(run)}")
     else:
         summarise(run, state)
 
@@ -105,7 +105,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """Steps until the last one, or until a signal; returns the last state, saved, and the signal's name.
 
-    The host runs ahead of the devices: it waits for them where something is logged, saved or validated, nowhere else.
+    The host runs ahead of the devices: it waits for them only where something is logged, saved or validated.
     """
     training, output = run.config.training, run.config.output
     state, consumed = start.state, start.consumed_samples
@@ -140,7 +140,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
 
 @dataclass
 class StepTimer:
-    """Seconds per step since something last stopped the clock; the first step, which compiles, is on its own."""
+    """Seconds per step since something last stopped the clock; the first step, which compiles, is timed on its own."""
 
     step: int
     since: float = dataclasses.field(default_factory=time.perf_counter)
@@ -164,7 +164,7 @@ def measure(step: int, results: dict[str, Any], timer: StepTimer) -> dict[str, A
 
 
 def check_steps(run: Run, state: State) -> None:
-    """Says which steps since the last look were skipped, and why.
+    """Reports which steps since the last look were skipped, and why.
 
     Raises:
       UserError: too many in a row.
@@ -175,7 +175,7 @@ def check_steps(run: Run, state: State) -> None:
         return
     in_a_row, saved = run.bad_steps.in_a_row, run.checkpoints.latest()
     spoilt = run.program.bad_parameter(state.parameters)
-    here = (
+    checkpoint = (
         "there is no checkpoint yet"
         if saved is None
         else f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
@@ -183,12 +183,12 @@ def check_steps(run: Run, state: State) -> None:
     raise UserError(
         f"{len(in_a_row)} steps in a row were skipped, from step {in_a_row[0].step} on: {in_a_row[0]}; "
         + (f"the parameter {spoilt} itself is not finite; " if spoilt else "")
-        + f"{here}: lower --learning-rate, raise --warmup-steps, or look at these samples"
+        + f"{checkpoint}: lower --learning-rate, raise --warmup-steps, or look at these samples"
     )
 
 
 def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
-    """Shows an entry and writes it down; `compiled` says that its time is mostly the compiler's."""
+    """Shows an entry and logs it; `compiled` says that its time is mostly the compiler's."""
     if run.metrics is not None:
         run.metrics.write(entry)
     run.progress.update(entry, compiled=compiled)
@@ -207,7 +207,7 @@ def validation_losses(run: Run, state: State) -> dict[str, float]:
 
 
 def open_batches(run: Run, dataset: Any, consumed: int, schedule: BatchSchedule | None = None) -> Loader:
-    """This process' rows of every batch from a position in the data on."""
+    """This process' rows of every batch, from a position in the data onwards."""
     return data.open_loader(
         run.config,
         dataset,
@@ -224,12 +224,12 @@ def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
 
 
 def resume_command(run: Run, extra: str = "") -> str:
-    """What to type to go on with this run."""
+    """What to type to resume this run."""
     return f"mtjax train --config {run.place.folder / 'config.toml'} --resume{extra}"
 
 
 def summarise(run: Run, state: State) -> None:
-    """Where the results are, how the model writes, and what to try next."""
+    """Says where the results are, how the model writes, and what to try next."""
     steps = run.config.training.steps
     sample = sample_of(run, state)
     if run.metrics is not None:

@@ -50,7 +50,7 @@ class Rates:
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Peak bytes in use and bytes there are on the fullest device of this process; None where it can't be known."""
+    """Peak bytes in use and bytes in total on the fullest device of this process; None where they are unknown."""
     stats = [d.memory_stats() for d in jax.local_devices()]
     pairs = [(s["peak_bytes_in_use"], s["bytes_limit"]) for s in stats if s and "bytes_limit" in s]
     return max(pairs) if pairs else None
@@ -74,7 +74,7 @@ class MetricsLog:
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry; it is on disk when this returns. What is not finite becomes null: JSON has no NaN."""
+        """Appends one entry; it is on disk when this returns. NaN and infinity become null: JSON has neither."""
         finite = {name: value for name, value in entry.items() if math.isfinite(value)}
         self._lines.write(json.dumps(dict.fromkeys(entry) | finite) + "\n")
         self._lines.flush()
@@ -83,7 +83,7 @@ class MetricsLog:
                 self._events.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Writes what is still buffered."""
         self._lines.close()
         self._events.close()
 

@@ -34,10 +34,10 @@ def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation
 
 
 def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW whose weight decay is of the step.
+    """AdamW whose weight decay depends on the step.
 
-    optax takes a schedule too, and counts its steps in the state. This reads Adam's count, so that a checkpoint is the
-    same whether the decay grows or not.
+    optax takes a schedule too, and adds a counter to the state. This reads Adam's counter, so that a checkpoint has the
+    same form whether the decay grows or not.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -49,8 +49,8 @@ def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Sc
 def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
     """Gradients of a global norm of at most `max_norm`.
 
-    By one factor, which the updates multiply by as they read a gradient; optax's own divides, and XLA would not repeat
-    a division in each of the three updates: it writes all clipped gradients out.
+    All are multiplied by one factor, as the updates read them; optax's own clipping divides, and XLA would not repeat a
+    division in each of the three updates: it would write all clipped gradients out.
     """
     factor = jnp.minimum(1.0, max_norm / optax.tree.norm(gradients))
     return jax.tree.map(lambda gradient: gradient * factor, gradients)

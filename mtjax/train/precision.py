@@ -30,7 +30,7 @@ class LossScale:
     growth: Any
     """Good steps since the last overflow or growth, int32."""
     hysteresis: Any
-    """Overflows until the scale shrinks, int32; at 0 and below every one of them shrinks it."""
+    """Overflows until the scale shrinks, int32; at 0 and below every overflow shrinks it."""
 
 
 def initial(options: Training) -> LossScale | None:

@@ -37,11 +37,11 @@ class ProgressLine:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def update(self, entry: dict[str, Any], *, compiled: bool = False) -> None:
-        """Shows a logged step; one that was `compiled` has no speed to show."""
+        """Shows a logged step; where its time includes compilation (`compiled`), without a speed."""
         if compiled:
             text = f"{_losses(entry)}  compiled and run in {entry['step_time']:.0f} s"
         else:

@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, and what may be in it already."""
+"""The folder of a run: which one it is, and what it may already hold."""
 
 import re
 from pathlib import Path
@@ -14,26 +14,24 @@ RUNS = Path("runs")
 
 
 def choose_folder(output: Output, name: str) -> Path:
-    """`--out`, or the next free runs/NAME-N, or with --resume the newest one there is.
+    """`--out`, or the next free runs/NAME-N, or with --resume the newest of these.
 
     Raises:
-      UserError: the folder holds a run and --resume is not given, or can't be one.
+      UserError: the folder holds a run and --resume is not given, or the path can't be a folder.
     """
     if output.out is None:
         last = _agree(max(_numbers(name), default=0))
         return RUNS / f"{name}-{last if output.resume and last else last + 1}"
-    there = next((p for p in (output.out, *output.out.parents) if p.exists()), None)
-    if there is not None and not there.is_dir():
-        raise UserError(f"--out {output.out} can't be a folder: {there} is a file")
+    existing = next((p for p in (output.out, *output.out.parents) if p.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise UserError(f"--out {output.out} can't be a folder: {existing} is a file")
     if (output.out / "weights").exists():
         raise UserError(
-            f"--out {output.out} holds converted weights: start from them with --init-from, and name another"
+            f"--out {output.out} holds converted weights: start from them with --init-from, and name another folder"
         )
     used = _agree(int((output.out / "metrics.jsonl").exists() or (output.out / "checkpoints").exists()))
     if used and not output.resume:
-        raise UserError(
-            f"--out {output.out} holds a run already: add --resume to go on with it, or name another folder"
-        )
+        raise UserError(f"--out {output.out} holds a run already: add --resume to continue it, or name another folder")
     return output.out
 
 

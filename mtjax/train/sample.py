@@ -1,4 +1,4 @@
-"""A continuation of a prompt: how the model that was just trained writes."""
+"""A continuation of a prompt: a sample of what the trained model writes."""
 
 import dataclasses
 
@@ -31,14 +31,14 @@ def continue_text(
     """`prompt` and up to `length` tokens after it, sampled from the `top_k` most likely: the same on every mesh.
 
     Spaces at the prompt's end are left out: in most vocabularies a word's token begins with the space before it, and
-    after a space of its own the model would be in the middle of a word. The whole window is computed again for each
-    token: made for one look at a model, not for serving.
+    after a separate space the model would be in the middle of a word. The whole window is computed again for each
+    token: good enough for one look at a model, not for serving.
     """
     ids = tokenizer.encode(prompt.rstrip(" "))[-placed.config.model.sequence_length // 2 :] or [tokenizer.eod]
     window = min(placed.config.model.sequence_length, len(ids) + length)
     tokens = np.full((1, window), tokenizer.eod, np.int32)
     tokens[0, : len(ids)] = ids
-    # One sample does not split over data ranks, nor do a few tokens over model ranks: all of them do the same.
+    # One sample does not split over data ranks, nor do a few tokens over model ranks: all ranks do the same work.
     rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
 
     def sample(parameters: Tree, tokens: Array, key: Array) -> Array:

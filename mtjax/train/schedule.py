@@ -1,7 +1,7 @@
 """Learning rate and weight decay by step, as Megatron's `OptimizerParamScheduler` gives them.
 
-Megatron counts samples, of which each step has the same number: its ratios are those of steps. Update k, counted from
-0, takes the value at k.
+Megatron counts samples; each step has the same number of them, so ratios of samples are ratios of steps. Update k,
+counted from 0, takes the value at k.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,15 +31,15 @@ SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
 }
-"""What is left of a way from 1 to 0, after a share of the steps."""
+"""Shape of a decay from 1 to 0, as a function of the share of its steps that is over."""
 
 
 def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
     """Learning rate of each step, counted from 0.
 
     Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
-    changes nothing but Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the floor. A
-    run that is not longer than its warmup climbs to its end.
+    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the floor. In a
+    run that is no longer than its warmup, the rate climbs to the end.
     """
     peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
     last = max(options.decay_steps or steps, warmup + 1)

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: devices, a folder, text, and the state that it begins with."""
+"""What a run needs before its first step: devices, a folder, text, and its initial state."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class Place:
     schedule: BatchSchedule
     folder: Path
     weights: Weights | None
-    """What the run starts from, where it is given."""
+    """What the run starts from; None for random weights."""
     is_first_process: bool
 
 
@@ -52,7 +52,7 @@ def find_place(config: Config, name: str) -> Place:
     """Joins the other processes, takes the devices and chooses the folder of a run called `name`.
 
     Raises:
-      UserError: batch and mesh don't fit, the devices or the weights are not there, or the folder can't be used.
+      UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
     """
     num_processes = start_processes(config.parallel)
     shape = parse_mesh(config.parallel.mesh)
@@ -67,7 +67,7 @@ def find_place(config: Config, name: str) -> Place:
 
 
 def open_text(config: Config, folder: Path) -> tuple[Config, Text]:
-    """The text that a config names, and the config with everything filled in that the text decides.
+    """The text that a config names, and the config with everything that the text decides filled in.
 
     Raises:
       UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
@@ -81,7 +81,7 @@ def open_text(config: Config, folder: Path) -> tuple[Config, Text]:
 
 
 def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
-    """The config with everything filled in that the text and the machine decide.
+    """The config with everything that the text and the machine decide filled in.
 
     Raises:
       UserError: the vocabulary is smaller than the tokenizer's.
@@ -99,7 +99,7 @@ def shareable(config: Config) -> Config:
 
 
 def introduce(config: Config, place: Place, program: Program, progress: ProgressLine) -> None:
-    """Prints the resolved config, short, and what the program does otherwise than it says."""
+    """Prints a short form of the resolved config, and where the program deviates from it."""
     model, training, shape = config.model, config.training, place.shape
     device = jax.devices()[0]
     kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
@@ -134,7 +134,7 @@ def restore_or_initialize(
         if restored is not None:
             progress.say(f"resumed from step {restored.step} in {checkpoints.folder}")
             if restored.step >= config.training.steps:
-                progress.say(f"all {config.training.steps} steps are done already; --steps asks for more")
+                progress.say(f"all {config.training.steps} steps are done already; raise --steps for more")
             return restored
         progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
     parameters = None

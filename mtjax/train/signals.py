@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run at its next step, in all processes at the same one."""
+"""SIGTERM and Ctrl-C end a run after its next step, the same step in all processes."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class StopRequest:
         self._signal = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
 
     def at(self, step: int) -> str | None:
-        """What asked the run to stop after this step, if anything did."""
+        """The name of what asked the run to stop after this step; None if nothing did."""
         if self._together:
             return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
         return self._signal

@@ -1,4 +1,4 @@
-"""What training adds to a model on a mesh: the optimizer's state, and the compiled programs that make it and step it.
+"""What training adds to a model on a mesh: the optimizer's state, and the compiled programs that create and update it.
 
 `inspect` and the planner build the same `Program` from compile-only devices.
 """
@@ -41,24 +41,24 @@ Tree = Any
 )
 @dataclass(frozen=True)
 class State:
-    """All that a step changes, and all that a checkpoint must hold of the model."""
+    """Everything that a step changes, and everything that a checkpoint must hold of the model."""
 
     step: Any
     """Steps done, int32."""
     random: Any
-    """Data of the key that dropout derives from."""
+    """Key data from which dropout derives."""
     parameters: Tree
     """Nested dicts of float32 arrays."""
     optimizer: Tree
     """optax state."""
     loss_scale: LossScale | None = None
-    """Of float16 only."""
+    """For float16 only."""
 
 
 class Program(Placed):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `xla` is what XLA is asked for where the step is compiled.
+    `xla` holds the compiler options of the step.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
@@ -89,7 +89,7 @@ class Program(Placed):
         return placement.with_sharding(state, self.state_sharding)
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
-        """A fresh state, made where it lives; the same values on every mesh.
+        """A fresh state, created where it lives; the same values on every mesh.
 
         With `parameters`, which it consumes, only the rest is fresh.
         """
@@ -99,20 +99,20 @@ class Program(Placed):
         """One optimizer step; consumes `state`. Metrics are scalars.
 
         They are loss, grad_norm, learning_rate, tokens, skipped, each loss by its name where the family has several,
-        and first_bad: what is not finite, in the order of `tensors`. Where something is not, all but the step's number
-        stays as it was, and skipped is 1 and grad_norm 0.
+        and first_bad: the first tensor that is not finite, by its place in `tensors`. If there is one, everything but
+        the step's number stays as it was, skipped is 1 and grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """What `first_bad` counts."""
+        """The tensors that `first_bad` numbers."""
         return tensors(self.records)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """A parameter that is not finite; None where all are."""
 
-        def find(parameters: Tree) -> Array:  # only what is not finite counts: squares of large weights are not either
+        def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), parameters)
             return first_bad(jnp.zeros(()), bad, self.records)
 
@@ -175,14 +175,14 @@ class Program(Placed):
     ) -> tuple[Array, dict[str, Array], Tree]:
         """The step's differentiated part, to be traced.
 
-        `key` is what dropout derives from; None turns it off. `scale` keeps float16 cotangents in range;
-        what is returned is free of it.
+        Dropout derives from `key`; None turns it off. `scale` keeps float16 cotangents in range, and is divided out of
+        the results.
 
         Returns:
           The loss, the sum of the family's losses, each a mean over the global batch; each of them by name, where there
           are several; and the gradients.
         """
-        # Divided by the global count here, so that sums over microbatches and ranks are the mean: no mean of means.
+        # Divided by the global count here, so that sums over microbatches and ranks are the mean, not a mean of means.
         weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
         if scale is not None:
             weights = {name: w * scale for name, w in weights.items()}
@@ -203,7 +203,7 @@ class Program(Placed):
 
 
 def applied_steps(optimizer: Tree) -> Array:
-    """Steps that the optimizer has taken, which is what its schedule counts: a skipped one is not among them."""
+    """Steps that the optimizer has taken, by which its schedule goes: skipped ones do not count."""
     return optax.tree.get_all_with_path(optimizer, "count")[0][1]
 
 

@@ -1,7 +1,7 @@
 """Saved parameters without their run: in a run's folder or in one that `mtjax convert` wrote, read slice by slice.
 
 Both hold the same: `state/`, where every parameter is a zarr array under its dotted name (in Orbax's one key-value
-store, or in a folder of its own), and `page/metadata`, which says what model it is and the fingerprint of each array.
+store, or in its own folder), and `page/metadata`, which holds the model's config and the fingerprint of each array.
 """
 
 import json
@@ -24,9 +24,9 @@ from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, toge
 Tree = Any
 
 CONVERTED = "weights"
-"""The part of a converted folder that stands where a run has `checkpoints/STEP`."""
+"""Subfolder of a converted folder that corresponds to a run's `checkpoints/STEP`."""
 PREFIX = "parameters"
-"""Of the names of parameters in a state."""
+"""What the names of parameters in a state begin with."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def find_weights(folder: Path) -> Weights:
     """The weights in `folder`: a converted folder, a run's folder (its newest checkpoint), or one checkpoint.
 
     Raises:
-      UserError: there are none, they are in another format, or their page is damaged; says what to do.
+      UserError: there are none, they are in another format (says how to convert them), or their page is damaged.
     """
     path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
     if path is None:
-        raise UserError(f"{folder} holds no weights of mtjax{_advice(folder)}")
+        raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
     try:
         page = json.loads((path / "page" / "metadata").read_text())
         checksum = page.pop("checksum", None)
@@ -79,7 +79,7 @@ def find_weights(folder: Path) -> Weights:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Where weights may be, those to be preferred first."""
+    """Where weights may be, the preferred place first."""
     steps = [p for parent in (folder / "checkpoints", folder) for p in parent.glob("*") if p.name.isdigit()]
     return [folder, folder / CONVERTED, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
 
@@ -94,16 +94,14 @@ def _advice(folder: Path) -> str:
         kind = ("Megatron-LM's", "megatron")
     if kind is None:
         return ": expected a run's folder, one of its checkpoints, or a folder that `mtjax convert` wrote"
-    return (
-        f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and take NEW"
-    )
+    return f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and use NEW"
 
 
 def restore_weights(weights: Weights, abstract: Tree) -> Tree:
     """The parameters, each device's part read on its own and placed as `abstract` says.
 
     Args:
-      weights: what to read; `check_same_weights` has looked at them.
+      weights: what to read; `check_same_weights` has checked them.
       abstract: tree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
@@ -133,15 +131,15 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
     """
     differing = differences(weights.config.model, config.model)
     wanted = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-    found = set(weights.names)
-    differing += [f"{name} is not there" for name in wanted if name not in found]
+    saved = set(weights.names)
+    differing += [f"{name} is missing" for name in wanted if name not in saved]
     if not differing:
         shapes = {name: weights.open(name).shape for name in wanted}
         differing += [f"{n} is {shapes[n]} there and {wanted[n]} here" for n in wanted if shapes[n] != wanted[n]]
     if differing:
         listed = "".join(f"\n  {difference}" for difference in differing)
         raise UserError(
-            f"the weights in {weights.folder} are of another model; take its settings, or weights of this one:{listed}"
+            f"the weights in {weights.folder} are of another model; use its settings, or weights of this model:{listed}"
         )
 
 

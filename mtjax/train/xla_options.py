@@ -1,8 +1,8 @@
-"""What XLA is asked for beyond its defaults: on GPUs to send behind computing, on CPUs not to copy the moments.
+"""XLA options beyond its defaults: on GPUs to overlap communication with computation, on CPUs not to copy the moments.
 
-They travel as a program's own `compiler_options`: `XLA_FLAGS` would be every program's of the process, and a flag that
-XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify` compile
-with the same ones.
+They are passed as a program's `compiler_options`: `XLA_FLAGS` would hold for every program of the process, and a flag
+that XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify`
+compile with the same ones.
 """
 
 import warnings
@@ -26,20 +26,20 @@ class Option:
     value: bool | int
     why: str
     known: str
-    """Where it was seen: versions of jax, and what its default was there."""
+    """The version of jax that knew it, and the default there."""
 
 
 OVERLAP = (
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "begins a collective as soon as its operands are there, and waits for it where its result is needed",
+        "begins a collective as soon as its operands are ready, and waits for it where its result is needed",
         "0.10.2, on by default",
     ),
     Option(
         "xla_gpu_enable_pipelined_reduce_scatter",
         True,
-        "moves a scattered sum at the end of a loop's body into the next turn, behind its products: ZeRO's gradients",
+        "moves a scattered sum at the end of a loop's body into the next iteration, behind its products: ZeRO's sums",
         "0.10.2, on by default",
     ),
 )
@@ -47,14 +47,14 @@ SPLIT_SEQUENCES = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
         True,
-        "the same for a whole sum, which then is one of gradients; without split sequences it would also be the next "
-        "layer's input, which waits for it all the sooner",
+        "the same for an all-reduce, which with split sequences is a sum of gradients; without, it would also be the "
+        "next layer's input, which waits for it all the sooner",
         "0.10.2, off by default",
     ),
 )
-"""Beside the former, where the residual stream is split over the sequence.
+"""In addition, where the residual stream is split over the sequence.
 
-What was left out, and what all of them were measured to do, is in docs/inspect.md.
+docs/inspect.md has what was left out, and measurements of all of them.
 """
 
 
@@ -75,7 +75,7 @@ class Chosen:
 
     options: dict[str, bool | int]
     refused: tuple[str, ...] = ()
-    """Names that the XLA which is installed does not know."""
+    """Names that the installed XLA does not know."""
 
 
 def choose(config: Config, mesh: Mesh) -> Chosen:
@@ -90,7 +90,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
 
 @cache
 def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
-    """The options of a table that XLA takes for a device, found out by compiling next to nothing with each of them."""
+    """The options of a table that XLA accepts for a device, tested by compiling a tiny program with each of them."""
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 
@@ -98,7 +98,7 @@ def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
 def _compiles(options: Iterable[Option], device: Any) -> bool:
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     with warnings.catch_warnings():
-        # A program for a device that is not there can't be loaded from jax's cache, and it says so.
+        # A program for an absent device can't be loaded from jax's cache, and jax warns of it.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         try:
             jax.jit(jnp.negative, compiler_options={o.name: o.value for o in options}).lower(one).compile()

@@ -167,13 +167,13 @@ def test_a_config_without_a_family_is_refused(hf, tmp_path, capsys):
 
 def test_places_that_are_none(hf, ours, tmp_path, capsys):
     wrong = [
-        ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is no KIND:DIR"),
+        ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is not KIND:DIR"),
         ((f"hff:{hf}", f"mtjax:{tmp_path / 'a'}"), "did you mean 'hf'"),
         ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
         ((f"megatron:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
         ((f"hf:{ours}", f"mtjax:{tmp_path / 'a'}"), f"has no config.json; it looks like mtjax:{ours}"),
         ((f"megatron:{hf}", f"mtjax:{tmp_path / 'a'}"), f"latest_checkpointed_iteration.txt; it looks like hf:{hf}"),
-        ((f"hf:{hf / 'config.json'}", f"mtjax:{tmp_path / 'a'}"), "config.json is no folder"),
+        ((f"hf:{hf / 'config.json'}", f"mtjax:{tmp_path / 'a'}"), "config.json is not a folder"),
         ((f"mtjax:{hf}", f"hf:{tmp_path / 'a'}"), f"mtjax convert --from hf:{hf} --to mtjax:NEW"),
         ((f"mtjax:{tmp_path / 'no'}", f"hf:{tmp_path / 'a'}"), "it does not exist"),
         ((f"hf:{hf}", f"mtjax:{ours}"), "exists already"),

@@ -57,7 +57,7 @@ def test_bounded_dimensions_count_as_their_bound():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "no HLO text"),
+        ("nothing", "not HLO text"),
         ("HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0\n}\n", "never closed"),
         ("HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {\n  what is this\n}\n", "line 4"),
         ("HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {\n  %p = f32[] parameter(0)\n", "cut off"),

@@ -53,7 +53,7 @@ def test_an_extra_gather_in_a_program_for_h100(monkeypatch):
 def test_a_replicated_weight():
     layout = Layout(Rules(batch=(DATA,), heads=(MODEL,), kv_heads=(MODEL,), vocab=(MODEL,)))
     violations = inspect_tiny(layout).verdict.violations
-    assert any("the weight stack.layers.mlp.up.weight is whole on every device" in v for v in violations)
+    assert any("the weight stack.layers.mlp.up.weight is replicated on every device" in v for v in violations)
 
 
 def test_gathered_logits(monkeypatch):
@@ -65,7 +65,7 @@ def test_gathered_logits(monkeypatch):
 
     monkeypatch.setattr(GPT, "losses", naive)
     violations = inspect_tiny().verdict.violations
-    assert any("extra all-gather over model in loss forward" in v and "the logits, whole" in v for v in violations)
+    assert any("extra all-gather over model in loss forward" in v and "the logits, unsplit" in v for v in violations)
 
 
 # --- single lines, on collectives made by hand
@@ -108,11 +108,11 @@ def test_the_whole_program_holds():
     ("extra", "message"),
     [
         (collective(count=3), "3 extra all-reduce over model in layer forward: bf16[2,64,64], from op_name"),
-        (collective("layer backward", "all-gather", arrays=((64, 256),)), "the weight mlp.up, whole"),
+        (collective("layer backward", "all-gather", arrays=((64, 256),)), "the weight mlp.up, unsplit"),
         (collective("other", "all-to-all", arrays=((9, 999),)), "12 extra all-to-all over model in other"),
         (collective("layer forward", arrays=((),)), "extra all-reduce over model in layer forward: bf16[]"),
         (collective("gradients", axes=(DATA, MODEL), arrays=((4000,),)), "extra all-reduce over data+model"),
-        (collective("other", axes=None, count=1, arrays=((),)), "no set of mesh axes"),
+        (collective("other", axes=None, count=1, arrays=((),)), "do not match any set of mesh axes"),
         (collective("other", "teleport", count=1, arrays=((),)), "does not know"),
     ],
 )

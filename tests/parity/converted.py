@@ -92,7 +92,7 @@ def our_encoder(folder: Path, batch: dict[str, np.ndarray], mesh: str = "1x1") -
 
 
 def assert_same_encoder(found: dict[str, np.ndarray], network: Any, batch: dict[str, np.ndarray], limit: float) -> None:
-    """Compares what transformers' model gives, on all tokens that are no padding."""
+    """Compares what transformers' model gives, on all tokens that are not padding."""
     with torch.no_grad():
         long = {name: torch.tensor(array).long() for name, array in batch.items()}
         asked = {"token_type_ids": long["types"], "attention_mask": long["mask"], "output_hidden_states": True}

@@ -147,7 +147,7 @@ def test_what_we_write_is_what_they_do(
 
 
 def real_rows(tensor: str, split: tuple[int, int], place: Path, rows: int) -> int:
-    """Rows of a rank's tensor that are no padding."""
+    """Rows of a rank's tensor that are not padding."""
     if tensor not in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return rows
     rank = int(place.parts[0].split("_")[2])

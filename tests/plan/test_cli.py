@@ -128,7 +128,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--config", "gpt2-large", "--mesh", "8x1", "--target", "h100x7"], "8 GPUs don't fill servers of 7"),
         (["--gpus", "1", "--target", "v100x16"], "no plan for 1 GPUs fits"),
         (["--plot", "x.txt"], "should end in one of"),
-        (["--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
+        (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),
         (["--verify", "--mesh", "data=1,stage=2,model=1"], "mtjax trains over data and model only so far"),
         (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),

@@ -1,4 +1,4 @@
-"""Steps that are no numbers: found, named, skipped by every replica, and the end of the run when they go on."""
+"""Steps with numbers that are not finite: found, named, skipped by every replica; they end the run if they persist."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is to be said of a Hugging Face family, once: reading, writing and refusing follow from it."""
+"""The description of a Hugging Face family, from which reading, writing and refusing follow."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""transformers' `llama`: Llama 1, 2 and 3, and all models that are written down as one."""
+"""transformers' `llama`: Llama 1, 2 and 3, and all models in the same format."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ def decoder(
       words: the embedding's name behind the prefix.
       layer: what a layer has.
       final_norm: the last norm's name behind the prefix.
-      others: what stands beside.
+      others: rows outside the stack and its tables.
       ignored: regular expression, behind the prefix, of tensors that hold no weights.
     """
     output = "lm_head.weight"

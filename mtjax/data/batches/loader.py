@@ -67,9 +67,9 @@ class StepBatches:
 
 
 def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
-    """The result of `work`, which is left to itself when it takes too long.
+    """The result of `work`, which is abandoned when it takes too long.
 
-    A thread that waits for a dead disk can't be ended, and would keep the process from exiting, were it not a daemon.
+    A thread that waits for a dead disk can't be ended, and would keep the process from exiting if it were not a daemon.
 
     Raises:
       UserError: it takes longer than `seconds`.
@@ -163,7 +163,7 @@ class Loader(Iterator[Sample]):
                 return
 
     def _kill_workers(self) -> None:
-        """Ends worker processes that don't react: grain would wait for them. The run ends with them."""
+        """Kills worker processes that don't react; grain would wait for them, and the run could not end."""
         for child in set(multiprocessing.active_children()) - self._other_children:
             child.kill()
 

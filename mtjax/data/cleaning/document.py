@@ -23,11 +23,11 @@ class CleanOptions:
     Attributes:
       key: of the JSON objects' text.
       fix_unicode: repair mojibake and the like with ftfy.
-      min_tokens: shorter documents go.
+      min_tokens: shorter documents are dropped.
       tokenizer: counts tokens; words are counted when None.
-      shingle_words: words in a row that the similarity of documents is about.
+      shingle_words: length of the word n-grams by which documents are compared.
       id_key: of the JSON objects' names.
-      removed_ids: names of documents that go.
+      removed_ids: names of documents to drop.
     """
 
     key: str = "text"
@@ -41,7 +41,7 @@ class CleanOptions:
 
 @dataclass(frozen=True)
 class Drop:
-    """A document that goes.
+    """A dropped document.
 
     Attributes:
       line: where it is in its file.

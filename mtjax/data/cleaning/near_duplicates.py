@@ -1,6 +1,6 @@
 """Near-duplicates in a corpus, by locality-sensitive hashing of MinHash signatures.
 
-A signature is cut into bands; documents that agree in a whole band are compared. Bands are sorted one at a time, so
+A signature is cut into bands; documents that agree in an entire band are compared. Bands are sorted one at a time, so
 memory is some bytes per document, and the signatures stay on disk.
 """
 
@@ -43,7 +43,7 @@ def find_duplicates(
 
     Args:
       signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.
-      threshold: Jaccard similarity above which the later document goes.
+      threshold: Jaccard similarity above which the later document is dropped.
       protected: this many documents at the beginning are never dropped.
       progress: is told how many bands are done.
     """
@@ -102,7 +102,7 @@ def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) 
 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
-    """In order of the corpus, drops what is like a document that was kept; being like a dropped one does not count."""
+    """In order of the corpus, drops documents similar to one that was kept; dropped ones are not compared with."""
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):

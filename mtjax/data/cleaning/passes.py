@@ -32,8 +32,8 @@ class CleanJob:
       paths: text files, in the order that decides which of two duplicates is the first.
       output: the file that is written.
       options: what is done to each document.
-      jaccard: similarity above which the later of two documents goes; 1 for no such comparison.
-      remove_like: files of documents whose near-duplicates go.
+      jaccard: similarity above which the later of two documents is dropped; 1 for no such comparison.
+      remove_like: files of documents whose near-duplicates are dropped.
       overlap_with: test sets to look for.
       workers: processes.
       on_error: what a line that can't be used does: end the run, or be dropped.

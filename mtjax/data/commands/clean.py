@@ -52,9 +52,9 @@ class Options:
     remove_ids: tuple[Path, ...] = ()
     """Files with a document's id on each line: those documents are dropped."""
     id_key: str = "id"
-    """Key of the JSON objects that --remove-ids is about."""
+    """Key of the JSON objects under which --remove-ids finds the id."""
     remove_like: tuple[str, ...] = ()
-    """Files of documents (say, the articles of a test set): what is more similar to one than --jaccard is dropped."""
+    """Files of documents (say, a test set's articles): documents more similar to one than --jaccard are dropped."""
     overlap_with: tuple[str, ...] = ()
     """Test sets: the report says which share of each one's word 8-grams occurs in the cleaned corpus."""
     workers: Annotated[int | None, tyro.conf.arg(help="Processes; one per core when not given.")] = None

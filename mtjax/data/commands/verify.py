@@ -1,4 +1,4 @@
-"""`mtjax data verify`: reads every byte of an indexed dataset, and says whether it is whole."""
+"""`mtjax data verify`: reads every byte of an indexed dataset, and says whether it is intact."""
 
 import sys
 from collections.abc import Sequence

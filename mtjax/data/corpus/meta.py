@@ -1,4 +1,4 @@
-"""`PREFIX.meta.json`: what Megatron's two files don't say - the tokenizer and checksums. Optional, and ours alone."""
+"""`PREFIX.meta.json`: what Megatron's two files don't say: tokenizer and checksums. Optional; Megatron ignores it."""
 
 import json
 import zlib
@@ -36,10 +36,10 @@ def meta_path(prefix: str | Path) -> Path:
 
 
 def read_meta(prefix: str | Path) -> Meta | None:
-    """The facts about a dataset, None when there is no such file (Megatron writes none).
+    """The facts about a dataset; None when the file does not exist (Megatron does not write it).
 
     Raises:
-      UserError: the file is there, and is not what this writes.
+      UserError: the file exists, but is damaged.
     """
     path = meta_path(prefix)
     if not path.is_file():

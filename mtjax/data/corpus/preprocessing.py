@@ -1,4 +1,4 @@
-"""From text files to indexed datasets: read, encode on all cores, write in order, remember how far it got.
+"""From text files to indexed datasets: read, encode on all cores, write in order, record the progress.
 
 The output depends on the text, the tokenizer and the options, never on the number of workers or on interruptions.
 """
@@ -129,7 +129,9 @@ def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: Resume
         if not writer.position()["bin"]:
             record.remove()
             others = f" and {len(job.paths) - 1} more files" if len(job.paths) > 1 else ""
-            raise UserError(f"{job.paths[0]}{others}: there is no text under the key {key!r}, and so no token to write")
+            raise UserError(
+                f"{job.paths[0]}{others}: there is no text under the key {key!r}, so there are no tokens to write"
+            )
 
 
 def _after(chunk: Chunk) -> Position:

@@ -18,7 +18,7 @@ from mtjax.errors import UserError
 
 @dataclass
 class Counts:
-    """What went through since the start, over all interruptions."""
+    """What has been processed since the start, over all interruptions."""
 
     documents: int = 0
     skipped: int = 0
@@ -31,7 +31,7 @@ class State:
 
     Attributes:
       position: the next chunk of text.
-      counts: what went through.
+      counts: what has been processed.
       writers: per key, how much of its partial files counts.
       sealed: all text is through, and the files only need their names.
     """
@@ -43,7 +43,7 @@ class State:
 
 
 class ResumeRecord:
-    """The record of one run, and the lock that keeps a second run away from the same output."""
+    """The record of one run, and the lock that keeps a second run from the same output."""
 
     def __init__(self, outputs: Mapping[str, Path], identity: Mapping[str, Any] | None) -> None:
         """A record for datasets `outputs` (key -> prefix); with no identity nothing is kept and nothing resumed."""

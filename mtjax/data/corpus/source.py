@@ -1,4 +1,4 @@
-"""What `--data` says: one or more datasets, each text files or an indexed dataset, with or without weights."""
+"""The meaning of `--data`: one or more datasets, each text files or an indexed dataset, with or without weights."""
 
 import shlex
 from dataclasses import dataclass

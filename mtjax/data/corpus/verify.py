@@ -30,4 +30,4 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> str:
             f"{bin_path(dataset.prefix)} is damaged: its checksum is not the one in {meta_path(dataset.prefix)}"
         )
     checks = ["structure", *(["checksums"] if dataset.meta else []), *(["vocabulary"] if vocab_size else [])]
-    return f"{total:,} tokens are whole ({', '.join(checks)} checked)"
+    return f"{total:,} tokens are intact ({', '.join(checks)} checked)"

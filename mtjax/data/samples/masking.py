@@ -12,7 +12,7 @@ DrawLength = Callable[[np.random.RandomState], int]
 
 
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
-    """bool[vocab]: whether a token begins a word, told by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
+    """bool[vocab]: whether a token begins a word, by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
     names = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
     if any(name.startswith("##") for name in names):
         return np.array([not name.startswith("##") for name in names])

@@ -11,7 +11,7 @@ SPECIAL, MASKED, NO_LOSS, PLAIN, SECOND = "bold magenta", "bold yellow", "dim", 
 
 
 def styled(tokens: np.ndarray, styles: np.ndarray, tokenizer: Tokenizer) -> Text:
-    """Decoded tokens, each stretch of one style decoded together, so that characters of several tokens stay whole."""
+    """Decoded tokens; a stretch of one style is decoded together, so that characters of several tokens stay intact."""
     text, at = Text(), 0
     for end in [*(np.flatnonzero(styles[1:] != styles[:-1]) + 1).tolist(), len(tokens)]:
         stretch = [int(t) for t in tokens[at:end]]

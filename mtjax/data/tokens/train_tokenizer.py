@@ -1,4 +1,4 @@
-"""Trains GPT-2's kind of tokenizer, a byte-level BPE, on a text of one's own."""
+"""Trains GPT-2's kind of tokenizer, a byte-level BPE, on given text."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Byte-level BPE by looking words up: a corpus has few different words, and each needs its merges only once.
+"""Byte-level BPE with a cache of words: a corpus has few different words, and each needs its merges only once.
 
 GPT-2's pre-tokenizer cuts text into words that are encoded without looking at their neighbours, so the ids of a text
 are the ids of its words. Gives what the `tokenizers` library gives, in less than half the time.

@@ -1,1 +1,1 @@
-"""Families of models: each file has what a family does beside its layers."""
+"""Families of models: each file has what a family does besides its layers."""

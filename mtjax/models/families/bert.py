@@ -1,7 +1,7 @@
 """BERT: bidirectional attention over two sentences, masked-LM head and sentence-order head (section 5 of the paper).
 
-By its settings the paper's pre-LN layers with a final norm (Figure 7b), or the original's post-LN layers with a norm on
-the embeddings (Figure 7a).
+Depending on its settings, with the paper's pre-LN layers and a final norm (Figure 7b), or with the original's post-LN
+layers and a norm on the embeddings (Figure 7a).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper).
 
-By its settings also with rotary positions, other norms and activations, grouped-query attention, an untied output.
+Settings also allow rotary positions, other norms and activations, grouped-query attention and an untied output.
 """
 
 from collections.abc import Mapping

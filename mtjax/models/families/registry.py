@@ -1,4 +1,4 @@
-"""Families of models by name, and what each of them tells a train step about itself."""
+"""Families of models by name, and what a train step asks of each."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -17,8 +17,8 @@ from mtjax.models.trunk import Batch, Trunk
 class LanguageModel(Trunk, Protocol):
     """A model that a train step can train.
 
-    It has one loss or several, by name. A loss is the mean of its values weighted by `loss_weights` over the whole
-    global batch; what is minimised is the sum of the losses.
+    It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by
+    `loss_weights`; the sum of the losses is minimised.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
@@ -26,17 +26,17 @@ class LanguageModel(Trunk, Protocol):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch that the model reads, each as it is for one sample: without the batch dimension."""
+        """The arrays of a batch that the model reads, each for one sample: without the batch dimension."""
         ...
 
     @staticmethod
     def loss_weights(batch: Batch) -> dict[str, Array]:
-        """What each value of each loss weighs: float32 [batch] or [batch, seq], shaped as `losses` gives them."""
+        """The weight of each value of each loss: float32 [batch] or [batch, seq], shaped as `losses` gives them."""
         ...
 
     @staticmethod
     def num_tokens(batch: Batch) -> Array:
-        """Tokens of the batch, without padding: what tokens per second count."""
+        """Tokens of the batch, without padding, as tokens per second count them."""
         ...
 
 

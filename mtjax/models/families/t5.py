@@ -1,7 +1,8 @@
-"""T5 (arXiv 1910.10683): an encoder reads text with gaps, a decoder writes what was in them.
+"""T5 (arXiv 1910.10683): an encoder reads text with gaps, a decoder writes the text that fills them.
 
-By its settings T5's own - relative positions, RMS norm, no biases, ReLU or gated GELU, tied or untied output - or
-Megatron-LM's: learned positions, layer norm, biases. A decoder layer has three sublayers, each with its all-reduce.
+Depending on its settings it is T5's own - relative positions, RMS norm, no biases, ReLU or gated GELU, tied or untied
+output - or Megatron-LM's: learned positions, layer norm, biases. A decoder layer has three sublayers, each with its
+all-reduce.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class T5(nnx.Module):
         recompute = Recompute.of(config.training)
         writer = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and model.position != "learned"
-        # A scaled output reads a table of unit variance (T5's own), or it starts, and stays for long, with tiny logits.
+        # A scaled output needs a table of unit variance (T5's own); else logits start tiny, and stay so for long.
         self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
         self.encoder = T5Stack(model, dtype, "transformer", recompute=recompute, is_causal=False, key=encoder_key)
@@ -91,7 +92,7 @@ class T5(nnx.Module):
         Args:
           encoder_tokens: ids of the text.
           decoder_tokens: ids before those to be predicted.
-          encoder_mask: 1 on tokens, 0 on padding, which nobody sees; no padding when None.
+          encoder_mask: 1 on tokens, 0 on padding, which no token sees; no padding when None.
           keys: one dropout key per sample; None turns dropout off.
         """
         batch = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens, "encoder_mask": encoder_mask}

@@ -16,8 +16,7 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Causal self-attention.
 
-    It has no mask, bias, scale or dropout of its own: `mtjax.theory.attention` takes it only for models that ask
-    for none.
+    It has no mask, bias, scale or dropout: `mtjax.theory.attention` chooses it only for models that need none of these.
     """
     assert context.is_causal and context.segment_ids is None and rate == 0
     assert context.bias is None and context.scale is None

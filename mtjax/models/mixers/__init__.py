@@ -1,1 +1,1 @@
-"""What a layer is a row of: each file is a mixer, which reads the residual stream and adds to it."""
+"""Mixers, the sublayers of a layer: one file each. A mixer reads the residual stream and adds to it."""

@@ -24,10 +24,10 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 
 Kernel = Callable[[Array, Array, Array, Context, float], Array]
-"""(query, key, value, context, dropout on probabilities) -> what each query gets of the values."""
+"""(query, key, value, context, dropout on probabilities) -> each query's weighted mean of the values."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
-"""By `attention`; `mtjax.theory.attention` says what auto is where the devices are known, and xla runs on all."""
+"""By `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all of them."""
 
 
 class SelfAttention(nnx.Module):
@@ -57,7 +57,7 @@ class SelfAttention(nnx.Module):
 
 
 class FusedQKV(nnx.Module):
-    """One product for query, key and value, as many heads of each."""
+    """One product for query, key and value, with equally many heads of each."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
@@ -77,8 +77,8 @@ class FusedQKV(nnx.Module):
 class GroupedQKV(nnx.Module):
     """Groups of query heads that share a key and a value head (arXiv 2305.13245), in one product.
 
-    The product's weight is put together by groups, each with its queries, its key and its value, so that a rank
-    computes whole groups and the backward pass sums one cotangent of `x`.
+    The product's weight is assembled by groups, each with its queries, its key and its value, so that a rank computes
+    entire groups and the backward pass sums one cotangent of `x`.
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
@@ -113,5 +113,5 @@ def _by_groups(query: Array, key_value: Array) -> Array:
 
 
 def initial_query_scale(model: Model) -> float:
-    """What initial queries are multiplied with: head_dim^-0.5 where scores are not, as in T5."""
+    """Factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5."""
     return head_dim(model) ** -0.5 if model.position == "relative" else 1.0

@@ -1,4 +1,4 @@
-"""What every mixer is."""
+"""The interface of a mixer."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -9,7 +9,7 @@ from mtjax.config import Model
 from mtjax.models.context import Context
 
 State = Any
-"""A tree of arrays that a mixer reads and hands on beside the stream, such as a cache of keys and values; None where
+"""A tree of arrays that a mixer reads and returns besides the stream, such as a cache of keys and values; None where
 there is none, as in training."""
 
 
@@ -21,14 +21,14 @@ class Mixer(Protocol):
     init_number: ClassVar[int]
     """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
     dropout_site: ClassVar[int]
-    """Site, within the layer, of the dropout on what it adds to the residual stream; dropouts inside a mixer have sites
-    too, and no two of a layer the same."""
+    """Site, within the layer, of the dropout on what it adds to the residual stream. Dropouts inside a mixer have sites
+    too; all sites of a layer differ."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        """Draws the parameters; `output_std` is the deviation of those just before the residual stream."""
+        """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """What is added to the residual stream, and the state for whoever runs the layer next."""
+        """What is added to the residual stream, and the state for the next run of the layer."""
         ...

@@ -1,4 +1,4 @@
-"""Mixers by name, and the rows of mixers that make layers."""
+"""Mixers by name, and kinds of layers as rows of mixers."""
 
 from collections.abc import Mapping
 
@@ -13,4 +13,4 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer": ("attention", "mlp"),
     "transformer with cross-attention": ("attention", "cross", "mlp"),
 }
-"""Kind of layer -> its mixers, in the order in which they work."""
+"""Kind of layer -> its mixers, in the order in which they run."""

@@ -1,1 +1,1 @@
-"""Schedules: in which order ranks work through microbatches and parts of the model; one file each."""
+"""Schedules: the order in which ranks work through microbatches and parts of the model; one file each."""

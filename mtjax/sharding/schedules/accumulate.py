@@ -1,4 +1,4 @@
-"""One microbatch after the other, each through the whole model, and the sum of their gradients."""
+"""One microbatch after the other, each through the entire model, and the sum of their gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class Accumulate:
         return loss, jax.tree.map(lambda scalars: scalars.sum(0), reports), gradients
 
     def _accumulating(self, records: Tree, wrapped: Tree, sums: Tree) -> Tree:
-        """Wrapped parameters, of which some add their gradients to `sums` by themselves."""
+        """Wrapped parameters; some of them add their gradients to `sums` by themselves."""
 
         def one(record: ParameterRecord, leaf: Any, total: Array) -> Any:
             return Accumulated(leaf, total) if self._adds_up(record) else leaf
@@ -60,5 +60,5 @@ class Accumulate:
         return jax.tree.map(one, records, sums, gradients)
 
     def _adds_up(self, record: ParameterRecord) -> bool:
-        """Whether the backward pass adds a gradient to the sum layer by layer, so that it never lives as a whole."""
+        """Whether the backward pass adds a gradient to the sum layer by layer, so that no full copy of it exists."""
         return record.is_stacked and self.num_microbatches > 1

@@ -1,4 +1,4 @@
-"""What a schedule is: loss and gradients of a rank's own samples, in an order of its own."""
+"""The interface of a schedule: loss and gradients of a rank's own samples, microbatches in some order."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from mtjax.sharding.reduction import Reduction
 
 Tree = Any
 LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-"""(parameters, microbatch) -> the weighted sum of its losses, and a tree of scalars to report beside it."""
+"""(parameters, microbatch) -> the weighted sum of its losses, and a tree of scalars to report with it."""
 
 
 class Schedule(Protocol):
@@ -24,9 +24,9 @@ class Schedule(Protocol):
           loss_sum: differentiated.
           parameters: this rank's, varying over the axes over which the batch does.
           batch: arrays [samples, ...], this rank's.
-          reduction: what of the gradients is summed over ranks inside the backward pass; its `finish` does the rest.
+          reduction: which gradients are summed over ranks inside the backward pass; its `finish` does the rest.
 
         Returns:
-          The loss and what is reported beside it, summed over microbatches; float32 gradients, summed over them too.
+          The loss and the scalars reported with it, summed over microbatches; float32 gradients, summed over them too.
         """
         ...
