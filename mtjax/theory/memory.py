@@ -54,7 +54,8 @@ class Memory:
     activations: Mapping[str, float]
     """Of all layers and microbatches in flight, by kind."""
     working: float
-    """The layer at work: what it computes again, its scores' gradients, and the gathered weights of ZeRO-3."""
+    """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what later
+    stacks kept, which is free by then."""
     logits: float
 
     @property
@@ -156,19 +157,16 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     Whether a layer's arrays were kept or are computed again, each is written out beside the stacks: query, key, value
     and attention's output, the probabilities with their mask and, for the gradient of the values, after dropout in the
     compute type, the inputs and results of norms, and the stream's gradient with and without the mask of dropout.
-    Outside the loop wait the embeddings with their mask, the last layer's output and its gradient. float32 programs
-    hoist two constants of the scores' shape.
+    Outside the loop wait the embeddings with their mask, the last layer's output and its gradient.
     """
-    c, hoisted = plan.element_bytes, 0.0
+    c = plan.element_bytes
     pairs = 0 if plan.flash_attention else sum(part.scores.pairs for part in stack.parts if part.scores)
     scores = pairs * plan.microbatch_size / plan.mesh.model
-    if c == 4:
-        hoisted = 8 * scores
     again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
-    again += 2 * kinds[NORM_INPUTS]
+    again += 2 * kinds.get(NORM_INPUTS, 0)
     near = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = near * plan.microbatch_size * _stream_elements(stack, plan)
-    return hoisted + again + c * scores + stream + max(part.working(plan) for part in stack.parts)
+    return again + c * scores + stream + max(part.working(plan) for part in stack.parts)
 
 
 def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:

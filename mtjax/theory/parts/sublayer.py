@@ -4,7 +4,6 @@ from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE
 from mtjax.theory.parts.part import NORM_VECTORS, Stream, over_model
 from mtjax.theory.plans import Plan
 
-
 NORM_INPUTS = "norm inputs"
 
 
