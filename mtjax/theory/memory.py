@@ -54,8 +54,8 @@ class Memory:
     activations: Mapping[str, float]
     """Of all layers and microbatches in flight, by kind."""
     working: float
-    """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what later
-    stacks kept, which is free by then."""
+    """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
+    later stacks kept, which is free by then."""
     logits: float
 
     @property
