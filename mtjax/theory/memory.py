@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.counts import Counts, layer_counts, stage_counts
-from mtjax.theory.parts.attention import PROBABILITIES
+from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
+from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
 from mtjax.theory.schedules import in_flight
 
@@ -53,7 +54,8 @@ class Memory:
     activations: Mapping[str, float]
     """Of all layers and microbatches in flight, by kind."""
     working: float
-    """The layer at work: what it computes again, its scores' gradients, and the gathered weights of ZeRO-3."""
+    """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
+    later stacks kept, which is free by then."""
     logits: float
 
     @property
@@ -81,6 +83,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     for stack in anatomy.stacks:
         for name, size in _kept(stack, plan).items():
             kept[name] += copies * size  # pyright: ignore[reportArgumentType]
+    for part in anatomy.embed:
+        kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
     gradients = g / mesh.data if plan.zero == 1 and plan.reduces_at_once else g
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
@@ -89,9 +93,19 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         gradients=gradients * counts.all + g * _added_whole(plan, counts),
         optimizer=k * counts.all,
         activations=dict(kept),
-        working=max(_working(anatomy, stack, plan) for stack in anatomy.stacks),
+        working=_fullest_stack(anatomy, plan),
         logits=head if stage == mesh.stage - 1 else 0,
     )
+
+
+def _fullest_stack(anatomy: Anatomy, plan: Plan) -> float:
+    """What the layer at work needs, at the fullest moment: a decoder's, or an encoder's, which comes when the decoder's
+    layers have given free what they kept."""
+    free, most = 0.0, 0.0
+    for stack in reversed(anatomy.stacks):
+        most = max(most, _working(anatomy, stack, plan) - free)
+        free += sum(_kept(stack, plan).values())
+    return most
 
 
 def _kept(stack: Stack, plan: Plan) -> dict[str, float]:
@@ -140,17 +154,19 @@ def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
 def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     """The fullest moment of a layer's backward pass: in attention, or in the MLP before it.
 
-    Scores are read or computed again; float32 programs hoist two constants of their shape. Norms and activations are
-    computed again whatever is kept: one norm's three float32 arrays, the residual stream's float32 gradient, two arrays
-    in the compute type, two masks.
+    Whether a layer's arrays were kept or are computed again, each is written out beside the stacks: query, key, value
+    and attention's output, the probabilities with their mask and, for the gradient of the values, after dropout in the
+    compute type, the inputs and results of norms, and the stream's gradient with and without the mask of dropout.
+    Outside the loop wait the embeddings with their mask, the last layer's output and its gradient.
     """
-    c, hoisted = plan.element_bytes, 0.0
-    if c == 4 and not plan.flash_attention:
-        pairs = sum(part.scores.pairs for part in stack.parts if part.scores)
-        hoisted = 8 * pairs * plan.microbatch_size / plan.mesh.model
-    near = 3 * 4 + 4 + 2 * c + (2 if plan.dropout else 0)
+    c = plan.element_bytes
+    pairs = 0 if plan.flash_attention else sum(part.scores.pairs for part in stack.parts if part.scores)
+    scores = pairs * plan.microbatch_size / plan.mesh.model
+    again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
+    again += 2 * kinds.get(NORM_INPUTS, 0)
+    near = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = near * plan.microbatch_size * _stream_elements(stack, plan)
-    return hoisted + stream + kinds.get(PROBABILITIES, 0) + max(part.working(plan) for part in stack.parts)
+    return again + c * scores + stream + max(part.working(plan) for part in stack.parts)
 
 
 def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:

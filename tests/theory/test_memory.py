@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from mtjax import config
 from mtjax.theory import counts, memory, plans
-from mtjax.theory.families.registry import gpt
+from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
@@ -79,6 +80,35 @@ def test_what_jax_keeps_of_a_layer():
     assert sum(kinds.values()) == b * s * h * (3 * 2 + 2 + 3 * 2 + 4 * 2) + b * a * s * s * (4 + 1)
     flash = memory.layer_activations(stack, dataclasses.replace(plan, flash_attention=True))
     assert flash["attention probabilities"] == 0
+
+
+def test_what_jax_needs_in_the_backward_pass_of_attention():
+    s, h, a, b = 1024, 768, 12, 8
+    plan = Plan(MeshShape(), b, b, recompute="full")
+    # Scores: float32 probabilities, their mask, the same after dropout in bfloat16; gradients in bfloat16 and float32.
+    # Stream: query, key, value and attention's output; inputs and results of two norms; its gradient with and without
+    # a mask; outside the loop the embeddings with their mask, the last layer's output and its gradient.
+    scores, stream = 4 + 1 + 2 + 2 + 4, (4 + 4 + 2 + 3) * 2 + 1
+    found = memory.stage_memory(gpt(12, h, a, s, 51_200), plan)
+    assert found.working == b * a * s * s * scores + b * s * h * stream
+    dry = memory.stage_memory(gpt(12, h, a, s, 51_200), dataclasses.replace(plan, dropout=False))
+    assert found.working - dry.working == b * a * s * s + b * s * h
+
+
+def test_a_decoders_layers_are_free_when_the_encoder_is_at_work():
+    model = config.load("t5-small").model
+    plan = Plan(MeshShape(), 16, 16, recompute="full")
+    found = memory.stage_memory(anatomy_of(model), plan)
+    deeper = memory.stage_memory(anatomy_of(dataclasses.replace(model, num_decoder_layers=2 * model.num_layers)), plan)
+    one_stack = model.num_layers * 2 * 16 * model.hidden_size * 128
+    assert deeper.kept - found.kept == one_stack
+    assert found.working - deeper.working == one_stack
+
+
+def test_relative_positions_are_made_once_and_their_gradients_summed():
+    model = config.load("t5-small").model
+    kept = memory.stage_memory(anatomy_of(model), Plan(parse_mesh("1x2"), 16, 16)).activations
+    assert kept["relative positions"] == 2 * 4 * model.num_heads / 2 * (512**2 + 128**2)
 
 
 def test_microbatches_add_to_one_sum_of_gradients():

@@ -49,6 +49,7 @@ def t5(model: Model) -> Anatomy:
 
 def _positions(model: Model) -> tuple[Part, ...]:
     if model.position == "relative":
-        return tuple(RelativeBias(model.relative_buckets, model.num_heads, owner) for owner in ("encoder", "decoder"))
+        lengths = {"encoder": model.sequence_length, "decoder": decoder_length(model)}
+        return tuple(RelativeBias(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items())
     longest = max(model.sequence_length, decoder_length(model))
     return (Positions(longest, model.hidden_size, sides=("", DECODER)),)

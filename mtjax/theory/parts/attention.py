@@ -67,13 +67,13 @@ class Attention(Part):
         inside = plan.microbatch_size * self.tokens / plan.mesh.model
         return {
             **sublayer_keeps(self.tokens, self.hidden, plan),
-            "query, key, value": plan.element_bytes * inside * (self.query_size + 2 * self.kv_size),
-            "attention output": plan.element_bytes * inside * self.query_size,
+            QUERY_KEY_VALUE: plan.element_bytes * inside * (self.query_size + 2 * self.kv_size),
+            ATTENTION_OUTPUT: plan.element_bytes * inside * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
         }
 
     def working(self, plan: Plan) -> float:
-        return score_gradient_bytes(self.scores, plan)
+        return gradient_bytes(self.scores, plan)
 
     def cached(self, context: int) -> int:
         return 2 * self.kv_size * context
@@ -145,13 +145,13 @@ class CrossAttention(Part):
         each = plan.element_bytes * plan.microbatch_size * self.query_size / plan.mesh.model
         return {
             **sublayer_keeps(self.tokens, self.hidden, plan),
-            "query, key, value": each * (self.tokens + 2 * self.read),
-            "attention output": each * self.tokens,
+            QUERY_KEY_VALUE: each * (self.tokens + 2 * self.read),
+            ATTENTION_OUTPUT: each * self.tokens,
             PROBABILITIES: probability_bytes(self.scores, plan),
         }
 
     def working(self, plan: Plan) -> float:
-        return score_gradient_bytes(self.scores, plan)
+        return gradient_bytes(self.scores, plan)
 
     def cached(self, context: int) -> int:
         del context
@@ -181,6 +181,8 @@ class CrossAttention(Part):
         ]
 
 
+QUERY_KEY_VALUE = "query, key, value"
+ATTENTION_OUTPUT = "attention output"
 PROBABILITIES = "attention probabilities"
 """The kind of what is kept that selective recompute leaves out."""
 
@@ -194,6 +196,11 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
-def score_gradient_bytes(scores: Scores, plan: Plan) -> float:
-    """float32 gradients of the scores, once the probabilities are there."""
-    return 0.0 if plan.flash_attention else 4 * scores.pairs * plan.microbatch_size / plan.mesh.model
+def gradient_bytes(scores: Scores, plan: Plan) -> float:
+    """Gradients on the way back through attention, once the probabilities are there.
+
+    The product with the values gives those of the probabilities in the compute type, and the softmax turns them into
+    those of the scores in float32. The gradient of the output counts in the place of the values, which are read first.
+    """
+    each = 0 if plan.flash_attention else 4 + plan.element_bytes
+    return each * scores.pairs * plan.microbatch_size / plan.mesh.model

@@ -1,10 +1,12 @@
 """What turns tokens into the residual stream."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import NORM_VECTORS, Part, Stream, Weight, norm, over_model, weight
 from mtjax.theory.parts.sublayer import own_token_sums
+from mtjax.theory.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class RelativeBias(Part):
 
     buckets: int
     heads: int
+    tokens: int
+    """Of a sample of that stack."""
     owner: str
     """`encoder` or `decoder`."""
     name: str = field(default="relative positions", init=False)
@@ -90,6 +94,10 @@ class RelativeBias(Part):
     @property
     def weights(self) -> list[Weight]:
         return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+
+    def keeps(self, plan: Plan) -> Mapping[str, float]:
+        """float32 biases of all pairs of tokens, made once for all layers, and the sum of their gradients."""
+        return {"relative positions": 2 * 4 * self.heads * self.tokens**2 / plan.mesh.model}
 
 
 @dataclass(frozen=True)

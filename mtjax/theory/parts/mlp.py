@@ -56,8 +56,10 @@ class MLP(Part):
         return {**kept, "MLP": arrays * self._array(plan)}
 
     def working(self, plan: Plan) -> float:
-        """The activation's derivative has six arrays where one is kept."""
-        return 6 * self._array(plan)
+        """The activation's derivative has six arrays where one is kept; with them live the gradient of what the MLP
+        reads and, where sequences are split, what it reads, gathered again."""
+        whole = plan.element_bytes * plan.microbatch_size * self.tokens * self.hidden
+        return 6 * self._array(plan) + (2 if plan.sequence_parallel else 1) * whole
 
     def _array(self, plan: Plan) -> float:
         return plan.element_bytes * plan.microbatch_size * self.tokens * self.inner / plan.mesh.model

@@ -4,13 +4,15 @@ from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE
 from mtjax.theory.parts.part import NORM_VECTORS, Stream, over_model
 from mtjax.theory.plans import Plan
 
+NORM_INPUTS = "norm inputs"
+
 
 def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     """What any sublayer keeps of the residual stream: what it adds, Megatron also what its first product reads, and a
     dropout mask of a byte an element."""
     elements = plan.microbatch_size * tokens * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
     return {
-        "norm inputs": plan.element_bytes * elements,
+        NORM_INPUTS: plan.element_bytes * elements,
         "inputs of column-parallel products": 0 if plan.residuals == "jax" else plan.element_bytes * elements,
         "dropout masks": elements if plan.dropout else 0,
     }
