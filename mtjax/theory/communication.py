@@ -47,7 +47,7 @@ def over_data_lines(zero: int) -> list[Expectation]:
     if not zero:
         why = "every gradient once a step, however many microbatches"
         return [line(GRADIENTS, "all-reduce", "1", "parameters", why)]
-    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients that no data way divides")
+    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients not divisible by the data ways")
     split = "parameters - unsplit_parameters"
     times = "microbatches" if zero >= 2 else "1"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
@@ -55,7 +55,7 @@ def over_data_lines(zero: int) -> list[Expectation]:
     if zero < 3:
         return [whole, scatter, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
     times = "parameter_gathers*microbatches"
-    often = "forward and again backward; layers of a group also when the whole group is computed again"
+    often = "forward and again backward; layers of a group also when their group is computed again"
     vectors = "layer_vectors + outside_vectors"
     return [
         whole,

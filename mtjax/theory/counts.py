@@ -37,7 +37,7 @@ class Counts:
 
     all: int = 0
     unsplit: int = 0
-    """Those that no data way divides, so that ZeRO leaves them whole."""
+    """Those not divisible by the data ways, so that ZeRO leaves them unsplit."""
     layer_matrices: int = 0
     """Of those that ZeRO-3 gathers, matrices of the layers; 0 with other stages, and so the next three."""
     layer_vectors: int = 0

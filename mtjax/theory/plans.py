@@ -10,7 +10,7 @@ from mtjax.theory.mesh import MeshShape
 from mtjax.theory.schedules import Schedule
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again: nothing, the attention core, or whole layers."""
+"""What the backward pass computes again: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
 
 
