@@ -4,7 +4,7 @@
 
 The pair differs in `--norm-placement` alone (Figure 7 of arXiv 1909.08053): same text, seed, sample order, sizes and
 schedule, without dropout. Both are trained by `mtjax train`; then each guesses the masked tokens of held-out samples,
-beside a guess that is always the most frequent masked token of the training samples. Last, `mtjax convert` exports each
+next to always guessing the most frequent masked token of the training samples. Last, `mtjax convert` exports each
 and transformers computes the same logits (extra `parity`; left out without it).
 
 A quarter of an hour on two idle cores, twice that on busy ones. A run that is there already is gone on with, or, when
@@ -212,7 +212,7 @@ def unigram(config: Config) -> np.ndarray:
 
 
 def accuracy(run: Trained, baseline: np.ndarray, count: int, mask: int) -> dict[str, Any]:
-    """Shares of held-out masked tokens that are guessed right, and losses in nats, beside the baseline's.
+    """Shares of held-out masked tokens that are guessed right, and losses in nats, and the baseline's.
 
     A tenth of the masked tokens is left as it is and can be copied, so those that `[MASK]` hides count on their own.
     """

@@ -1,6 +1,6 @@
 """The Hugging Face side of `benchmarks/data.py preprocess`: JSON lines to token ids with `datasets.map`.
 
-A script of its own, because `datasets` pickles whatever stands beside the function that it maps.
+A script of its own, because `datasets` pickles everything around the function that it maps.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What dropout costs: our fused Threefry beside `jax.random.bernoulli`, on the arrays of a GPT-2 layer.
+"""What dropout costs: our fused Threefry against `jax.random.bernoulli`, on the arrays of a GPT-2 layer.
 
     python benchmarks/dropout.py
 

@@ -1,9 +1,9 @@
-"""What fits: settings against bytes per GPU, compiled for H100 beside the formula.
+"""What fits: settings against bytes per GPU, compiled for H100, and the formula.
 
 Compiles the 1.2B model on 64x1 and the 8.3B model on 64x8 of arXiv 1909.08053 (batch 512, microbatch 8, no attention
 dropout) with split sequences, ZeRO and recompute switched on one after the other, holds each program to its contract,
 and prints what a GPU holds and sends. Then what a layer keeps for its backward pass: the difference between programs
-of 2 and 4 layers, beside `34 s b h / t` (arXiv 2205.05198).
+of 2 and 4 layers, and `34 s b h / t` (arXiv 2205.05198).
 
     python benchmarks/memory.py [--out FILE.json]
 

@@ -79,7 +79,7 @@ class Result:
     exposed: float
     """Milliseconds of a step in which computing waits for a collective."""
     hidden: float
-    """Milliseconds of collectives beside computing."""
+    """Milliseconds of collectives that computation hides."""
     behind: int
     """Collectives with something to compute between start and end, of `collectives`."""
     collectives: int

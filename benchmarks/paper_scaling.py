@@ -149,7 +149,7 @@ def efficiency_of_2019(result: Result, slowdown: float) -> float:
 
 
 def table(results: Sequence[Result], slowdown: float) -> Table:
-    """Everything beside Figure 5."""
+    """All points next to Figure 5's."""
     shown = Table(title="Weak scaling on DGX-2H, predicted from compiled programs", title_justify="left")
     for name in ("model", "mesh", "contract", "all-reduces\nper layer", "sent for\na layer", "sent for\ngradients"):
         shown.add_column(name, justify="right")
@@ -182,7 +182,7 @@ def _efficiencies(result: Result, slowdown: float) -> dict[str, float]:
 
 
 def main(out: Path | None = None) -> int:
-    """Compiles all points and prints them beside the paper's.
+    """Compiles all points and prints them next to the paper's.
 
     Args:
       out: write the results as JSON.

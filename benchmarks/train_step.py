@@ -1,4 +1,4 @@
-"""How long a training step takes, beside PyTorch: the same GPT-2 shapes, batch and optimizer in one run.
+"""How long a training step takes, compared with PyTorch: the same GPT-2 shapes, batch and optimizer in one run.
 
     python benchmarks/train_step.py gpt2-small --sequence-length 256 --global-batch-size 4 --compute-dtype float32
 
@@ -264,7 +264,7 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """A table, each side beside PyTorch's eager time."""
+    """A table, each side compared with PyTorch's eager time."""
     measures = ("s/step", "CPU s/step", "tokens/s", "TFLOP/s/device", "MFU", "peak GB", "time vs torch")
     table = Table("preset", "side", *measures)
     for row in rows:

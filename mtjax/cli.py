@@ -1,4 +1,4 @@
-"""The command line: `mtjax COMMAND`, the options that every command shares, and how errors end."""
+"""The command line: `mtjax COMMAND`, the options that commands share, and how errors are reported."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from mtjax.errors import UserError, nearest
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
-    "plan": ("mtjax.plan", "say what a model needs, on which mesh, without compiling"),
+    "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
     "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
@@ -79,8 +79,8 @@ def parse(
       argv: arguments; those of the process when None.
       prog: the command as the user types it.
       description: what `--help` says first.
-      options: a dataclass of what the command asks beside the config.
-      default: the shipped config that stands when `--config` is not given.
+      options: a dataclass of the command's own options, besides the config.
+      default: the shipped config that is used when `--config` is not given.
 
     Raises:
       UserError: the config file or an option is wrong, or values don't fit each other.
@@ -90,7 +90,7 @@ def parse(
     name = _argument(argv, "--config") or default
     base = config.load(name)
     family = _argument(argv, "--family")
-    if family in FAMILIES:  # what it brings are the defaults of the other options
+    if family in FAMILIES:  # it sets the defaults of the other options
         base = config.replace(base, family=family)
     groups = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
@@ -129,18 +129,18 @@ _SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be inst
 
 
 def _one_sentence(box: str) -> str:
-    """What tyro says in a box of several lines: what was wrong, the value, and what would be right.
+    """The message that tyro prints as a box, as one sentence: what was wrong, the value, and what would be right.
 
-    Words that are not among those known here stay as they are, on one line.
+    Messages of a kind not handled here are only joined to one line.
     """
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
     rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
     said, below = " ".join(" ".join(lines[:rule]).split()), lines[rule:]
-    if found := _CHOICE.fullmatch(said):
-        choices = [choice for choice in re.findall(r"'([^']*)'", found[3]) if choice != "None"]
-        return f"{found[2]} {found[1]} is none of {', '.join(choices)}{nearest(found[1], choices)}"
+    if match := _CHOICE.fullmatch(said):
+        choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
+        return f"{match[2]} {match[1]} is none of {', '.join(choices)}{nearest(match[1], choices)}"
     if said.startswith("Unrecognized options: "):
         words = said.partition(": ")[2].split(", ")
         unknown = next((word for word in words if word.startswith("--")), None)
@@ -148,13 +148,13 @@ def _one_sentence(box: str) -> str:
         if unknown is None:
             return f"{words[0]!r} belongs to no option"
         return f"no option is called {unknown}{nearest(unknown, known)}"
-    if found := _NUMBER.match(said):
-        return f"{found[1]} is {found[3]!r}, and must be {_VALUES[found[2]]}"
-    if found := _SEVERAL.match(said):
-        kinds = [kind.strip("{}") for kind in found[2].split("|") if kind != "{None}"]
-        return f"{found[1]} is {found[3]}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
-    if found := re.match(r"Missing value for argument '(.*?)'", said):
-        return f"{found[1]} needs a value"
+    if match := _NUMBER.match(said):
+        return f"{match[1]} is {match[3]!r}, and must be {_VALUES[match[2]]}"
+    if match := _SEVERAL.match(said):
+        kinds = [kind.strip("{}") for kind in match[2].split("|") if kind != "{None}"]
+        return f"{match[1]} is {match[3]}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
+    if match := re.match(r"Missing value for argument '(.*?)'", said):
+        return f"{match[1]} needs a value"
     if said.startswith("Missing from"):
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
@@ -169,11 +169,11 @@ def _default(value: Any) -> Any:
 
 
 def _argument(argv: Sequence[str], option: str) -> str | None:
-    """What follows the last `option`: it must be read before the other options, whose defaults it sets."""
-    found = None
+    """The value of the last `option`, which must be read before the other options, whose defaults it sets."""
+    value = None
     for i, word in enumerate(argv):
         if word == option and i + 1 < len(argv):
-            found = argv[i + 1]
+            value = argv[i + 1]
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value

@@ -1,4 +1,4 @@
-"""What a user did wrong, in one sentence: raised where the input enters, printed by the command line (exit code 2)."""
+"""A user's mistake, in one sentence: raised where the input enters, printed by the command line (exit code 2)."""
 
 import difflib
 from collections.abc import Iterable

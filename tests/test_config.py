@@ -149,8 +149,8 @@ def test_whole_numbers_are_floats_where_a_float_is_asked_for() -> None:
         ({"decay_style": "inverse-square-root", "warmup_steps": 0}, "set warmup_steps above 0"),
         ({"decay_style": "WSD"}, "decay_style WSD needs wsd_decay_steps"),
         ({"decay_style": "WSD", "wsd_decay_steps": 0}, "wsd_decay_steps is 0, and must be at least 1"),
-        ({"wsd_decay_steps": 10}, "are of decay_style WSD, and this is cosine"),
-        ({"wsd_decay_style": "linear"}, "are of decay_style WSD, and this is cosine"),
+        ({"wsd_decay_steps": 10}, "are for decay_style WSD, and decay_style is cosine"),
+        ({"wsd_decay_style": "linear"}, "are for decay_style WSD, and decay_style is cosine"),
         ({"weight_decay_style": "linear"}, "weight_decay_style linear needs start_weight_decay, from which it grows"),
         ({"start_weight_decay": 0.0}, "needs weight_decay_style linear or cosine, and this is constant"),
         (

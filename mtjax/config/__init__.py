@@ -1,8 +1,8 @@
-"""The whole run as frozen dataclasses: defaults are the paper's, TOML in and out, command line over file over default.
+"""A run as frozen dataclasses: defaults are the paper's, TOML in and out, command line over file over default.
 
 Every field has one name, unique over all sections, so that it is an option (`--hidden-size 256`) and a TOML key
-(`hidden_size = 256` under `[model]`) alike. `mtjax train --help` is made from the docstrings below the fields. Bounds
-of a field, and whether it shapes the model, are its metadata (`setting.py`).
+(`hidden_size = 256` under `[model]`). `mtjax train --help` is made from the docstrings below the fields. Bounds of a
+field, and whether it shapes the model, are its metadata (`setting.py`).
 """
 
 from mtjax.config.checks import validate

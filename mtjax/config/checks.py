@@ -1,4 +1,4 @@
-"""Checks of the config that no mesh is needed for; what mesh axes must divide is checked in `theory.divisibility`."""
+"""Checks of the config that need no mesh; `theory.divisibility` checks what must be divisible by mesh axes."""
 
 import dataclasses
 from typing import Any
@@ -62,7 +62,7 @@ def check_heads(model: Model) -> None:
 
 
 def check_family(model: Model) -> None:
-    """Checks that the family has what is asked of it.
+    """Checks that the family has implemented the chosen values.
 
     Raises:
       UserError: it does not; names what it has.
@@ -95,14 +95,14 @@ def check_positions(model: Model) -> None:
 
 
 def check_recompute(model: Model, training: Training) -> None:
-    """Checks that groups of layers come out even and that there are as many layers as are to be recomputed.
+    """Checks that groups of layers are of equal size, and that there are as many layers as are to be recomputed.
 
     Raises:
-      UserError: they don't, or layer inputs are to be offloaded that are not kept.
+      UserError: they are not, or layer inputs are to be offloaded that are not kept.
     """
     number, layers = training.recompute_num_layers, model.num_layers
     if training.recompute_offload and training.recompute != "full":
-        raise UserError(f"recompute_offload keeps layer inputs, and recompute is {training.recompute}: take full")
+        raise UserError(f"recompute_offload keeps layer inputs, and recompute is {training.recompute}: use full")
     if training.recompute != "full":
         return
     if training.recompute_method == "block" and number > layers:
@@ -122,7 +122,7 @@ def check_loss_scale(training: Training) -> None:
     """Checks that float16's loss scales fit each other and the type.
 
     Raises:
-      UserError: they don't, or a type that needs none has a fixed scale.
+      UserError: they don't, or a fixed scale is given for a type that needs none.
     """
     if training.initial_loss_scale < training.min_loss_scale:
         raise UserError(
@@ -153,7 +153,7 @@ def check_schedule(optimizer: Optimizer) -> None:
     if style == "WSD" and optimizer.wsd_decay_steps is None:
         raise UserError("decay_style WSD needs wsd_decay_steps, how many steps the decay at the end takes")
     if style != "WSD" and (optimizer.wsd_decay_steps, optimizer.wsd_decay_style) != (None, "exponential"):
-        raise UserError(f"wsd_decay_steps and wsd_decay_style are of decay_style WSD, and this is {style}")
+        raise UserError(f"wsd_decay_steps and wsd_decay_style are for decay_style WSD, and decay_style is {style}")
     start, end, growth = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
     if start is None and growth != "constant":
         raise UserError(f"weight_decay_style {growth} needs start_weight_decay, from which it grows to {end}")

@@ -14,7 +14,7 @@ class Data:
     """Text (FILE.txt, FILE.jsonl, also .gz and .zst, globs), a Megatron PREFIX of .bin and .idx, or a blend like
     '0.3 A 0.7 B'; when not given, the documentation that comes with Python."""
     train_data: str | None = None
-    """Training data alone, like --data but not split; goes with --valid-data and --test-data."""
+    """Training data only, like --data but not split; goes with --valid-data and --test-data."""
     valid_data: str | None = None
     """Validation data, when it is not a share of --data."""
     test_data: str | None = None
@@ -29,7 +29,7 @@ class Data:
     num_workers: int = at_least(0, 0)
     """Processes that prepare samples; 0 prepares them in threads of the training process."""
     loader_timeout: float = above_zero(300.0)
-    """Seconds without a batch after which the run ends with an error, for the loader has stalled."""
+    """Seconds without a batch after which the loader counts as stalled, and the run ends with an error."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = False
@@ -37,7 +37,7 @@ class Data:
     eod_mask_loss: bool = False
     """Leave tokens whose input is the end of a document out of the loss."""
     drop_last_partial_validation_sequence: bool = True
-    """Leave out the last validation sample of GPT when the text ends within it; otherwise it is filled up, without loss
-    on what is filled."""
+    """Leave out the last validation sample of GPT when the text ends within it; otherwise it is padded, without loss on
+    the padding."""
     add_extra_token_to_sequence: bool = True
-    """Read one token more than a GPT sample has, as the label of its last token; otherwise that has no label."""
+    """Read one token more than a GPT sample has, as the label of its last token, which otherwise has no label."""

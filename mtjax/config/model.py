@@ -25,7 +25,7 @@ class Model:
 
     family: FamilyName = "gpt"
     """Kind of model. A family sets the defaults of norm, norm_epsilon, position, activation, bias, tie_embeddings and
-    dropout, each of which can be set all the same."""
+    dropout, each of which can be overridden."""
     num_layers: int = at_least(1, 24)
     """Transformer layers."""
     hidden_size: int = at_least(1, 1024)
@@ -59,12 +59,12 @@ class Model:
     rope_theta: float = above_zero(10_000.0, shapes=ROPE)
     """RoPE's base: the longest wavelength is about 2 pi times this many tokens."""
     rope_scaling: Literal["none", "linear", "llama3"] = setting("none", shapes=ROPE)
-    """How RoPE reaches beyond the length it was trained on: linear divides every frequency by rope_factor, llama3
+    """How RoPE is extended beyond the length of training: linear divides every frequency by rope_factor, llama3
     (Llama 3.1) only those whose wavelength is long compared with rope_original_length."""
     rope_factor: float = above_zero(8.0, shapes=SCALED_ROPE)
     """rope_scaling divides frequencies by this."""
     rope_low_frequency_factor: float = above_zero(1.0, shapes=LLAMA3_ROPE)
-    """llama3: wavelengths above rope_original_length / this are scaled in full."""
+    """llama3: wavelengths above rope_original_length / this are scaled by the full rope_factor."""
     rope_high_frequency_factor: float = above_zero(4.0, shapes=LLAMA3_ROPE)
     """llama3: wavelengths below rope_original_length / this are not scaled."""
     rope_original_length: int = at_least(1, 8192, shapes=LLAMA3_ROPE)
@@ -81,11 +81,11 @@ class Model:
     decoder_sequence_length: int | None = at_least(1, None, shapes=POSITIONS_COUNT)
     """t5: tokens that the decoder writes (sequence_length is the encoder's); sequence_length when not given."""
     relative_buckets: int = multiple_of(4, 32, shapes=RELATIVE)
-    """t5: number of buckets of distances that relative positions tell apart."""
+    """t5: number of buckets of distances that relative positions distinguish."""
     relative_max_distance: int = setting(128, shapes=RELATIVE)
-    """t5: all distances from here on share one bucket."""
+    """t5: all distances from this one on share one bucket."""
     num_token_types: int = at_least(0, 2)
-    """bert: kinds of tokens, each with an embedding - first and second sentence; 0 for no such embedding."""
+    """bert: kinds of tokens, each with an embedding (first and second sentence); 0 for no such embedding."""
     sentence_order: bool = True
     """bert: also learn, from the first token, whether two sentences were swapped."""
     hidden_dropout: float = share(0.1, shapes=NEVER)
@@ -97,4 +97,5 @@ class Model:
     scaled_init: bool = setting(True, shapes=NEVER)
     """Divide the standard deviation of weights just before a residual addition by sqrt(2 x num_layers)."""
     attention: Literal["auto", "xla", "cudnn"] = setting("auto", shapes=NEVER)
-    """Attention kernel; auto takes cuDNN's flash attention on GPUs when attention_dropout is 0, XLA's otherwise."""
+    """Attention kernel; auto is cuDNN's flash attention on GPUs where it can compute the model (attention_dropout must
+    be 0), otherwise XLA's."""

@@ -13,7 +13,7 @@ class Optimizer:
     learning_rate: float = amount(1.5e-4)
     """Peak learning rate."""
     min_learning_rate: float = amount(1e-5)
-    """Learning rate from decay_steps on, and the least while it decays."""
+    """Learning rate from decay_steps on, and the lowest while it decays."""
     warmup_steps: int = at_least(0, 3000)
     """Steps of linear warmup, from initial_learning_rate to the peak."""
     initial_learning_rate: float = amount(0.0)
@@ -24,9 +24,9 @@ class Optimizer:
     """How the learning rate decays after the warmup; WSD (warmup, stable, decay) stays at the peak until the last
     wsd_decay_steps steps before decay_steps."""
     wsd_decay_steps: int | None = at_least(1, None)
-    """Of decay_style WSD: steps of the decay."""
+    """decay_style WSD: steps of the decay."""
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Of decay_style WSD: how the learning rate decays in them."""
+    """decay_style WSD: shape of the decay."""
     beta1: float = share(0.9)
     """Decay rate of Adam's running mean of gradients."""
     beta2: float = share(0.999)
@@ -36,8 +36,7 @@ class Optimizer:
     weight_decay: float = amount(0.01)
     """Decoupled weight decay, of matrices only."""
     start_weight_decay: float | None = None
-    """Of weight_decay_style linear or cosine: weight decay of the first step, which grows to weight_decay over the
-    run."""
+    """weight_decay_style linear or cosine: weight decay of the first step, which grows to weight_decay over the run."""
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight decay grows."""
     clip_grad_norm: float = amount(1.0)

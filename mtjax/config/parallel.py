@@ -1,4 +1,4 @@
-"""`[parallel]`: which device does what."""
+"""`[parallel]`: how work and memory are spread over devices."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Parallel:
-    """Which device does what."""
+    """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
     """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
     sequence_parallel: bool = False
     """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
-    take 1/model of the memory, and as many bytes are sent as without."""
+    take 1/model of the memory, for the same number of bytes sent."""
     zero: Literal[0, 1, 2, 3] = 0
     """Split over `data` what every data rank would otherwise hold a copy of: 1 the optimizer's state, 2 also the
     gradients, 3 also the parameters (FSDP)."""

@@ -1,4 +1,4 @@
-"""The whole run: six sections in one frozen dataclass, and settings by their bare names."""
+"""A run: six sections in one frozen dataclass, and settings by their bare names."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -15,7 +15,7 @@ Condition = tuple[tuple[str, tuple[str, ...]], ...]
 ALWAYS: Condition = ()
 """The setting changes what the model computes, or the shapes of its parameters."""
 NEVER = None
-"""The setting concerns training or speed alone: two runs of one model may differ in it."""
+"""The setting concerns only training or speed: two runs of one model may differ in it."""
 
 _KEY = "setting"
 
@@ -35,7 +35,7 @@ class Setting:
 
     bound: Bound | None = None
     shapes: Condition | None = ALWAYS
-    """The condition under which it shapes the model; None: under none. Read for fields of `Model` only."""
+    """The condition under which it shapes the model; None: never. Read for fields of `Model` only."""
 
 
 def setting(default: T, *, bound: Bound | None = None, shapes: Condition | None = ALWAYS) -> T:
@@ -60,7 +60,7 @@ def at_least(minimum: int, default: T, *, shapes: Condition | None = ALWAYS) -> 
 
 
 def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:
-    """A field for a part of a whole: 0 <= value < 1."""
+    """A field for a fraction: 0 <= value < 1."""
     return setting(default, bound=Bound(lambda value: 0 <= value < 1, "at least 0 and below 1"), shapes=shapes)
 
 

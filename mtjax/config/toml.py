@@ -101,7 +101,7 @@ def find(name: str | Path) -> Path:
 
 
 def shipped_folder() -> Path:
-    """`configs/`: inside an installed package, or beside it in a checkout."""
+    """`configs/`: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).parent.parent
     return next((d for d in (package / "configs", package.parent / "configs") if d.is_dir()), package / "configs")
 

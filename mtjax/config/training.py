@@ -37,8 +37,8 @@ class Training:
     max_bad_steps: int = at_least(1, 5)
     """The run ends after this many steps in a row whose loss or gradient is not finite; such steps change nothing."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: selective the scores, softmax and dropout of
-    attention; full whole layers from their inputs."""
+    """What the backward pass computes again instead of keeping it: selective, the scores, softmax and dropout of
+    attention; full, entire layers from their inputs."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Full recompute: uniform keeps the input of each group of recompute_num_layers layers; block recomputes the first
     recompute_num_layers layers and keeps all of the others."""

@@ -159,15 +159,15 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
       UserError: a number is too large for it.
     """
     with np.errstate(over="ignore"):
-        found = array.astype(DTYPES[dtype], copy=False)
-    if dtype == "float16" and np.isinf(found).any() and not np.isinf(array).any():
+        cast = array.astype(DTYPES[dtype], copy=False)
+    if dtype == "float16" and np.isinf(cast).any() and not np.isinf(array).any():
         raise UserError(f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: take bfloat16")
-    return found
+    return cast
 
 
 def tokenizer_config(folder: Path) -> dict[str, str]:
     """The tokenizer_config.json of a tokenizer of our own: which tokens are special."""
     tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
-    found = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
+    special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
     end = tokenizer.token(tokenizer.eod)
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | (found or {"bos_token": end, "eos_token": end})
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": end, "eos_token": end})

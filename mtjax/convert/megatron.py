@@ -175,9 +175,9 @@ class MegatronSink:
         carry_files(self._origin.files, self._folder)
 
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """A stage's model: nested, or with whole names in Megatron-Core."""
-        found = {self._local(name): _as_torch(array) for name, array in tensors.items()}
-        return nested(found) if self._names.is_legacy else found
+        """A stage's model: nested, or with full names in Megatron-Core."""
+        local = {self._local(name): _as_torch(array) for name, array in tensors.items()}
+        return nested(local) if self._names.is_legacy else local
 
     def _staged(self, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
         """The tensors of each pipeline stage: the embeddings in the first, the heads in the last."""
@@ -234,8 +234,8 @@ def written_names(model: Model, split: Split) -> Names:
 
 
 def _layer(name: str) -> int | None:
-    _, found, after = name.partition(".layers.")
-    return int(after.partition(".")[0]) if found else None
+    _, separator, after = name.partition(".layers.")
+    return int(after.partition(".")[0]) if separator else None
 
 
 def _as_torch(array: np.ndarray) -> Any:
@@ -247,12 +247,12 @@ def _as_torch(array: np.ndarray) -> Any:
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names as Megatron nests them: by module down to the encoder, the pooler, each embedding and each head."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         words = name.split(".")
         depth = 1 if words[0] != "language_model" else 3 if words[1] == "embedding" else 2
-        inner = found
+        inner = tree
         for word in words[:depth]:
             inner = inner.setdefault(word, {})
         inner[".".join(words[depth:])] = tensor
-    return found
+    return tree

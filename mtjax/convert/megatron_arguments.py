@@ -58,7 +58,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         raise UserError(f"{source} does not say its {', '.join(missing)}: describe the model with --config FILE")
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
-    found = {
+    settings = {
         "family": "bert" if is_bert else "llama" if _is_llama(arguments) else "gpt",
         "num_layers": arguments["num_layers"],
         "hidden_size": arguments["hidden_size"],
@@ -77,8 +77,8 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "init_std": float(arguments.get("init_method_std", 0.02)),
         "position": position,
     }
-    found |= _rope(arguments) if position == "rope" else {}
-    return found | (_bert_settings(names) if is_bert else {})
+    settings |= _rope(arguments) if position == "rope" else {}
+    return settings | (_bert_settings(names) if is_bert else {})
 
 
 def _position(arguments: Mapping[str, Any]) -> str | None:
@@ -102,14 +102,14 @@ def _activation(arguments: Mapping[str, Any]) -> str:
 
 
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    found = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
+    settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         scaled = float(arguments.get("rope_scaling_factor") or 8.0)
-        return found | {"rope_scaling": "llama3", "rope_factor": scaled, **LLAMA3}
+        return settings | {"rope_scaling": "llama3", "rope_factor": scaled, **LLAMA3}
     if factor not in (None, 1):
-        return found | {"rope_scaling": "linear", "rope_factor": float(factor)}
-    return found | {"rope_scaling": "none"}
+        return settings | {"rope_scaling": "linear", "rope_factor": float(factor)}
+    return settings | {"rope_scaling": "none"}
 
 
 def _bert_settings(names: frozenset[str]) -> dict[str, Any]:

@@ -107,11 +107,11 @@ def checkpoint_folder(folder: Path) -> Path:
             f"{folder} is not a checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
-    found = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
-    _refuse_other_format(found)
-    if not any(found.glob("mp_rank_*")):
-        raise UserError(f"{tracker} says {word!r}, and {found} holds no mp_rank_*")
-    return found
+    checkpoint = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
+    _refuse_other_format(checkpoint)
+    if not any(checkpoint.glob("mp_rank_*")):
+        raise UserError(f"{tracker} says {word!r}, and {checkpoint} holds no mp_rank_*")
+    return checkpoint
 
 
 def _refuse_other_format(folder: Path) -> None:
@@ -123,17 +123,17 @@ def _refuse_other_format(folder: Path) -> None:
 
 def _grid(folder: Path) -> list[list[Path]]:
     """The files by tensor-parallel rank and pipeline stage."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in folder.glob("mp_rank_*"):
         match = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
         if not match:
             raise UserError(f"{path}: expected mp_rank_XX or mp_rank_XX_YYY; experts are not supported")
-        found[int(match[1]), int(match[2] or 0)] = path
-    ranks, stages = (max(place[i] for place in found) + 1 for i in (0, 1))
-    missing = [f"{r:02}_{s:03}" for r in range(ranks) for s in range(stages) if (r, s) not in found]
+        files[int(match[1]), int(match[2] or 0)] = path
+    ranks, stages = (max(place[i] for place in files) + 1 for i in (0, 1))
+    missing = [f"{r:02}_{s:03}" for r in range(ranks) for s in range(stages) if (r, s) not in files]
     if missing:
         raise UserError(f"{folder} lacks mp_rank_ {', '.join(missing)} of {ranks} x {stages} (tensor x pipeline)")
-    return [[_file(found[rank, stage]) for stage in range(stages)] for rank in range(ranks)]
+    return [[_file(files[rank, stage]) for stage in range(stages)] for rank in range(ranks)]
 
 
 def _file(folder: Path) -> Path:
@@ -157,13 +157,13 @@ def load(path: Path) -> dict[str, Any]:
     try:
         named = serialization.get_unsafe_globals_in_checkpoint(str(path))
         with serialization.safe_globals([_harmless(name) for name in named]):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # pickle, zipfile, torch: whatever a file may cause
         reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]  # torch's advice follows, not ours
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
-    if not isinstance(found, dict) or not all(isinstance(m, Mapping) for m in _models(found) or [None]):
+    if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
         raise UserError(f"{path} holds no model of Megatron-LM")
-    return found
+    return contents
 
 
 def _harmless(name: str) -> Any:
@@ -185,9 +185,9 @@ class _Nothing:
         pass
 
 
-def _models(found: Mapping[str, Any]) -> list[Any]:
-    names = ["model"] if "model" in found else sorted((k for k in found if re.fullmatch(r"model\d+", k)), key=len)
-    return [found[name] for name in names]
+def _models(contents: Mapping[str, Any]) -> list[Any]:
+    names = ["model"] if "model" in contents else sorted((k for k in contents if re.fullmatch(r"model\d+", k)), key=len)
+    return [contents[name] for name in names]
 
 
 def _part(models: list[Any], path: Path) -> _Part:
@@ -225,11 +225,11 @@ def _later(name: str, layers: int) -> str:
 
 def _joined(parts: list[_Part]) -> dict[str, list[Any]]:
     """All parts' tensors by rank, with layers counted over all parts."""
-    found: dict[str, list[Any]] = {}
+    shards_by_name: dict[str, list[Any]] = {}
     before = 0
     for part in parts:
         for name in part.tensors[0]:
             shards = [tensors[name] for tensors in part.tensors]
-            found[_later(name, before)] = shards
+            shards_by_name[_later(name, before)] = shards
         before += part.num_layers
-    return found
+    return shards_by_name

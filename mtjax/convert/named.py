@@ -62,10 +62,10 @@ class NamedWeights:
         sizes = parameter.sizes
         if VOCAB in sizes:
             sizes[VOCAB] = self.vocab_rows
-        found = np.empty(tuple(sizes.values()), DTYPES[self.shards.dtype])
+        slice_ = np.empty(tuple(sizes.values()), DTYPES[self.shards.dtype])
         for tensor in self.selection.of(parameter.name).tensors:
-            self._read(tensor, name_of(tensor, layer), found, parameter)
-        return with_vocab(found, parameter, rows_of(self.config.model))
+            self._read(tensor, name_of(tensor, layer), slice_, parameter)
+        return with_vocab(slice_, parameter, rows_of(self.config.model))
 
     def _read(self, tensor: Tensor, name: str, into: np.ndarray, parameter: Parameter) -> None:
         first = self.shards.shard(name, 0)

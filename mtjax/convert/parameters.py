@@ -33,7 +33,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Of the entire array."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
     @property

@@ -118,8 +118,8 @@ class SafetensorsWriter:
             self._begin(folder / name, {tensor: tuple(shapes[tensor]) for tensor in group}, dtype)
         if len(groups) > 1:
             total = sum(width * prod(shape) for shape in shapes.values())
-            found = {tensor: place.path.name for tensor, place in self._places.items()}
-            index = {"metadata": {"total_size": total}, "weight_map": found}
+            files = {tensor: place.path.name for tensor, place in self._places.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": files}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: np.ndarray) -> None:

@@ -137,8 +137,8 @@ def looks_like(folder: Path) -> str:
         "mtjax": ("weights/page", "checkpoints", "page"),
         "megatron": ("mp_rank_*", "latest_checkpointed_iteration.txt"),
     }
-    found = [kind for kind, patterns in signs.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
-    return f"; it looks like {found[0]}:{folder}" if found else ""
+    kinds = [kind for kind, patterns in signs.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
+    return f"; it looks like {kinds[0]}:{folder}" if kinds else ""
 
 
 @contextmanager

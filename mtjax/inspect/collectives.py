@@ -88,8 +88,8 @@ def find_collectives(module: Module, mesh: Mapping[str, int], devices_per_server
       mesh: ways of each mesh axis, outermost first; places of the mesh are the program's partitions.
       devices_per_server: neighbours in the mesh that share a server.
     """
-    found = (_collective(site, module, mesh, devices_per_server) for site in walk(module))
-    return [c for c in found if c is not None]
+    candidates = (_collective(site, module, mesh, devices_per_server) for site in walk(module))
+    return [c for c in candidates if c is not None]
 
 
 def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server: int) -> Collective | None:

@@ -115,7 +115,7 @@ class Computation:
         for instruction in self.instructions:
             for operand in instruction.operands:
                 users.setdefault(operand, []).append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+        return {name: tuple(using) for name, using in users.items()}
 
     @property
     def root(self) -> Instruction:
@@ -125,13 +125,13 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """Parameters in their order."""
-        found = [i for i in self.instructions if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.operands[0]))
+        parameters = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(parameters, key=lambda i: int(i.operands[0]))
 
     def operand_arrays(self, instruction: Instruction) -> tuple[Array, ...]:
         """Types of an instruction's operands, tuples flattened."""
-        found = (self.by_name[name].arrays for name in instruction.operands if name in self.by_name)
-        return tuple(array for arrays in found for array in arrays)
+        operands = (self.by_name[name].arrays for name in instruction.operands if name in self.by_name)
+        return tuple(array for arrays in operands for array in arrays)
 
 
 @dataclass(frozen=True)

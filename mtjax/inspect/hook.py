@@ -21,6 +21,6 @@ def show_program(program: Program, console: Console) -> Report:
     Returns:
       The report; `report.verdict.holds` says whether the program keeps its contract.
     """
-    found = report(compile_program(program, running_target(program.mesh)))
-    text.show(found, console)
-    return found
+    result = report(compile_program(program, running_target(program.mesh)))
+    text.show(result, console)
+    return result

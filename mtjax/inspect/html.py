@@ -91,7 +91,7 @@ def _contract(report: Report) -> str:
     rows = []
     for line in report.verdict.lines:
         asked, good = line.required.line, line.status == "holds"
-        found = f"{line.found_elements:,} in {line.found}" if asked.pooled else f"{line.found:,}"
+        compiled = f"{line.found_elements:,} in {line.found}" if asked.pooled else f"{line.found:,}"
         mark = f'<span class="{"good" if good else "bad"}">{"ok" if good else line.status}</span>'
         rows.append(
             [
@@ -99,7 +99,7 @@ def _contract(report: Report) -> str:
                 f"{escape(asked.kind)} over {escape(asked.axis)}",
                 f"{line.required.count:,} = {escape(asked.count)}",
                 f"{line.required.elements:,} = {escape(asked.elements)}",
-                found,
+                compiled,
                 f"{mark} {escape('; '.join(line.notes))}",
             ]
         )

@@ -47,10 +47,10 @@ def combined_paths(op_name: str) -> list[str]:
 
 
 def _phase_of_path(path: str) -> str | None:
-    found = _SCOPE.findall(path)
-    if not found:
+    scopes = _SCOPE.findall(path)
+    if not scopes:
         return None
-    scope = _SCOPES[found[-1]]
+    scope = _SCOPES[scopes[-1]]
     if scope in (GRADIENTS, OPTIMIZER, PARAMETERS):
         return scope
     if scope == "layer" and "rematted_computation" in path:
@@ -78,9 +78,9 @@ def _nearest(computation: Computation, start: Instruction) -> Iterator[Instructi
     """Instructions around one, by distance; stops at loops and the computation's edges, which belong to no phase."""
     queue, seen = deque([start]), {start.name}
     while queue and len(seen) < _NEIGHBOURS:
-        here = queue.popleft()
-        producers = [computation.by_name[n] for n in here.operands if n in computation.by_name]
-        for neighbour in (*producers, *computation.users.get(here.name, ())):
+        current = queue.popleft()
+        producers = [computation.by_name[n] for n in current.operands if n in computation.by_name]
+        for neighbour in (*producers, *computation.users.get(current.name, ())):
             if neighbour.name in seen or neighbour.opcode in ("while", "parameter", "tuple", "constant"):
                 continue
             seen.add(neighbour.name)

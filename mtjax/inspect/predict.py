@@ -82,13 +82,13 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
 
 def layer_timelines(roofline: Roofline) -> dict[str, tuple[Event, ...]]:
     """The events of the loop bodies that are a layer's forward and backward pass."""
-    found: dict[str, tuple[float, tuple[Event, ...]]] = {}
+    slowest: dict[str, tuple[float, tuple[Event, ...]]] = {}
     for walked in roofline.walked.values():
         times = {phase: walked.phases[phase].total for phase in LAYER_PHASES if phase in walked.phases}
         inside = any(event.label.startswith("while") for event in walked.events)
         if not times or inside or sum(times.values()) < 0.5 * walked.seconds:
             continue
         name = LAYER_BACKWARD if LAYER_BACKWARD in times else LAYER_FORWARD
-        if walked.seconds > found.get(name, (0.0, ()))[0]:
-            found[name] = (walked.seconds, tuple(walked.events))
-    return {name: events for name, (_, events) in found.items()}
+        if walked.seconds > slowest.get(name, (0.0, ()))[0]:
+            slowest[name] = (walked.seconds, tuple(walked.events))
+    return {name: events for name, (_, events) in slowest.items()}

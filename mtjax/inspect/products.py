@@ -85,14 +85,14 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> P
 def products_inside(module: Module, computation: Computation) -> Iterator[Product]:
     """The products of a fused or called computation, each run once."""
     for instruction in computation.instructions:
-        found = product_of(computation, instruction)
-        if found:
-            yield found
+        product = product_of(computation, instruction)
+        if product:
+            yield product
         for callee in module.callees(instruction):
             yield from products_inside(module, callee)
 
 
 def count_flops(module: Module) -> int:
     """FLOPs of all products that one device computes in a step."""
-    found = ((product_of(site.computation, site.instruction), site.count) for site in walk(module))
-    return sum(product.flops * count for product, count in found if product)
+    products = ((product_of(site.computation, site.instruction), site.count) for site in walk(module))
+    return sum(product.flops * count for product, count in products if product)

@@ -113,20 +113,22 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
     symbols = {**words, **letters(step, words)}
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
-    found = find_collectives(step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server)
-    verdict = check(found, required, landmarks(step), is_gpu=step.target.is_gpu)
+    collectives = find_collectives(
+        step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server
+    )
+    verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = unsplit_parameters(step, contract)
     counted = count_flops(step.module)
     return Report(
         step=step,
         symbols=symbols,
         contract=contract,
-        collectives=tuple(found),
-        rows=tuple(table(found)),
+        collectives=tuple(collectives),
+        rows=tuple(table(collectives)),
         verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
         memory=memory_report(step, server.gpu.memory if server else None),
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
-        time=predict(step, found, counted, server) if server else None,
+        time=predict(step, collectives, counted, server) if server else None,
         analysis_seconds=time.perf_counter() - start,
     )
 

@@ -83,7 +83,7 @@ class Roofline:
         self.walked: dict[str, Walked] = {}
 
     def run(self) -> Walked:
-        """The whole step."""
+        """The entire step."""
         return self.walk(self.module.entry)
 
     def walk(self, computation: Computation) -> Walked:

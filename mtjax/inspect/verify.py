@@ -76,11 +76,11 @@ def _traffic(report: Report) -> Iterator[Check]:
 
 def verification_table(checks: list[Check]) -> Table:
     """Formula, program, error."""
-    made = table("Verified against the compiled program", "", MODEL, COMPILED, "error", "")
+    result = table("Verified against the compiled program", "", MODEL, COMPILED, "error", "")
     for c in checks:
         error = "exact" if c.formula == c.program else f"{c.error:+.2%}"
-        made.add_row(c.name, _amount(c.formula, c.unit), _amount(c.program, c.unit), error, c.note)
-    return made
+        result.add_row(c.name, _amount(c.formula, c.unit), _amount(c.program, c.unit), error, c.note)
+    return result
 
 
 def _amount(value: float, unit: str) -> str:
@@ -105,6 +105,6 @@ def print_verification(console: Console, run: Config, target: str) -> None:
             f"XLA can't compile this step for {target}: {str(e).splitlines()[0][:150]}... - where Triton's tiles are "
             "the reason, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false uses cuBLAS instead"
         ) from e
-    made = verification_table(compare(report))
-    made.caption = f"compiled in {report.step.compile_seconds:.0f} s for {report.target.name}; nothing was run"
-    show(console, made)
+    result = verification_table(compare(report))
+    result.caption = f"compiled in {report.step.compile_seconds:.0f} s for {report.target.name}; nothing was run"
+    show(console, result)

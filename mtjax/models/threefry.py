@@ -1,8 +1,8 @@
 """Random bits of Threefry-2x32-20 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 The function that `jax.random` computes for its default keys, written as plain arithmetic on each element. XLA fuses it
-into what uses the bits; on CPUs `jax.random` instead loops over whole arrays, round by round, which takes many times as
-long (benchmarks/dropout.py).
+into what uses the bits; on CPUs `jax.random` instead loops over entire arrays, round by round, which takes many times
+as long (benchmarks/dropout.py).
 """
 
 import jax

@@ -47,7 +47,7 @@ class Generation:
     """Time of a batch on t model ways."""
 
     prefill_seconds: float
-    """To read the whole context once, at the sustained rate of products."""
+    """To read the entire context once, at the sustained rate of products."""
     token_seconds: float
     """Of each further token: the longer of reading weights and cache once, and computing."""
 

@@ -29,18 +29,18 @@ def make_console() -> Console:
 
 def table(title: str, *columns: str, note: str | None = None) -> Table:
     """A table whose first column is text and whose others are numbers; `note` becomes its caption."""
-    made = Table(title=title, title_justify="left", title_style="bold", caption=note, box=None, pad_edge=False)
+    result = Table(title=title, title_justify="left", title_style="bold", caption=note, box=None, pad_edge=False)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
-    return made
+        result.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    return result
 
 
 def show(console: Console, *tables: Table) -> None:
     """Prints tables; their captions go below, not wrapped to the table's width."""
-    for made in tables:
-        note, made.caption = made.caption, None
+    for result in tables:
+        note, result.caption = result.caption, None
         console.print()
-        console.print(made)
+        console.print(result)
         if note:
             console.print(note, style="dim", soft_wrap=True)
 
@@ -67,27 +67,27 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
 
 def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Exact count, Megatron's formula, and what a GPU holds."""
-    made = table("Parameters", "", "count", "source")
-    made.add_row("whole model", f"{counts.parameters(anatomy):,}", MODEL)
-    made.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
+    result = table("Parameters", "", "count", "source")
+    result.add_row("whole model", f"{counts.parameters(anatomy):,}", MODEL)
+    result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
     held = counts.fullest_counts(anatomy, plan).all
-    made.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
-    return made
+    result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
+    return result
 
 
 def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
     """FLOPs per token and step, by convention."""
-    made = table("FLOPs of training", "", "per token", "per step", "source")
+    result = table("FLOPs of training", "", "per token", "per step", "source")
 
     def row(name: str, per_sample: float) -> None:
         per_token = per_sample / anatomy.model.sequence_length
-        made.add_row(name, si(per_token, "FLOP"), si(per_sample * plan.global_batch_size, "FLOP"), MODEL)
+        result.add_row(name, si(per_token, "FLOP"), si(per_sample * plan.global_batch_size, "FLOP"), MODEL)
 
     row("model, attention in full (MFU)", flops.model_flops(anatomy))
     row("model, causal half of attention", flops.model_flops(anatomy, causal=True))
     row(f"hardware, recompute {plan.recompute}, full (HFU)", flops.hardware_flops(anatomy, plan.recompute))
     row("hardware, as XLA compiles it, full", flops.compiled_flops(anatomy, plan))
-    return made
+    return result
 
 
 def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
@@ -95,11 +95,11 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     stages = list(range(plan.stages))
     shown = stages if len(stages) <= 6 else [*stages[:3], *stages[-2:]]
     names = [f"stage {i}" for i in shown] if len(stages) > 1 else ["per GPU"]
-    made = table("Memory", "", *names, "source")
+    result = table("Memory", "", *names, "source")
     each = [stage_memory(anatomy, plan, i) for i in shown]
 
     def row(name: str, values: list[float]) -> None:
-        made.add_row(name, *(gib(v) for v in values), MODEL)
+        result.add_row(name, *(gib(v) for v in values), MODEL)
 
     p = plan.precision
     row(f"weights ({p.weights} bytes)", [m.weights for m in each])
@@ -112,27 +112,27 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     row("total", [m.total for m in each])
     limit, most = usable * server.gpu.memory, fullest_stage(anatomy, plan).total
     fits = "fits" if most <= limit else "does NOT fit"
-    made.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
-    return made
+    result.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
+    return result
 
 
 def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Total memory under every ZeRO stage, recompute and sequence split, the rest as planned."""
-    made = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)), "source")
-    made.caption = f"* does not fit {percent(usable)} of the GPU's memory"
+    result = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)), "source")
+    result.caption = f"* does not fit {percent(usable)} of the GPU's memory"
     limit = usable * server.gpu.memory
     for recompute in ("none", "selective", "full"):
         for split in (False, True) if plan.model_ways > 1 else (False,):
             row = [replace(plan, recompute=recompute, sequence_parallel=split, zero=zero) for zero in range(4)]
             sizes = [fullest_stage(anatomy, option) for option in row]
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
-            made.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes), MODEL)
-    return made
+            result.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes), MODEL)
+    return result
 
 
 def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Collectives of a GPU and step."""
-    made = table(
+    result = table(
         "Traffic per GPU and step",
         *("axis", "operation", "what", "count", "array", "sent", "alone", "source"),
         note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: time if nothing hides it",
@@ -142,15 +142,15 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
         alone = machine.transfer(c, members_inside(plan, c.axis, server))
         axis = f"{traffic.AXIS_NAMES[c.axis]} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
-        made.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
-    if not made.row_count:
-        made.add_row("none", *[""] * 6, MODEL)
-    return made
+        result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
+    if not result.row_count:
+        result.add_row("none", *[""] * 6, MODEL)
+    return result
 
 
 def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> Table:
     """Bandwidth that each axis needs for its communication to stay under a share of the compute time."""
-    made = table(f"Bandwidth demand for {percent(share)} exposed", "axis", "needs", "has", "source")
+    result = table(f"Bandwidth demand for {percent(share)} exposed", "axis", "needs", "has", "source")
     compute = step_time(anatomy, plan, server).compute
     for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
@@ -158,18 +158,18 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
         has = server.link if ways <= inside else min(server.link, inside * server.network)
         where = "inside a server" if ways <= inside else f"between servers, {inside} of {ways} inside"
         needs = traffic.bandwidth_demand(sent, compute, share)
-        made.add_row(f"{traffic.AXIS_NAMES[axis]} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
-    return made
+        result.add_row(f"{traffic.AXIS_NAMES[axis]} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
+    return result
 
 
 def time_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Where a step's time goes."""
-    made = table("Time of a step", "", "seconds", "share", "source")
+    result = table("Time of a step", "", "seconds", "share", "source")
     time = step_time(anatomy, plan, server)
     for name, value in time_parts(time).items():
-        made.add_row(name, seconds(value), percent(value / time.total), MODEL)
-    made.add_row("step", seconds(time.total), "", MODEL)
-    return made
+        result.add_row(name, seconds(value), percent(value / time.total), MODEL)
+    result.add_row("step", seconds(time.total), "", MODEL)
+    return result
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
@@ -192,7 +192,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Bubbles and memory of the schedules, including the plan's own."""
     p, m = plan.stages, plan.microbatches
     note = "an estimate: pipelines are planned, not trained yet"
-    made = table(
+    result = table(
         f"Schedules of {p} stages, {m} microbatches", "", "bubble", "in flight, first", "last", "source", note=note
     )
     layers = anatomy.model.num_layers // p
@@ -201,14 +201,14 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         name = schedule + (f", {chunks} chunks" if chunks > 1 else "")
         flying = [in_flight(schedule, p, m, i, chunks) for i in (0, p - 1)]  # pyright: ignore[reportArgumentType]
         idle = bubble(schedule, p, m, chunks)  # pyright: ignore[reportArgumentType]
-        made.add_row(name, percent(idle), *(f"{n:.2f}" for n in flying), MODEL)
-    return made
+        result.add_row(name, percent(idle), *(f"{n:.2f}" for n in flying), MODEL)
+    return result
 
 
 def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> Table:
     """Speed, utilisation, days and cost."""
     note = "how far such times were off for published runs: mtjax plan --published"
-    made = table("Summary", "", "", "source", note=note)
+    result = table("Summary", "", "", "source", note=note)
     time, gpus = step_time(anatomy, plan, server, MTJAX), plan.mesh.size
     peak = Machine(server, plan.element_bytes).peak
     tokens = plan.global_batch_size * anatomy.model.sequence_length
@@ -220,22 +220,22 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
         return percent(flops.utilisation(work, time.total, gpus, peak))
 
     rate = useful / time.total / gpus
-    made.add_row("step", seconds(time.total), MODEL)
-    made.add_row("tokens/s", f"{tokens / time.total:,.0f} ({tokens / time.total / gpus:,.0f} per GPU)", MODEL)
-    made.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
-    made.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
-    made.add_row("HFU, attention in full", share(done), MODEL)
+    result.add_row("step", seconds(time.total), MODEL)
+    result.add_row("tokens/s", f"{tokens / time.total:,.0f} ({tokens / time.total / gpus:,.0f} per GPU)", MODEL)
+    result.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
+    result.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
+    result.add_row("HFU, attention in full", share(done), MODEL)
     bound = flops.amdahl_speedup(options.serial_share, plan.data_ways)
     efficiency = percent(bound / plan.data_ways)
     serial = f"{100 * options.serial_share:g}% serial"
-    made.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
+    result.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
     if options.tokens:
         took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY
-        made.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", days(length), MODEL)
+        result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", days(length), MODEL)
         rule = flops.training_days(counts.parameters(anatomy), options.tokens, gpus, rate)
-        made.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
+        result.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
         if options.price is not None:
             money = flops.cost(gpus, length, options.price)
-            made.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f}", MODEL)
-    return made
+            result.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f}", MODEL)
+    return result

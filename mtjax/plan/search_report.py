@@ -38,15 +38,15 @@ def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options)
     title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
     note = "source: model. * needs settings that `mtjax train` does not have yet: an estimate"
     lengths = ["days"] if options.tokens else []
-    made = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note=note)
+    result = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note=note)
     for candidate in found.fitting[:SHOWN]:
         mark = " *" if why_not_trained(candidate.plan.mesh) else ""
         row = [describe(candidate.plan) + mark, seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
         if options.tokens:
             row.append(days(length(anatomy, candidate, options.tokens)))
-        made.add_row(*row, reasons(candidate))
-    return made
+        result.add_row(*row, reasons(candidate))
+    return result
 
 
 def mfu(anatomy: Anatomy, candidate: Candidate, server: Server) -> float:
@@ -72,22 +72,22 @@ def reasons(candidate: Candidate) -> str:
 
 def failed_table(found: Found) -> Table:
     """Plans that would be faster than the tenth best, and what keeps them from running."""
-    made = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
+    result = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
     slowest = found.fitting[:SHOWN][-1].time.total
     for candidate in [c for c in found.too_large if c.time.total <= slowest][:5]:
         size = candidate.memory.total
         row = describe(candidate.plan), seconds(candidate.time.total), gib(size), gib(size - found.limit)
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
 def rejected_table(anatomy: Anatomy, best: Candidate, server: Server) -> Table:
     """Meshes without stages that were not tried, and why."""
-    made = table("Not possible", "mesh", "because")
+    result = table("Not possible", "mesh", "because")
     plan = best.plan
     for mesh, reason in rejections(anatomy, plan, plan.mesh.size, server):
-        made.add_row(str(mesh), reason)
-    return made
+        result.add_row(str(mesh), reason)
+    return result
 
 
 def print_command(console: Console, found: Found, run: config.Config, source: str) -> None:

@@ -22,26 +22,26 @@ def print_inference(console: Console, anatomy: Anatomy, server: Server, model_wa
 
 def weights_table(anatomy: Anatomy, server: Server) -> Table:
     """Weights by precision."""
-    made = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them", "source")
+    result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them", "source")
     for precision in inference.WEIGHT_BYTES:
         size = inference.weight_bytes(anatomy, precision)
-        made.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}", MODEL)
+        result.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}", MODEL)
     flops = inference.flops_per_token(anatomy)
-    made.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({parameters(anatomy):,})"
-    return made
+    result.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({parameters(anatomy):,})"
+    return result
 
 
 def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int) -> Table:
     """Cache and speed by batch and length."""
     title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
     note = "bounds by compute and memory; communication between the GPUs is left out"
-    made = table(title, "batch x context", "KV cache", "prefill", "per token", "tokens/s", "source", note=note)
+    result = table(title, "batch x context", "KV cache", "prefill", "per token", "tokens/s", "source", note=note)
     lengths = sorted({context // 4 or 1, context})
     for batch in BATCHES:
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
             speed = inference.generation(anatomy, server, model_ways, batch, tokens)
-            made.add_row(
+            result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
                 seconds(speed.prefill_seconds),
@@ -49,7 +49,7 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
                 f"{batch * speed.tokens_per_second:,.0f}",
                 MODEL,
             )
-    return made
+    return result
 
 
 def print_published(console: Console) -> None:
@@ -69,17 +69,17 @@ def print_published(console: Console) -> None:
 
 def relative_table(title: str, points: list[Point]) -> Table:
     """Shares of the first point's speed, gaps in percentage points."""
-    made = table(title, "", "published", "model", "gap")
+    result = table(title, "", "published", "model", "gap")
     for p in points:
         gap = f"{100 * p.gap:+.1f} points"
-        made.add_row(f"{p.name} ({p.plan.mesh})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
-    return made
+        result.add_row(f"{p.name} ({p.plan.mesh})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
+    return result
 
 
 def speed_table(title: str, points: list[Point]) -> Table:
     """Speeds, gaps in percent."""
-    made = table(title, "", "published", "model", "gap", "assumed")
+    result = table(title, "", "published", "model", "gap", "assumed")
     for p in points:
         gap = f"{p.predicted / p.published - 1:+.1%}"
-        made.add_row(p.name, f"{p.published:.0f}", f"{p.predicted:.0f}", gap, describe(p.plan))
-    return made
+        result.add_row(p.name, f"{p.published:.0f}", f"{p.predicted:.0f}", gap, describe(p.plan))
+    return result

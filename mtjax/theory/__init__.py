@@ -1,1 +1,1 @@
-"""What a run holds, computes, keeps and sends, said once and by formula; below everything else, and without jax."""
+"""What a run holds, computes, keeps and sends, by formula and stated once; imports only the config, and no jax."""

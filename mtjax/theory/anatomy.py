@@ -1,4 +1,4 @@
-"""Of which parts a model is made: what comes before its stacks of layers, the stacks, and what comes after them."""
+"""The parts of a model: those before its stacks of layers, the stacks, and those after them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class Stack:
     """Dotted name of the stack's parameters."""
     layers: int
     tokens: int
-    """Of a sample."""
+    """Tokens of a sample."""
     hidden: int
     """Width of the residual stream."""
     parts: tuple[Part, ...]
-    """Of a layer, in the order in which it runs them."""
+    """The parts of a layer, in the order in which they run."""
     side: str = ""
-    """What the words of its sizes begin with in formulas."""
+    """Prefix of the words of its sizes in formulas."""
     is_post_norm: bool = False
     """A norm follows each residual add, and needs its input again in the backward pass."""
 
@@ -38,8 +38,8 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """The parts of a model. `mtjax.theory.families.registry.anatomy_of` makes one for each model, so that it can be
-    compared, and remembered, as an object."""
+    """The parts of a model. `mtjax.theory.families.registry.anatomy_of` makes only one for each model, which can so be
+    compared, and used as a key of caches, by identity."""
 
     model: Model
     embed: tuple[Part, ...]

@@ -1,4 +1,4 @@
-"""Which attention kernel a run takes, and why not another."""
+"""Which attention kernel a run uses, and why not another."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ def choose_kernel(config: Config, platform: str) -> tuple[Kernel, str | None]:
             width % 8 != 0 or width > 128
         ),
         "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
-        f"it is causal and sees padding, which is not for the family {model.family}": model.family in ("bert", "t5"),
+        f"it is causal and sees padding, which the family {model.family} can't use": model.family in ("bert", "t5"),
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), None)
     if wanted == "xla" or reason:

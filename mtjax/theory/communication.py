@@ -1,8 +1,8 @@
 """What a run sends: the sum of what its parts send over the model ways, and what crosses `data`.
 
-Per pre-LN layer and microbatch the tensor layout sends what Figure 4 of the paper (arXiv 1909.08053) says: two
-all-reduces forward, two backward, and one more when the layer is computed again - the second one's result is not needed
-then. With the sequence split each all-reduce becomes a reduce-scatter and an all-gather, which send the same bytes.
+Per pre-LN layer and microbatch the tensor layout sends what Figure 4 of the paper (arXiv 1909.08053) shows: two
+all-reduces forward, two backward, and one more when the layer is computed again, as the second one's result is not
+needed then. With the sequence split each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def over_data_lines(zero: int) -> list[Expectation]:
     if not zero:
         why = "every gradient once a step, however many microbatches"
         return [line(GRADIENTS, "all-reduce", "1", "parameters", why)]
-    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients that no data way divides")
+    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients not divisible by the data ways")
     split = "parameters - unsplit_parameters"
     times = "microbatches" if zero >= 2 else "1"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
@@ -55,7 +55,7 @@ def over_data_lines(zero: int) -> list[Expectation]:
     if zero < 3:
         return [whole, scatter, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
     times = "parameter_gathers*microbatches"
-    often = "forward and again backward; layers of a group also when the whole group is computed again"
+    often = "forward and again backward; layers of a group also when their group is computed again"
     vectors = "layer_vectors + outside_vectors"
     return [
         whole,
@@ -71,7 +71,7 @@ def over_data_lines(zero: int) -> list[Expectation]:
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """The words of the formulas, for a plan; on stages those of the stage that holds most."""
     model, counts = anatomy.model, fullest_counts(anatomy, plan)
-    found = {
+    symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
         "hidden": model.hidden_size,
@@ -85,12 +85,12 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     }
     for stack in anatomy.stacks:
         layers = stack.layers // plan.mesh.stage
-        found |= {
+        symbols |= {
             f"{stack.side}sequence": stack.tokens,
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": plan.grouped_layers(layers),
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
-        found |= part.symbols
-    return found
+        symbols |= part.symbols
+    return symbols

@@ -67,16 +67,16 @@ class Expectation:
     pooled: bool = False
     """Only the total counts: the compiler packs these arrays as it likes."""
     also: str = ""
-    """Another phase in which it may stand: where the compiler finds two alike and keeps either."""
+    """Another phase in which it may stand, for when the compiler finds two alike and keeps either."""
     hoisted: bool = False
-    """Of a pooled line: what the compiler may move out of loops, or drop where nothing needs it. Any total from one
-    time the elements to `count` times is right; a sum may stand in any phase after the forward pass."""
+    """For a pooled line: the compiler may move it out of loops, or drop it where nothing needs it. Any total from once
+    to `count` times the elements is right; a sum may stand in any phase after the forward pass."""
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """All that a program may send, beside scalars outside the layers."""
+    """All that a program may send, besides scalars outside the layers."""
 
     name: str
     lines: tuple[Expectation, ...]
@@ -129,12 +129,12 @@ class Requirement:
 
     @property
     def least(self) -> int:
-        """Elements below which something is missing."""
+        """The fewest elements with which nothing is missing."""
         return self.elements if self.line.hoisted else self.total
 
 
 def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_dtype: str) -> list[Requirement]:
-    """What a contract asks of one step; lines over an axis of one way, or of count 0, ask nothing.
+    """What a contract asks of one step; lines over an axis of one way, or with count 0, ask nothing.
 
     Raises:
       UserError: a formula can't be worked out, or comes out negative or broken.
@@ -151,7 +151,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
 
 
 def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
-    """The phase of a collective by its axes alone: gradients and parameters are all that crosses `data`."""
+    """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`."""
     if axes != (DATA,):
         return None
     return PARAMETERS if kind == "all-gather" else GRADIENTS
@@ -180,7 +180,7 @@ def evaluate(formula: str, symbols: Symbols) -> int:
 
 
 class _NotWhole(Exception):
-    """A division leaves a rest."""
+    """A division leaves a remainder."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of which kind a device holds and sends."""
+"""How many parameters a model has, and how many of each kind a device holds and sends."""
 
 import math
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class Counts:
 
     all: int = 0
     unsplit: int = 0
-    """Those that no data way divides, so that ZeRO leaves them whole."""
+    """Those not divisible by the data ways, so that ZeRO leaves them unsplit."""
     layer_matrices: int = 0
     """Of those that ZeRO-3 gathers, matrices of the layers; 0 with other stages, and so the next three."""
     layer_vectors: int = 0
@@ -52,18 +52,18 @@ class Counts:
 
 def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts:
     """The elements of some parameters by what ZeRO does with them."""
-    found = dict.fromkeys(Counts.__dataclass_fields__, 0)
+    sums = dict.fromkeys(Counts.__dataclass_fields__, 0)
     for weight in weights:
         elements, stacked = on_device(weight, layout, mesh), weight.names[0] == LAYERS
-        found["all"] += elements
-        found["in_layers"] += elements if stacked else 0
+        sums["all"] += elements
+        sums["in_layers"] += elements if stacked else 0
         if layout.zero and split_dimension(weight.names, weight.shape, layout, mesh.data) == UNSPLIT:
-            found["unsplit"] += elements
+            sums["unsplit"] += elements
         elif layout.zero == 3:
-            found[f"{'layer' if stacked else 'outside'}_{'matrices' if is_matrix(weight.names) else 'vectors'}"] += (
+            sums[f"{'layer' if stacked else 'outside'}_{'matrices' if is_matrix(weight.names) else 'vectors'}"] += (
                 elements
             )
-    return Counts(**found)
+    return Counts(**sums)
 
 
 def stage_weights(anatomy: Anatomy, stages: int, stage: int) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""What must divide by what: the model by the mesh, the batch by data ranks and microbatches, the layers by stages."""
+"""What must be divisible by what: model by mesh, batch by data ranks and microbatches, layers by stages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ def check(model: Model, plan: Plan) -> None:
     """Checks that everything a plan splits divides; a vocabulary that is not known yet is left out.
 
     Raises:
-      UserError: the first division that leaves a rest, with both numbers and the nearest that fit.
+      UserError: the first division that leaves a remainder, with both numbers and the nearest that fit.
     """
     reason = next(problems(model, plan), None)
     if reason is not None:
@@ -145,7 +145,7 @@ def _nearest_multiples(size: int, of: int) -> str:
 
 
 def _fitting(axis: str, size: int, ways: int, hidden_size: int) -> str:
-    """What would divide: heads must divide hidden_size too, so that other ways may be the only cure."""
+    """What would divide: heads must divide hidden_size too, so another number of ways may be the only fix."""
     if axis == "heads":
         heads = [n for n in range(ways, hidden_size + 1, ways) if hidden_size % n == 0]
         near = sorted(heads, key=lambda n: abs(n - size))[:2]

@@ -27,7 +27,7 @@ class Gpu:
     peak: Mapping[str, float]
     """Dense FLOP/s by type of the operands; accumulated in float32."""
     memory: int
-    """Bytes that the device reports, a little under what the datasheet rounds to."""
+    """Bytes that the device reports, a little below the rounded number of the datasheet."""
     bandwidth: float
     """Bytes per second of its memory."""
     multiprocessors: int
@@ -38,7 +38,7 @@ class Gpu:
     shared_memory: int
     """Bytes per multiprocessor."""
     shared_memory_optin: int
-    """Largest share of that which one block may ask for."""
+    """Bytes of it that one block may ask for at most."""
     cores_per_multiprocessor: int
     """float32 lanes of a multiprocessor."""
     sustained_products: float

@@ -23,7 +23,7 @@ class Layout:
     """A way of spreading a model over the mesh."""
 
     rules: Rules = TENSOR_RULES
-    """Of activations, and of parameters but for what `zero` adds."""
+    """Of activations, and of parameters except for what `zero` splits."""
     zero: int = 0
     """What is split over `data` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
 
@@ -58,15 +58,15 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
 def is_matrix(names: tuple[str, ...]) -> bool:
     """Whether a parameter maps the residual stream to or from something else.
 
-    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and so a bias per head.
+    Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and likewise a bias per head.
     """
     return "embed" in names and any(name not in ("embed", LAYERS) for name in names)
 
 
 def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
-    """The dimension of a parameter that ZeRO splits over `data`: the largest that divides and that nothing splits yet.
+    """The dimension of a parameter that ZeRO splits over `data`: the largest divisible one that nothing splits yet.
 
-    `layers` is taken last, and by stage 1 alone: the others need a part of every layer on every rank.
+    `layers` is taken last, and by stage 1 only: the others need a part of every layer on every rank.
     """
     if not layout.zero or ways == 1:
         return UNSPLIT

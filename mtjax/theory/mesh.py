@@ -1,4 +1,4 @@
-"""The shape of a mesh: how many ways each of its axes splits what it splits, and the one parser of "64x8"."""
+"""The shape of a mesh: the number of ways of each of its axes, and the one parser of "64x8"."""
 
 import math
 import re
@@ -38,7 +38,7 @@ class MeshShape:
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
 
     def ways(self, axes: Axes) -> int:
-        """In how many parts these axes together split a dimension; () leaves it in one."""
+        """The number of parts into which these axes together split a dimension; 1 for ()."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def why_not_trained(mesh: MeshShape) -> str | None:
     if not missing:
         return None
     asked = " and ".join(f"{axis}={getattr(mesh, axis)}" for axis in missing)
-    return f"mesh {mesh} asks for {asked}, and mtjax trains over {' and '.join(IMPLEMENTED)} only so far: leave it out"
+    return f"mesh {mesh} asks for {asked}, and mtjax so far trains over {' and '.join(IMPLEMENTED)} only: leave it out"
 
 
 def check_implemented(mesh: MeshShape) -> None:

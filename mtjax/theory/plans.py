@@ -1,4 +1,4 @@
-"""A plan: the mesh, the microbatch, and what is recomputed, sharded and kept - of a run, or of one thought of."""
+"""A plan: the mesh, the microbatch, and what is recomputed, sharded and kept - of a run, or of one considered."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,7 +10,7 @@ from mtjax.theory.mesh import MeshShape
 from mtjax.theory.schedules import Schedule
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again: nothing, the attention core, or whole layers."""
+"""What the backward pass computes again: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
 
 
@@ -60,9 +60,9 @@ class Plan:
     element_bytes: int = 2
     """Bytes of an activation."""
     recompute_group: int = 1
-    """Layers of full recompute that share one kept input; times know neither this nor the next two."""
+    """Layers of full recompute that share one kept input; formulas of time ignore this and the next two fields."""
     recompute_first: int | None = None
-    """Full recompute of so many layers and none of the others; of all when None."""
+    """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Layer inputs wait in the host's memory."""
     residuals: Residuals = "jax"

@@ -29,7 +29,7 @@ class Rules:
     batch: Axes = ()
     seq: Axes = ()
     key_seq: Axes = ()
-    """The sequence that queries look at: of keys, in scores and masks."""
+    """The sequence of keys, in scores and masks."""
     act_seq: Axes = ()
     """The sequence in the residual stream between blocks."""
     embed: Axes = ()
@@ -50,7 +50,7 @@ class Rules:
     """Width of a projection that is replicated on every rank: BERT's heads."""
     token_types: Axes = ()
     buckets: Axes = ()
-    """Kinds of distance of relative positions."""
+    """Buckets of distances of relative positions."""
     classes: Axes = ()
     """Answers of a classifier."""
 
@@ -61,7 +61,7 @@ class Rules:
                 raise TypeError(f"{field.name} is split by a tuple of mesh axes, such as ('data',), not by {axes!r}")
 
     def axes(self, name: str | None) -> Axes:
-        """The mesh axes that split a dimension called `name`; none split one without a name (None).
+        """The mesh axes that split a dimension called `name`; () for one without a name (None).
 
         Raises:
           AttributeError: no dimension has this name.

@@ -18,7 +18,7 @@ def parse(target: str) -> Server:
     (seconds), `name`, and under `[gpu_facts]` any field of `hardware.Gpu`.
 
     Raises:
-      UserError: an unknown kind, no GPUs, a missing file, or a key or value in it that can't be.
+      UserError: an unknown kind, no GPUs, a missing file, or a key or value in it that is not possible.
     """
     if target.endswith(".toml"):
         return _from_file(Path(target))

@@ -34,9 +34,9 @@ class Constants:
     network: float = 0.9
     """Of InfiniBand, large messages."""
     launch: float = 5e-6
-    """Seconds below which no kernel gets."""
+    """The fewest seconds that a kernel takes."""
     training: float = 0.79
-    """Of the speed of kernels alone, in a training run: clocks, launches, shapes that are not the best ones."""
+    """Of the speed of kernels alone, in a training run: clocks, launches, shapes that are not ideal."""
     tile: int = 128
     """Rows and columns of a product that one multiprocessor computes at a time."""
 
@@ -48,7 +48,7 @@ class Software:
     name: str
     kernels: ElementWise
     overlaps_model_axis: bool = False
-    """Collectives inside a layer run beside the products that use them, in t pieces."""
+    """Collectives inside a layer overlap with the products that use them, in t pieces."""
     overlaps_data_axis: bool = False
     """Gradients are reduced during the backward pass, parameters gathered during the forward pass."""
     drops_last_reduction: bool = True
@@ -79,7 +79,7 @@ class StepTime:
     data_axis: float
     optimizer: float
     hidden: dict[str, float] = field(default_factory=dict)
-    """Communication that runs beside computation, by mesh axis."""
+    """Communication that computation hides, by mesh axis."""
 
     @property
     def compute(self) -> float:
@@ -249,7 +249,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 
 
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of output projection and loss of a microbatch; on stages the last one's, shared over none."""
+    """Seconds of output projection and loss of a microbatch; with stages, on the last one only."""
     sizes = [product for part in anatomy.head for product in part.products(plan.mesh.model)]
     seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
     logits = max(sizes, key=lambda product: product.flops)

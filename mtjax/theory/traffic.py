@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by mesh axis and purpose: the lines of the contract worked out for a plan, and stages."""
+"""What a GPU sends in a step, by mesh axis and purpose: the contract's lines for a plan, and the stages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Transfer:
 
 def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
     """Everything a GPU sends in a step; on stages, a GPU of the stage with the layers and both ends' extras."""
-    found = [
+    sent = [
         Transfer(
             required.line.axis,
             plan.mesh.ways((required.line.axis,)),
@@ -68,7 +68,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
         for required in requirements(contract_of(anatomy, plan), symbols_of(anatomy, plan), plan.mesh, "float32")
         if required.elements
     ]
-    return [*found, *_between_stages(anatomy, plan)]
+    return [*sent, *_between_stages(anatomy, plan)]
 
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:

@@ -25,7 +25,7 @@ def test_places_must_divide_over_processes():
 
 
 def test_an_axis_that_is_not_implemented_is_refused():
-    with pytest.raises(UserError, match="asks for stage=2, and mtjax trains over data and model only so far"):
+    with pytest.raises(UserError, match="asks for stage=2, and mtjax so far trains over data and model only"):
         make_mesh(parse_mesh("2x2x2"), jax.devices())
 
 

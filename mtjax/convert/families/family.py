@@ -81,12 +81,12 @@ class Family:
     def misfits(self, model: Model) -> list[str]:
         """Settings of a model that this family has no place for."""
         back = replace(Config(), **self.model_settings(self.config_json(model), frozenset(), "")).model
-        there = effective_settings(back)
+        converted = effective_settings(back)
         ignored = ("vocab_multiple", "sentence_order")  # nothing of the weights' own; the tensors say
         return [
             f"{name} {value}"
             for name, value in effective_settings(model).items()
-            if name not in ignored and there.get(name) != value
+            if name not in ignored and converted.get(name) != value
         ]
 
 

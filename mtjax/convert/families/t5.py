@@ -91,12 +91,12 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _write(model: Model) -> dict[str, Any]:
-    found = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
+    projection = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
     return {
         "num_decoder_layers": decoder_layers(model),
         "d_kv": head_dim(model),
         "d_ff": mlp_size(model),
-        "feed_forward_proj": found,
+        "feed_forward_proj": projection,
         "tie_word_embeddings": model.tie_embeddings,
         "scale_decoder_outputs": model.tie_embeddings,
         "is_encoder_decoder": True,

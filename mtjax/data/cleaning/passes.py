@@ -87,10 +87,10 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
         _first_pass(job, seen, dropped)
         gone = _drop_duplicates(job, seen, dropped)
-    found = _second_pass(job, seen, gone, tests)
+    hits = _second_pass(job, seen, gone, tests)
     overlap = {
         test.name: {"ngrams": int(test.counts.sum()), "share": share(test, hit)}
-        for test, hit in zip(tests, found, strict=True)
+        for test, hit in zip(tests, hits, strict=True)
     }
     return {
         "output": str(job.output),
@@ -177,18 +177,18 @@ def _report_duplicate(
 
 def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[TestGrams]) -> list[np.ndarray]:
     """Writes the rows that stay; returns for each test set which of its n-grams they hold, bool[u]."""
-    found = [np.zeros(len(test.unique), bool) for test in tests]
+    marks = [np.zeros(len(test.unique), bool) for test in tests]
     with _open_output(seen.folder / job.output.name) as out:
         staying = _staying(seen, gone, out)
         if not tests:
             for _ in staying:
                 pass
-            return found
+            return marks
         results = map_in_order(OverlapFinder(tests, job.options.key), staying, job.workers)
         for _, hits in results:
-            for mark, hit in zip(found, hits, strict=True):
+            for mark, hit in zip(marks, hits, strict=True):
                 mark[hit] = True
-    return found
+    return marks
 
 
 def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Chunk]:

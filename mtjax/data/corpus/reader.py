@@ -105,8 +105,8 @@ def chunks(paths: Sequence[str], start: Position | None = None) -> Iterator[Chun
     """
     start = start or Position()
     for number in range(start.file, len(paths)):
-        here = start if number == start.file else Position(number)
-        yield from _file_chunks(paths[number], here)
+        position = start if number == start.file else Position(number)
+        yield from _file_chunks(paths[number], position)
 
 
 def _file_chunks(path: str, start: Position) -> Iterator[Chunk]:

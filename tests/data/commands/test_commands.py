@@ -33,7 +33,7 @@ def test_info(sentences, capsys):
 
 def test_verify_finds_what_opening_cannot(sentences, capsys):
     assert data("verify", sentences) == 0
-    assert "are whole (structure, checksums, vocabulary checked)" in capsys.readouterr().out
+    assert "are intact (structure, checksums, vocabulary checked)" in capsys.readouterr().out
     tokens = bytearray(bin_path(sentences).read_bytes())
     tokens[100] ^= 1
     bin_path(sentences).write_bytes(tokens)
