@@ -47,7 +47,7 @@ def test_stages_are_reported_one_by_one(capsys):
 def test_searches_and_says_why(capsys):
     out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9")
     assert "Fastest of" in out
-    assert "An estimate: mesh data=" in out and "mtjax trains over data and model only so far" in out
+    assert "An estimate: mesh data=" in out and "mtjax so far trains over data and model only" in out
     assert re.search(r"Trains today, .* slower:  mtjax train --config gpt2-8.3b --mesh \d+x\d ", out)
     assert "mtjax train --config gpt2-8.3b --mesh data=" not in out
     assert len(re.findall(r"^mesh ", out, re.MULTILINE)) >= 10
@@ -130,7 +130,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),
-        (["--verify", "--mesh", "data=1,stage=2,model=1"], "mtjax trains over data and model only so far"),
+        (["--verify", "--mesh", "data=1,stage=2,model=1"], "mtjax so far trains over data and model only"),
         (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),
     ],
 )
