@@ -7,8 +7,14 @@ from tests.end_to_end.runs import Launcher, relative_difference
 SMALL = ["--global-batch-size", "64", "--sequence-length", "16"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("mesh", "steps"), [("8x8", 10), ("32x8", 5), ("64x8", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "steps"),
+    [
+        pytest.param("8x8", 10, marks=pytest.mark.long),
+        pytest.param("32x8", 5, marks=pytest.mark.exhaustive),
+        pytest.param("64x8", 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_losses_equal_those_of_one_device(mesh: str, steps: int, launcher: Launcher) -> None:
     """Dropout is on: the masks don't depend on the mesh. 512 devices are two processes, and a step takes a minute."""
     alone = launcher.train(f"alone-of-{mesh}", "--mesh", "1x1", "--steps", str(steps), *SMALL)

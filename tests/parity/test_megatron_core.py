@@ -255,7 +255,9 @@ def test_twenty_steps_have_their_losses(name: str, mesh: str, theirs: Path, tmp_
     for step in range(RUN["steps"]):
         text, number = saved["text"][step], np.arange(step * size, (step + 1) * size, dtype=np.uint32)
         batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": saved["mask"][step]}
-        state, metrics = program.step(state, global_batch(program.mesh, batch | {"sample_index": number}, size))
+        state, metrics = program.step(
+            state, global_batch(program.batch_sharding, batch | {"sample_index": number}, size)
+        )
         assert float(metrics["loss"]) == pytest.approx(saved["loss"][step], rel=1e-5), step
         assert float(metrics["grad_norm"]) == pytest.approx(saved["norm"][step], rel=1e-4), step
         assert float(metrics["learning_rate"]) == pytest.approx(saved["rate"][step], rel=1e-5), step

@@ -79,15 +79,19 @@ class MaskedOutput(Output):
         return {"masked_tokens": self.tokens}
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        masked, why = "batch*masked_tokens", "gradient of the masked tokens' hidden states"
-        lines = [
-            _scalars(masked, stream, "max, sum, target logit of the masked tokens"),
-            over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{masked}*hidden", why),
-        ]
+        masked = "batch*masked_tokens"
+        scalars = _scalars(masked, stream, "max, sum, target logit of the masked tokens")
+        taken, back = "hidden states of masked tokens", "gradient of the masked tokens' hidden states"
+        if stream.split and self.takes_first:
+            # Only the sentence order waits for the first token's: the compiler may send it with the gradient.
+            elements = "batch*(2*masked_tokens + 1)*hidden"
+            why = f"{taken} and of the first, from all parts of the sequence; {back}"
+            packed = {"pooled": True, "also": LOSS_BACKWARD}
+            return [scalars, over_model(LOSS_FORWARD, "all-reduce", "microbatches", elements, why, **packed)]
+        lines = [scalars, over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{masked}*hidden", back)]
         if stream.split:
-            first, taken = f"batch*(masked_tokens + {int(self.takes_first)})*hidden", "hidden states of masked tokens"
-            why = f"{taken}{' and of the first' if self.takes_first else ''}, from all parts of the sequence"
-            lines.append(over_model(LOSS_FORWARD, "all-reduce", "microbatches", first, why, pooled=True))
+            why = f"{taken}, from all parts of the sequence"
+            lines.append(over_model(LOSS_FORWARD, "all-reduce", "microbatches", f"{masked}*hidden", why, pooled=True))
         return lines
 
 
