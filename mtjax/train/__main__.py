@@ -9,7 +9,7 @@ from mtjax.cli import parse, run_main
 
 DESCRIPTION = """Trains a GPT, Llama, BERT or T5.
 
-Without options: a small GPT, on text that comes with Python, over 8 virtual CPU devices.
+Without options: a small GPT, on the documentation that comes with Python, over 8 virtual CPU devices.
 
 Examples:
   mtjax train --data book.txt --steps 500

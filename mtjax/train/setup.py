@@ -112,7 +112,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         f"mesh    {shape} (data x model): {kind}{processes}\n"
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
-        f"data    {config.data.data or config.data.train_data or 'text that comes with Python'}\n"
+        f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
         f"out     {place.folder} (TFLOP/s and MFU are of {CONVENTION})"
     )
     if program.attention_fallback:
