@@ -1,7 +1,7 @@
 """Self-attention and cross-attention, split by heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
 from mtjax.theory.parts.part import Part, Product, Scores, Stream, Touched, Weight, linear, norm, over_model
@@ -22,7 +22,6 @@ class Attention(Part):
     norm: str
     bias: bool
     is_causal: bool
-    name: str = field(default="attention", init=False)
 
     @property
     def query_size(self) -> int:
@@ -108,7 +107,6 @@ class CrossAttention(Part):
     head_dim: int
     norm: str
     bias: bool
-    name: str = field(default="cross", init=False)
 
     @property
     def query_size(self) -> int:

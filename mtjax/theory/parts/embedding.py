@@ -1,7 +1,7 @@
 """What turns tokens into the residual stream."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import NORM_VECTORS, Part, Stream, Weight, norm, over_model, weight
@@ -21,7 +21,6 @@ class Lookup(Part):
     """False where another lookup's table is read."""
     has_neighbour: bool = False
     """Whether another lookup stands beside it in the program, so that the compiler may send the rows of both as one."""
-    name: str = field(default="embedding", init=False)
 
     @property
     def weights(self) -> list[Weight]:
@@ -48,7 +47,6 @@ class Positions(Part):
     hidden: int
     sides: tuple[str, ...] = ("",)
     """Of the streams that it is added to."""
-    name: str = field(default="positions", init=False)
 
     @property
     def weights(self) -> list[Weight]:
@@ -69,7 +67,6 @@ class TokenTypes(Part):
 
     kinds: int
     hidden: int
-    name: str = field(default="token types", init=False)
 
     @property
     def weights(self) -> list[Weight]:
@@ -89,7 +86,6 @@ class RelativeBias(Part):
     """Of a sample of that stack."""
     owner: str
     """`encoder` or `decoder`."""
-    name: str = field(default="relative positions", init=False)
 
     @property
     def weights(self) -> list[Weight]:
@@ -108,7 +104,6 @@ class Norm(Part):
     """Its dotted name."""
     kind: str
     hidden: int
-    name: str = field(default="norm", init=False)
 
     @property
     def weights(self) -> list[Weight]:

@@ -1,7 +1,7 @@
 """What turns hidden states into losses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mtjax.theory.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import Part, Product, Stream, Weight, linear, norm, over_model, weight
@@ -20,7 +20,6 @@ class Output(Part):
     owns_table: bool
     """False where the embedding's is read."""
     side: str = ""
-    name: str = field(default="output", init=False)
 
     @property
     def weights(self) -> list[Weight]:
@@ -100,7 +99,6 @@ class SentenceOrder(Part):
     """BERT's second head: a pooler on the first token and a classifier, which every rank holds."""
 
     hidden: int
-    name: str = field(default="sentence order", init=False)
 
     @property
     def weights(self) -> list[Weight]:

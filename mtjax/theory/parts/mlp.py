@@ -1,7 +1,7 @@
 """The MLP: column-parallel, activation, row-parallel (Figure 3a of arXiv 1909.08053)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mtjax.theory.contract import Expectation
 from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm
@@ -21,7 +21,6 @@ class MLP(Part):
     is_gated: bool
     norm: str
     bias: bool
-    name: str = field(default="mlp", init=False)
 
     @property
     def inputs(self) -> int:

@@ -36,7 +36,7 @@ def weight(name: str, sizes: Mapping[str, int]) -> Weight:
 
 
 def linear(name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True) -> list[Weight]:
-    """The weights of `mtjax.models.layers.Linear`: a matrix over named dimensions, and a bias."""
+    """The weights of `mtjax.models.linear.Linear`: a matrix over named dimensions, and a bias."""
     return [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
 
 
