@@ -10,23 +10,41 @@ from mtjax.theory.plans import Plan
 
 
 @dataclass(frozen=True)
-class Attention(Part):
-    """A norm and self-attention: query, key and value in one product, scores, an output projection."""
+class _Heads(Part):
+    """What both kinds of attention have."""
 
     hidden: int
     tokens: int
-    """Of a sample."""
+    """Of a sample, that ask."""
     heads: int
-    kv_heads: int
+    """Of queries."""
     head_dim: int
     norm: str
     bias: bool
-    is_causal: bool
 
     @property
     def query_size(self) -> int:
         """q: width of all query heads together."""
         return self.heads * self.head_dim
+
+    @property
+    def scores(self) -> Scores:
+        raise NotImplementedError
+
+    @property
+    def touched(self) -> Touched:
+        return Touched(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
+
+    def working(self, plan: Plan) -> float:
+        return gradient_bytes(self.scores, plan)
+
+
+@dataclass(frozen=True)
+class Attention(_Heads):
+    """A norm and self-attention: query, key and value in one product, scores, an output projection."""
+
+    kv_heads: int
+    is_causal: bool
 
     @property
     def kv_size(self) -> int:
@@ -49,10 +67,6 @@ class Attention(Part):
     def scores(self) -> Scores:
         return Scores(self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal)
 
-    @property
-    def touched(self) -> Touched:
-        return Touched(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
-
     def products(self, model_ways: int = 1) -> list[Product]:
         """Key and value heads that are fewer than the ways are computed once on every rank."""
         key_size = max(self.kv_heads, model_ways) * self.head_dim
@@ -70,9 +84,6 @@ class Attention(Part):
             ATTENTION_OUTPUT: plan.element_bytes * inside * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
         }
-
-    def working(self, plan: Plan) -> float:
-        return gradient_bytes(self.scores, plan)
 
     def cached(self, context: int) -> int:
         return 2 * self.kv_size * context
@@ -96,22 +107,11 @@ class Attention(Part):
 
 
 @dataclass(frozen=True)
-class CrossAttention(Part):
+class CrossAttention(_Heads):
     """A norm and attention from a decoder's tokens to the encoder's, which every layer projects to keys and values."""
 
-    hidden: int
-    tokens: int
     read: int
     """Tokens of the encoder, of a sample."""
-    heads: int
-    head_dim: int
-    norm: str
-    bias: bool
-
-    @property
-    def query_size(self) -> int:
-        """q: width of all heads together."""
-        return self.heads * self.head_dim
 
     @property
     def weights(self) -> list[Weight]:
@@ -126,10 +126,6 @@ class CrossAttention(Part):
     @property
     def scores(self) -> Scores:
         return Scores(self.heads, self.tokens, self.read, self.head_dim, is_causal=False)
-
-    @property
-    def touched(self) -> Touched:
-        return Touched(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
 
     def products(self, model_ways: int = 1) -> list[Product]:
         width = self.query_size / model_ways
@@ -147,9 +143,6 @@ class CrossAttention(Part):
             ATTENTION_OUTPUT: each * self.tokens,
             PROBABILITIES: probability_bytes(self.scores, plan),
         }
-
-    def working(self, plan: Plan) -> float:
-        return gradient_bytes(self.scores, plan)
 
     def cached(self, context: int) -> int:
         del context
