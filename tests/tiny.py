@@ -1,5 +1,7 @@
 """A model small enough for any test, batches for it, and meshes over the virtual devices."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,7 +18,6 @@ from mtjax.sharding.records import parameter_records
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
-from mtjax.sharding.schedules.schedule import LossSum
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import Program, State, make_program
@@ -54,12 +55,24 @@ def records_like(axes: Any, parameters: Any, mesh: str = "1x1") -> Any:
     return parameter_records(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
 
 
-def gradients_like(loss_sum: LossSum, axes: Any, parameters: Any, batch: Any, mesh: str) -> tuple[Any, Any, Any]:
-    """Loss, report and gradients of one microbatch, for parameters with these logical names in the tensor layout."""
+@dataclass(frozen=True)
+class Whole:
+    """A function of parameters and batch, a sum of losses, as a model that nothing cuts."""
+
+    function: Callable[[Any, Any], jax.Array]
+
+    def loss_sums(self, parameters: Any, microbatch: Any) -> dict[str, jax.Array]:
+        return {"loss": self.function(parameters, microbatch)}
+
+
+def gradients_like(
+    loss_sum: Callable[[Any, Any], jax.Array], axes: Any, parameters: Any, batch: Any, mesh: str
+) -> tuple[Any, Any]:
+    """Losses and gradients of one microbatch, for parameters with these logical names in the tensor layout."""
     records = records_like(axes, parameters, mesh)
     region = Region(parse_mesh(mesh), TENSOR.rules, records)
     reduction = Reduction(records, zero=0, num_microbatches=1)
-    return distributed_gradients(loss_sum, parameters, batch, region, Accumulate(1), reduction)
+    return distributed_gradients(Whole(loss_sum), parameters, batch, region, Accumulate(1), reduction)
 
 
 def program_of(mesh: str, **fields: Any) -> Program:

@@ -3,13 +3,23 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mtjax.config.setting import at_least
+
 
 @dataclass(frozen=True)
 class Parallel:
     """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
-    """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
+    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8."""
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    """Order of microbatches on the stages of a pipeline: 1f1b begins each backward pass as soon as it can; interleaved
+    does so with several chunks of layers on each stage, which makes the bubble smaller; gpipe runs all forward passes
+    first."""
+    chunks: int = at_least(1, 1)
+    """Chunks of layers on each stage, for the schedule interleaved."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage, where they are not equal: 5,6,6,5."""
     sequence_parallel: bool = False
     """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
     take 1/model of the memory, for the same number of bytes sent."""

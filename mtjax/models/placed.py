@@ -12,13 +12,16 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
+from mtjax.models.cut import Cut
 from mtjax.models.families.registry import LanguageModel, model_class
-from mtjax.models.trunk import batch_losses
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_sum
+from mtjax.sharding.gradients import distributed_losses
 from mtjax.sharding.records import parameter_records, places, unsplit_names
 from mtjax.sharding.region import Region
+from mtjax.sharding.schedules.accumulate import Accumulate
+from mtjax.sharding.schedules.schedule import Schedule
+from mtjax.sharding.schedules.staged import Staged
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import for_use
 from mtjax.theory.attention import choose_kernel
@@ -26,13 +29,12 @@ from mtjax.theory.divisibility import check_config
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
+from mtjax.theory.timetable import forward_timetable, timetable
 
 Tree = Any
 Batch = dict[str, Any]
 """The arrays that the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
 number in the run, from which its dropout derives."""
-Part = tuple[Batch, Batch, Array | None]
-"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
 
 
 class Placed:
@@ -40,7 +42,7 @@ class Placed:
 
     `records` has a record per parameter, `axes` only their logical names and `abstract_parameters` their shapes and
     types, all in trees like the parameters'. `attention_fallback` says why cuDNN's attention is not used although the
-    config asks for it; otherwise None.
+    config asks for it; otherwise None. `sections` names the stacks of layers in their order.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
@@ -56,6 +58,7 @@ class Placed:
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+        self.sections = tuple(model.sections)
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
@@ -119,12 +122,22 @@ class Placed:
         """Each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
         return self.on_mesh(self._compiled_evaluate, parameters, batch)
 
-    def loss_sums(self, parameters: Tree, part: Part, options: LossOptions) -> dict[str, Array]:
-        """Weighted sums of a (micro)batch's losses, to be traced."""
-        batch, weights, keys = part
-        losses = batch_losses(self.model(parameters), batch, keys, options)
-        with jax.named_scope("loss"):
-            return {name: (values * weights[name]).sum() for name, values in losses.items()}
+    def cut(self, options: LossOptions) -> Cut:
+        """The model as schedules run it, with these losses."""
+        return Cut(self.model, options, self.sections)
+
+    def microbatch_schedule(self, num_microbatches: int) -> Schedule:
+        """The order in which microbatches go through the model."""
+        stages, parallel = self.shape.stage, self.config.parallel
+        if stages == 1:
+            return Accumulate(num_microbatches)
+        chunks = parallel.chunks * len(self.sections)
+        return Staged(
+            timetable(parallel.schedule, stages, num_microbatches, chunks),
+            partial(forward_timetable, stages, chunks=chunks),
+            self.config.training.microbatch_size,
+            keeps_inputs=self.config.training.recompute == "full",
+        )
 
     @property
     def loss_options(self) -> LossOptions:
@@ -148,8 +161,8 @@ class Placed:
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
         weights = self.family.loss_weights(batch)
         with use_rules(self.layout.rules):
-            loss_sums = partial(self.loss_sums, options=plain)
-            sums = distributed_sum(loss_sums, parameters, (batch, weights, None), self.region)
+            part, schedule = (batch, weights, None), self.microbatch_schedule(1)
+            sums = distributed_losses(self.cut(plain), parameters, part, self.region, schedule)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _drawn(self, key: Array) -> Tree:

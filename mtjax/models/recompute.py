@@ -56,6 +56,11 @@ class Recompute:
         """Layers that are computed again from one input."""
         return self.num_layers if self.kind == "full" and self.method == "uniform" else 1
 
+    @property
+    def in_chunk(self) -> "Recompute":
+        """What layers save of a chunk whose input a pipeline's stage has kept: all, once the chunk is computed again."""
+        return Recompute() if self.kind == "full" else self
+
     @classmethod
     def of(cls, training: Training) -> "Recompute":
         """As the config says."""
@@ -65,7 +70,13 @@ class Recompute:
 
 
 def scan_layers(
-    run: RunLayer, x: Array, layers: Layers, numbers: Array, recompute: Recompute, states: States = None
+    run: RunLayer,
+    x: Array,
+    layers: Layers,
+    numbers: Array,
+    recompute: Recompute,
+    states: States = None,
+    first: Array | None = None,
 ) -> tuple[Array, States]:
     """Runs layers one after the other.
 
@@ -76,6 +87,7 @@ def scan_layers(
       numbers: of the layers.
       recompute: what each saves for its backward pass.
       states: what each layer reads besides the stream, stacked, if anything.
+      first: place of the first layer in `layers`, which may hold more than are run; None where it holds just these.
 
     Returns:
       The output of the last, and each layer's new state, stacked.
@@ -87,8 +99,8 @@ def scan_layers(
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
-    if len(loops) > 1 or sums is not None:
-        x, states = _scan_adding(run, x, stack, loops, sums)
+    if len(loops) > 1 or sums is not None or first is not None:
+        x, states = _scan_adding(run, x, stack, loops, sums, first)
     else:
         ((saving, _),) = loops
         x, states = _scan(saving(run), x, stack)
@@ -128,6 +140,7 @@ def _scan_adding(
     stack: tuple[Layers, Array, States],
     loops: list[tuple[SavePolicy, int]],
     sums: list[Array] | None,
+    offset: Array | None,
 ) -> tuple[Array, States]:
     """Loops over one stack; each backward iteration adds its layer's gradients to those of the stack.
 
@@ -150,7 +163,7 @@ def _scan_adding(
     sums = zeros_like_parts(carried) if sums is None else sums
     states: list[States] = []
     for saving, turns in loops:
-        saved, places = saving(turn), jnp.arange(first, first + turns)
+        saved, places = saving(turn), jnp.arange(first, first + turns) + (0 if offset is None else offset)
         part = (places, *jax.tree.map(lambda a, s=slice(first, first + turns): a[s], scanned))
         (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), part)
         states.append(state)

@@ -1,37 +1,70 @@
 """Stacks of layers: parameters along `layers`, and one program for all of them."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import reshard
 from jaxtyping import Float, Int
 
-from mtjax.config import Model
+from mtjax.config import Model, Parallel
 from mtjax.models.context import Context
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.sharding.axes import spec, ways
 from mtjax.sharding.parameters import materialize
+from mtjax.theory.stages import PADDING, layer_order
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Layers of a stack that follow each other on a stage of a pipeline."""
+
+    stage: Int[Array, ""]
+    number: Int[Array, ""]
+    """Among the stage's chunks."""
 
 
 class Stack(nnx.Module):
-    """`num_layers` layers of one kind, whose parameters are stacked along `layers`."""
+    """`num_layers` layers of one kind, whose parameters are stacked along `layers`, in the order of `layer_order`."""
 
     def __init__(
-        self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, recompute: Recompute, key: Array
+        self,
+        model: Model,
+        dtype: jax.typing.DTypeLike,
+        *,
+        kind: str,
+        recompute: Recompute,
+        parallel: Parallel,
+        key: Array,
     ) -> None:
+        self.order = layer_order(model.num_layers, ways("layers"), parallel.chunks, parallel.layers_per_stage)
         keys = jax.random.split(key, model.num_layers)
+        if not self.order.is_plain:
+            keys = keys[np.maximum(self.order.flat, 0)]  # where a stage has no layer, parameters that nothing reads
+        keys = reshard(keys, spec("layers"))
         self.layers = jax.vmap(lambda key: Layer(model, dtype, kind=kind, key=key))(keys)
-        self.num_layers = model.num_layers
         self.recompute = recompute
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, states: State = None
+        self,
+        x: Float[Array, "batch act_seq embed"],
+        context: Context,
+        states: State = None,
+        chunk: Chunk | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Runs all layers; states, stacked along `layers`, go in and out as in `run_layers`."""
-        return run_layers(self.layers, jnp.arange(self.num_layers), x, context, self.recompute, states)
+        """Runs all layers, or a chunk of them; states, stacked along `layers`, go in and out as in `run_layers`."""
+        if chunk is None:
+            return run_layers(self.layers, jnp.asarray(self.order.flat), x, context, self.recompute, states)
+        numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
+        first = chunk.number * self.order.places if len(self.order.numbers[0]) > 1 else None
+        padded = self.order.is_padded
+        return run_layers(self.layers, numbers, x, context, self.recompute.in_chunk, states, first, padded)
 
 
 def run_layers(
@@ -41,16 +74,20 @@ def run_layers(
     context: Context,
     recompute: Recompute,
     states: State = None,
+    first: Int[Array, ""] | None = None,
+    is_padded: bool = False,
 ) -> tuple[Float[Array, "batch act_seq embed"], State]:
     """Runs some layers of a stack, one after the other.
 
     Args:
       layers: their parameters, stacked.
-      numbers: the layers' numbers in the entire stack; a layer derives its dropout keys from the context's and its own.
+      numbers: the layers' numbers in the model; a layer derives its dropout keys from the context's and its own.
       x: the residual stream.
       context: what every layer reads besides it.
       recompute: what each layer saves for its backward pass.
       states: the layers' states, each array stacked along `layers`; None in training.
+      first: where in `layers` the parameters of the first are; they are exactly these layers' when None.
+      is_padded: whether some numbers may be `PADDING`; the stream passes such layers unchanged.
 
     Returns:
       The residual stream, and the layers' new states, stacked likewise; None where no layer has any.
@@ -59,7 +96,8 @@ def run_layers(
     def run(x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
         layer, keys = materialize(layer), context.dropout_keys
         own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-        return layer(x, dataclasses.replace(context, dropout_keys=own), state)
+        after, state = layer(x, dataclasses.replace(context, dropout_keys=own), state)
+        return jnp.where(number == PADDING, x, after) if is_padded else after, state
 
     with jax.named_scope("layers"):
-        return scan_layers(run, x, layers, numbers, recompute, states)
+        return scan_layers(run, x, layers, numbers, recompute, states, first)

@@ -6,7 +6,7 @@ that a cotangent is placed like its primal and the backward pass needs no hints 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -75,6 +75,12 @@ def _entry(axes: Axes) -> str | Axes | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def ways(name: str) -> int:
+    """The number of parts into which the mesh in force splits a dimension of this name, by the rules in force."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in _in_force.get().axes(name))
+
+
 def explicit_axes() -> frozenset[str]:
     """Mesh axes that are not manual here: those that a nested `shard_map` makes manual."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -84,6 +90,11 @@ def explicit_axes() -> frozenset[str]:
 def explicit_part(place: PartitionSpec) -> PartitionSpec:
     """`place` without the axes that are manual here, along which each rank sees only its own part."""
     return only_axes(place, tuple(explicit_axes()))
+
+
+def over_the_rest(body: Callable[[jax.Array], jax.Array], place: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """A nested map in which every axis is manual: collectives don't lower while any axis is explicit."""
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
 
 
 def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
@@ -114,6 +125,11 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
 def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """A vector, split as the first dimension of `like` is."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
+
+
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """The manual axes over which `x` varies: ranks along them may have different values."""
+    return tuple(axis for axis in MANUAL if axis in _varying(x))
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

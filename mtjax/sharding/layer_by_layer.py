@@ -19,19 +19,22 @@ def gather_layers(parts: list[Array], totals: list[GradientSum], into: list[Arra
       into: arrays of the gathered shapes, replicated over these ranks.
     """
 
+    def local(parts: list[Array], into: list[Array]) -> list[Array]:
+        def one(number: Array, whole: list[Array]) -> list[Array]:
+            layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
+            return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, gather(layer), strict=True)]
+
+        return lax.fori_loop(0, parts[0].shape[0], one, into)
+
     def gather(layer: list[Array]) -> list[Array]:
         pairs = zip(layer, totals, strict=True)
         return [_row_major(lax.all_gather(a, total.parts, axis=total.dim - 1, tiled=True)) for a, total in pairs]
 
-    def one(number: Array, whole: list[Array]) -> list[Array]:
-        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
-        mapped = jax.shard_map(gather, in_specs=(inner(parts),), out_specs=inner(into), check_vma=False)
-        return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, mapped(layer), strict=True)]
+    def places(arrays: list[Array]) -> list[PartitionSpec]:
+        return [jax.typeof(a).sharding.spec for a in arrays]
 
-    def inner(stacked: list[Array]) -> list[PartitionSpec]:
-        return [PartitionSpec(*jax.typeof(a).sharding.spec[1:]) for a in stacked]
-
-    return lax.fori_loop(0, parts[0].shape[0], one, into)
+    mapped = jax.shard_map(local, in_specs=(places(parts), places(into)), out_specs=places(into), check_vma=False)
+    return mapped(parts, into)
 
 
 def scatter_layers(

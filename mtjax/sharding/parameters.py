@@ -5,7 +5,6 @@ is reduced in the backward pass, or that is gathered for each use, comes as a `R
 (`mtjax.sharding.reduction` says which), and `materialize` is where that happens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import explicit_axes, explicit_part, spec, sum_ranks, varying_like
+from mtjax.sharding.axes import explicit_axes, explicit_part, over_the_rest, spec, sum_ranks, varying_like
 from mtjax.theory.layout import UNSPLIT
 from mtjax.theory.rules import Axes
 
@@ -118,7 +117,7 @@ def _gather(place: PartitionSpec, total: GradientSum, sent: str, dtype: str, par
         return lax.all_gather(a.astype(sent), total.parts, axis=total.dim, tiled=True).astype(dtype)
 
     with jax.named_scope("parameters"):
-        return _over_the_rest(local, place)(part)
+        return over_the_rest(local, place)(part)
 
 
 def _gather_forward(place: PartitionSpec, total: GradientSum, sent: str, dtype: str, part: Array) -> tuple[Array, None]:
@@ -216,12 +215,7 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
         return sum_ranks(lax.psum_scatter(g, total.parts, scatter_dimension=total.dim, tiled=True), rest)
 
     with jax.named_scope("gradients"):
-        return _over_the_rest(local, explicit_part(place))(gradient.astype(jnp.float32))
-
-
-def _over_the_rest(body: Callable[[Array], Array], place: PartitionSpec) -> Callable[[Array], Array]:
-    """A nested map in which every axis is manual: collectives don't lower while any axis is explicit."""
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
+        return over_the_rest(local, explicit_part(place))(gradient.astype(jnp.float32))
 
 
 def differentiable(wrapped: Tree) -> Tree:

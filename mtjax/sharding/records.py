@@ -41,6 +41,9 @@ class ParameterRecord:
     """Where its gradient lives once it is summed, and its moments."""
     total: GradientSum
     """How its gradient is summed, and which of its dimensions ZeRO splits."""
+    late: Axes
+    """Mesh axes over which its gradient is summed after the last microbatch, whatever ZeRO does: ranks along them see
+    the same samples, and at most some of them have a gradient of it."""
     model_ways: int
     """In how many parts the layout splits it, without ZeRO."""
     sent: str | None
@@ -100,6 +103,8 @@ def _record(
 ) -> ParameterRecord:
     rules, matrix = layout.rules, is_matrix(axes)
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.ways((axis,)) > 1)
+    late = tuple(axis for axis in replicas if axis not in rules.batch)
+    replicas = tuple(axis for axis in replicas if axis not in late)
     parts = tuple(axis for axis in ZERO_AXES if axis in replicas)
     dim = split_dimension(axes, shape, layout, mesh.ways(parts))
     parts = () if dim == UNSPLIT else parts
@@ -115,6 +120,7 @@ def _record(
         stored=split if layout.zero == 3 else whole,
         reduced=split,
         total=GradientSum(replicas, dim, parts, mesh.ways(parts)),
+        late=late,
         model_ways=math.prod(mesh.ways(rules.axes(name)) for name in axes),
         sent=sent if layout.zero == 3 and parts else None,
     )

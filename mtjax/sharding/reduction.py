@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.axes import explicit_part, spec
+from mtjax.sharding.axes import explicit_part, spec, varying_axes
 from mtjax.sharding.layer_by_layer import scatter_layers
-from mtjax.sharding.parameters import Reduced, sum_gradient
+from mtjax.sharding.parameters import GradientSum, Reduced, sum_gradient
 from mtjax.sharding.records import ParameterRecord, split_stacks
 from mtjax.sharding.zero import gathered
+from mtjax.theory.layout import UNSPLIT
 
 Tree = Any
 
@@ -31,6 +32,8 @@ class Reduction:
     """ZeRO's stage."""
     num_microbatches: int
     """Of the step."""
+    stages: int = 1
+    """Of a pipeline, whose backward passes run as often as the timetable has ticks, also for nothing."""
 
     def wrap(self, parameters: Tree) -> Tree:
         """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
@@ -53,10 +56,10 @@ class Reduction:
         if self.zero >= 2:
             return record.is_split
         inside = record.is_stacked and (not self.zero or record.is_split_inside_layers)
-        return inside and self.num_microbatches == 1 and bool(record.total.axes)
+        return inside and self.num_microbatches == self.stages == 1 and bool(record.total.axes)
 
     def finish(self, gradients: Tree) -> Tree:
-        """Sums the gradients that the backward pass has not summed yet.
+        """Sums the gradients that the backward pass has not summed yet, and those that stages share.
 
         Those of stacks are scattered layer by layer. All at once, every scatter would need a second copy of its
         operand, with the split dimension outermost.
@@ -76,6 +79,9 @@ class Reduction:
             summed = scatter_layers([leaves[i] for i in members], totals, whole, parts)
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
+        for i, record in enumerate(table):
+            if record.late:
+                leaves[i] = sum_gradient(leaves[i], table[i].reduced, GradientSum(record.late, UNSPLIT, (), 1))
         return jax.tree.unflatten(tree, leaves)
 
 
@@ -84,4 +90,5 @@ def zero_part(whole: Array, record: ParameterRecord) -> Array:
     total = record.total
     shape = [n // total.ways if i == total.dim else n for i, n in enumerate(whole.shape)]
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_part(record.whole))
-    return lax.pcast(zeros, total.parts, to="varying") if total.parts else zeros
+    axes = tuple(axis for axis in varying_axes(whole) if axis in total.parts or axis not in total.axes)
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros

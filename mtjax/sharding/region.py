@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
 
 from mtjax.sharding.axes import only_axes, varying_like, with_axes
 from mtjax.sharding.records import places
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import MANUAL, Axes, Rules
+from mtjax.theory.rules import MANUAL, STAGE, Axes, Rules
 
 Tree = Any
 
@@ -46,6 +47,13 @@ class Region:
         """
         split = tuple(axis for axis in self.rules.batch if self.mesh.ways((axis,)) > 1)
         return with_axes(PartitionSpec(None), 0, split) if split else PartitionSpec()
+
+    def on_stages(self, batch: Tree) -> Tree:
+        """Marks a rank's batch as varying over the stages of a pipeline: all have the same samples, and do other work."""
+        if STAGE not in self.manual:
+            return batch
+        vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731
+        return jax.tree.map(vary, batch)
 
     def map(self, local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, results: Tree) -> Tree:
         """Runs `local` on every rank: its parameters, its own part of the batch, `model` explicit inside.

@@ -25,8 +25,12 @@ def for_use(records: Tree, parameters: Tree) -> Tree:
       records: of each parameter.
       parameters: placed as `stored`.
     """
-    wrapped = jax.tree.map(lambda r, array: array if r.sent is None else gathered(r, array), records, parameters)
-    return materialize_outside_stacks(records, wrapped)
+    return materialize_outside_stacks(records, wrap_for_use(records, parameters))
+
+
+def wrap_for_use(records: Tree, parameters: Tree) -> Tree:
+    """Parameters without gradients, of which some are still to be gathered: `materialize` does it."""
+    return jax.tree.map(lambda r, array: array if r.sent is None else gathered(r, array), records, parameters)
 
 
 def gathered(record: ParameterRecord, part: Array) -> Gathered:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import DATA, MODEL, Rules
+from mtjax.theory.rules import DATA, MODEL, STAGE, Rules
 
-TENSOR_RULES = Rules(batch=(DATA,), heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
-"""The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`."""
+TENSOR_RULES = Rules(batch=(DATA,), layers=(STAGE,), heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
+"""The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`; layers over the
+stages of a pipeline."""
 
 UNSPLIT = -1
 """Stands for the dimension when `data` splits none."""

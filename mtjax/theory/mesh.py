@@ -10,7 +10,7 @@ from mtjax.theory.rules import DATA, MANUAL, MODEL, STAGE, Axes
 AXES: Axes = (*MANUAL, MODEL)
 """Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
 
-IMPLEMENTED: Axes = (DATA, MODEL)
+IMPLEMENTED: Axes = (DATA, STAGE, MODEL)
 """Axes over which mtjax trains; the planner counts with others too."""
 
 POSITIONAL: dict[int, Axes] = {2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}

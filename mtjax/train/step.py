@@ -14,14 +14,13 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
-from mtjax.models.placed import Batch, Part, Placed
+from mtjax.models.placed import Batch, Placed
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.records import places
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.schedules.accumulate import Accumulate
 from mtjax.sharding.zero import store
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
@@ -188,15 +187,13 @@ class Program(Placed):
             weights = {name: w * scale for name, w in weights.items()}
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
-
-        def loss_sum(parameters: Tree, part: Part) -> tuple[Array, dict[str, Array]]:
-            sums = self.loss_sums(parameters, part, self.loss_options)
-            return sum(sums.values(), start=jnp.zeros(())), sums if len(sums) > 1 else {}
-
-        part = (batch, weights, keys)
-        schedule, reduction = Accumulate(count), Reduction(self.records, self.layout.zero, count)
+        model, part = self.cut(self.loss_options), (batch, weights, keys)
+        schedule = self.microbatch_schedule(count)
+        reduction = Reduction(self.records, self.layout.zero, count, self.shape.stage)
         with use_rules(self.layout.rules):
-            loss, parts, gradients = distributed_gradients(loss_sum, parameters, part, self.region, schedule, reduction)
+            parts, gradients = distributed_gradients(model, parameters, part, self.region, schedule, reduction)
+        loss = sum(parts.values(), start=jnp.zeros(()))
+        parts = parts if len(parts) > 1 else {}
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients

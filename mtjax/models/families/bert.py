@@ -42,7 +42,9 @@ class BERT(nnx.Module):
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
         self.token_types = normal(type_key, types, model.init_std) if model.num_token_types else None
-        self.stack = Stack(model, dtype, kind="transformer", recompute=recompute, key=stack_key)
+        self.stack = Stack(
+            model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
+        )
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.head = MaskedLMHead(model, dtype, key=head_key)

@@ -37,7 +37,9 @@ class GPT(nnx.Module):
         self.positions = position_table(model, model.sequence_length, position_key)
         self.rotary = Rotary(model) if model.position == "rope" else None
         recompute = Recompute.of(config.training)
-        self.stack = Stack(model, dtype, kind="transformer", recompute=recompute, key=stack_key)
+        self.stack = Stack(
+            model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
+        )
         self.final_norm = make_norm(model, dtype)
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
         self.rate = model.hidden_dropout

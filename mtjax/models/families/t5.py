@@ -36,13 +36,12 @@ FINAL_SITE = 2**31 - 3
 class T5Stack(nnx.Module):
     """The encoder or the decoder: layers, their relative positions if any, and a norm and dropout at the end."""
 
-    def __init__(
-        self, model: Model, dtype: jnp.dtype, kind: str, *, recompute: Recompute, is_causal: bool, key: Array
-    ) -> None:
+    def __init__(self, config: Config, model: Model, kind: str, *, is_causal: bool, key: Array) -> None:
+        dtype, recompute = jnp.dtype(config.training.compute_dtype), Recompute.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
         self.relative = RelativeBias(model, is_causal=is_causal, key=bias_key) if is_relative else None
-        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, key=stack_key)
+        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.scale = 1.0 if is_relative else None
@@ -65,16 +64,13 @@ class T5(nnx.Module):
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
-        recompute = Recompute.of(config.training)
         writer = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and model.position != "learned"
         # A scaled output needs a table of unit variance (T5's own); else logits start tiny, and stay so for long.
         self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
-        self.encoder = T5Stack(model, dtype, "transformer", recompute=recompute, is_causal=False, key=encoder_key)
-        self.decoder = T5Stack(
-            writer, dtype, "transformer with cross-attention", recompute=recompute, is_causal=True, key=decoder_key
-        )
+        self.encoder = T5Stack(config, model, "transformer", is_causal=False, key=encoder_key)
+        self.decoder = T5Stack(config, writer, "transformer with cross-attention", is_causal=True, key=decoder_key)
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
         self.output_scale = model.hidden_size**-0.5 if is_scaled else 1.0
         self.rate = model.hidden_dropout

@@ -1,32 +1,66 @@
-"""The interface of a schedule: loss and gradients of a rank's own samples, microbatches in some order."""
+"""The interface of a schedule, and of a model that it runs: microbatches in some order, on some devices."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
+from jax import Array
 
 from mtjax.sharding.reduction import Reduction
 
 Tree = Any
-LossSum = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-"""(parameters, microbatch) -> the weighted sum of its losses, and a tree of scalars to report with it."""
+Sums = dict[str, Array]
+"""Weighted sums of losses by name: float32 scalars."""
+
+
+class CutModel(Protocol):
+    """A model as a schedule sees it: whole, or cut into sections of layers between an entrance and an exit.
+
+    What passes between the cuts is a tree of arrays, the same for every cut: the wire.
+    """
+
+    def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
+        """The losses of the whole model."""
+        ...
+
+    @property
+    def sections(self) -> Sequence[str]:
+        """Stacks of layers that run one after the other: the names of their parameters."""
+        ...
+
+    def wire(self, parameters: Tree, microbatch: Tree) -> Tree:
+        """Arrays like those that pass between the cuts."""
+        ...
+
+    def enter(self, section: int, parameters: Tree, wire: Tree, microbatch: Tree) -> Tree:
+        """What the first layer of a section reads, from the wire behind the section before."""
+        ...
+
+    def run(self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array) -> Tree:
+        """Runs the layers of a chunk of a section that a stage has."""
+        ...
+
+    def leave(self, parameters: Tree, wire: Tree, microbatch: Tree) -> Sums:
+        """The losses, from the wire behind the last section."""
+        ...
 
 
 class Schedule(Protocol):
     """Runs inside a `Region`."""
 
-    def gradients(
-        self, loss_sum: LossSum, parameters: Tree, batch: Tree, reduction: Reduction
-    ) -> tuple[jax.Array, Tree, Tree]:
-        """Loss, report and gradients of this rank's samples.
+    def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+        """Losses and gradients of this rank's samples.
 
         Args:
-          loss_sum: differentiated.
+          model: differentiated.
           parameters: this rank's, varying over the axes over which the batch does.
           batch: arrays [samples, ...], this rank's.
           reduction: which gradients are summed over ranks inside the backward pass; its `finish` does the rest.
 
         Returns:
-          The loss and the scalars reported with it, summed over microbatches; float32 gradients, summed over them too.
+          The losses, summed over microbatches; float32 gradients of their sum, summed over them too.
         """
+        ...
+
+    def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+        """The losses alone; parameters are this rank's, placed as `stored`."""
         ...

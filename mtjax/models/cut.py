@@ -1,0 +1,79 @@
+"""A model as a schedule sees it: whole, or cut where stages of a pipeline send each other the stream."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from mtjax.models.stack import Chunk
+from mtjax.models.trunk import Batch, Keys, Section, Stream, Trunk, batch_losses
+from mtjax.sharding.vocab import LossOptions
+
+Tree = Any
+Part = tuple[Batch, Batch, Keys]
+"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`mtjax.sharding.schedules.schedule.CutModel` of a trunk with one section or two.
+
+    The wire is the stream of the last section. On its way through the first of two, a stream is the wire's `encoded`,
+    where the second section will look for it.
+    """
+
+    model: Callable[[Tree], Trunk]
+    """Of parameters."""
+    options: LossOptions
+    sections: Sequence[str]
+
+    def loss_sums(self, parameters: Tree, microbatch: Part) -> dict[str, Array]:
+        """Weighted sums of the losses."""
+        batch, weights, keys = microbatch
+        return _weighted(batch_losses(self.model(parameters), batch, keys, self.options), weights)
+
+    def wire(self, parameters: Tree, microbatch: Part) -> Stream:
+        """The input of the last section, with the other sections left out."""
+        batch, _, keys = microbatch
+        stream = None
+        for section in self.model(parameters).sections.values():
+            stream = section.embed(batch, keys, stream)
+        assert stream is not None, "a model has a section"
+        return stream
+
+    def enter(self, section: int, parameters: Tree, wire: Stream, microbatch: Part) -> Stream:
+        """The input of a section, from the wire behind the one before."""
+        batch, _, keys = microbatch
+        before = self._stream(section - 1, wire) if section else None
+        return self._wire(section, self._section(parameters, section).embed(batch, keys, before), wire)
+
+    def run(self, section: int, parameters: Tree, wire: Stream, microbatch: Part, stage: Array, chunk: Array) -> Stream:
+        """The layers of a chunk."""
+        batch, _, keys = microbatch
+        of, stream = self._section(parameters, section), self._stream(section, wire)
+        x, _ = of.stack(stream.x, of.context(batch, keys, stream), chunk=Chunk(stage, chunk))
+        return self._wire(section, stream._replace(x=x), wire)
+
+    def leave(self, parameters: Tree, wire: Stream, microbatch: Part) -> dict[str, Array]:
+        """Weighted sums of the losses."""
+        batch, weights, keys = microbatch
+        return _weighted(self.model(parameters).losses(wire, batch, keys, self.options), weights)
+
+    def _section(self, parameters: Tree, number: int) -> Section:
+        return self.model(parameters).sections[self.sections[number]]
+
+    def _stream(self, section: int, wire: Stream) -> Stream:
+        if section == len(self.sections) - 1:
+            return wire
+        assert wire.encoded is not None
+        return Stream(wire.encoded)
+
+    def _wire(self, section: int, stream: Stream, before: Stream) -> Stream:
+        return stream if section == len(self.sections) - 1 else before._replace(encoded=stream.x)
+
+
+def _weighted(losses: dict[str, Array], weights: Batch) -> dict[str, Array]:
+    with jax.named_scope("loss"):
+        return {name: (values * weights[name]).sum() for name, values in losses.items()}

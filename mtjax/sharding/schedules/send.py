@@ -1,0 +1,45 @@
+"""What one stage of a pipeline sends to the next: one collective-permute over `stage` for each array."""
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec, reshard
+
+from mtjax.sharding.axes import dimension_axes, explicit_axes, over_the_rest
+from mtjax.theory.rules import MODEL, STAGE
+
+Tree = Any
+
+
+def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
+    """A wire of residual streams, from the stage `by` places before: 1 sends forward, -1 backward.
+
+    An array that all model ranks have travels in parts, split along its sequence, and is gathered on arrival: as section
+    4.1 of arXiv 2104.04473 does between servers.
+
+    Args:
+      wire: arrays [batch, sequence, hidden].
+      by: 1 or -1.
+      wraps: whether the last stage sends to the first, and the other way round; else they get zeros.
+    """
+    stages = lax.axis_size(STAGE)
+    pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
+
+    def one(x: Array) -> Array:
+        here = jax.typeof(x).sharding.spec
+        moving = _split(x, here)
+        permute = over_the_rest(lambda part: lax.ppermute(part, STAGE, pairs), moving)
+        return reshard(permute(reshard(x, moving)), here)
+
+    with jax.named_scope("stages"):
+        return jax.tree.map(one, wire)
+
+
+def _split(x: Array, here: PartitionSpec) -> PartitionSpec:
+    """`here`, and the sequence over `model` too if nothing is split over it and it divides."""
+    if MODEL not in explicit_axes() or any(dimension_axes(here, dim) for dim in range(x.ndim)):
+        return here
+    if x.shape[1] % jax.typeof(x).sharding.mesh.shape[MODEL]:
+        return here
+    return PartitionSpec(None, MODEL, None)

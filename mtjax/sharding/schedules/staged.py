@@ -1,0 +1,269 @@
+"""Stages of a pipeline: each rank along `stage` has some of the layers, and works by a timetable.
+
+A loop over ticks takes derivatives by hand: differentiating through the loop would run all forward passes before all
+backward passes, whatever the timetable says (and does not lower on jax 0.10 to 0.12). What a forward half keeps for its
+backward half is either its input alone, from which the chunk is computed again (full recompute), or what autodiff saves
+besides the parameters.
+
+All stages run one program. Which work is theirs, they read off the timetable; in a half in which a stage is idle it works
+on a microbatch that does not count. Embedding and losses stand in branches that only the first or last stage takes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mtjax.sharding.axes import varying_like
+from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
+from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.region import vary_with
+from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
+from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
+from mtjax.sharding.schedules.schedule import CutModel, Sums
+from mtjax.sharding.schedules.send import send
+from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
+from mtjax.theory.rules import STAGE
+from mtjax.theory.timetable import Half, Phase, Timetable
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Gradients by a training timetable, losses by a forward one."""
+
+    training: Timetable
+    evaluation: Callable[[int], Timetable]
+    """Of a number of microbatches."""
+    microbatch_size: int | None
+    """Samples that a rank takes at a time in evaluation; all at once when None, or where they don't divide."""
+    keeps_inputs: bool
+    """Whether stages keep the input of a chunk alone, and compute it again."""
+
+    def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+        """As `Schedule.gradients` says."""
+        wrapped = reduction.wrap(parameters)
+        run = _Run(model, reduction.records, wrapped, _microbatches(batch, self.training.microbatches), self.training)
+        return run.gradients(keeps_inputs=self.keeps_inputs)
+
+    def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+        """As `Schedule.losses` says."""
+        samples = jax.tree.leaves(batch)[0].shape[0]
+        size = self.microbatch_size or samples
+        count = samples // size if samples % size == 0 else 1
+        wrapped = wrap_for_use(records, vary_with(parameters, batch))
+        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count)).losses()
+
+
+def _microbatches(batch: Tree, count: int) -> Tree:
+    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+
+
+class _Turn(NamedTuple):
+    """What this rank does in half a tick: `Work`, traced, and a microbatch of the batch."""
+
+    part: Tree
+    chunk: Array
+    slot: Array
+    """The last one, which nothing reads, where the turn does not count."""
+    counts: Array
+    """Whether this stage has work in this half."""
+
+
+class _Carry(NamedTuple):
+    """What goes from one tick to the next."""
+
+    wire: Tree
+    """Arrived from the chunk before."""
+    gradient: Tree
+    """Of the wire that came in for this rank's last backward half; not yet sent."""
+    wires: Tree
+    """By slot: each chunk's input; behind the first section, the wire from which it is made."""
+    kept: Tree
+    """By slot: what else `Kept` keeps."""
+    sums: Tree
+    """Gradients."""
+    losses: Sums
+
+
+class _Run:
+    """A timetable at work on one rank's parameters and microbatches."""
+
+    def __init__(self, model: CutModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable) -> None:
+        self.model, self.records, self.wrapped, self.table = model, records, wrapped, table
+        self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
+        self.sections = len(model.sections)
+        self.chunks = table.chunks // self.sections
+        self.parts = differentiable(wrapped)
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        self.wire = jax.tree.map(jnp.zeros_like, model.wire(self._parameters(self.parts), first))
+        losses = jax.eval_shape(lambda: model.leave(self._parameters(self.parts), self.wire, first))
+        like = jax.tree.leaves(self.wire)[0]
+        self.no_losses = {name: varying_like(jnp.zeros((), jnp.float32), like) for name in losses}
+
+    # --- losses alone
+
+    def losses(self) -> Sums:
+        """Of all microbatches, forward only."""
+
+        def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
+            (wire, losses), turn = carry, self._turn(row)
+
+            def of_section(section: int, wire: Tree) -> Tree:
+                return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+
+            wire = self._in_section(turn, of_section, wire)
+            own = lax.cond(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: self.no_losses)
+            return (self._send(wire, 1), jax.tree.map(jnp.add, losses, own)), None
+
+        (_, losses), _ = lax.scan(tick, (self.wire, self.no_losses), self._rows(self.table.forward))
+        return losses
+
+    # --- losses and gradients
+
+    def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
+        """Of all microbatches."""
+        sums = zeros_like_parts(self.parts)
+        wires = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.wire)
+        forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
+        kept: Kept = Recomputed()
+        if not keeps_inputs:
+            linearize = self._linearize(sums, self._turn(forward[0]))
+            kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
+        carry = _Carry(self.wire, self.wire, wires, kept.empty(), sums, self.no_losses)
+        for phase in self.table.phases:
+            rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
+            carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
+        return carry.losses, carry.sums
+
+    def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
+        """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward."""
+        if phase.backward:
+            carry = carry._replace(gradient=self._send(carry.gradient, -1))
+        if phase.forward:
+            turn = self._turn(rows[0])
+            wire, wires, arrays = self._in_section(turn, partial(self._forward, kept, turn), carry)
+            carry = carry._replace(wire=self._send(wire, 1), wires=wires, kept=arrays)
+        if phase.backward:
+            turn = self._turn(rows[1])
+            gradient, sums, losses = self._in_section(turn, partial(self._backward, kept, turn), carry)
+            carry = carry._replace(gradient=gradient, sums=sums, losses=losses)
+        return carry, None
+
+    def _forward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Tree]:
+        """The forward half of a chunk: what it puts out, and what is kept."""
+        start = self._entered(section, carry.wire, turn)
+        wires = put_in_slot(carry.wires, turn.slot, start if section == 0 else carry.wire)
+        linearize = self._linearize(carry.sums, turn)
+        if isinstance(kept, Recomputed) and section == self.sections - 1:
+            # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
+            out = lax.cond(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
+            return out, wires, carry.kept
+        out, arrays = kept.put(section, carry.kept, turn.slot, start, linearize)
+        return out, wires, arrays
+
+    def _backward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Sums]:
+        """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
+        wire = take_from_slot(carry.wires, turn.slot)
+        start = wire if section == 0 else self._entered(section, wire, turn)
+        out, pull = kept.take(section, carry.kept, turn.slot, start, self._linearize(carry.sums, turn))
+        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), carry.gradient)
+        sums, losses = carry.sums, carry.losses
+        if section == self.sections - 1:
+            leave = partial(self._leave_backward, out, turn)
+            unchanged = lambda *values: values  # noqa: E731
+            last = self._leaves(turn) & turn.counts
+            gradient, sums, losses = lax.cond(last, leave, unchanged, gradient, sums, losses)
+        gradients, gradient = pull(gradient)
+        sums = accumulated(self.records, sums, gradients, self._in_stack(section))
+        enter = partial(self._enter_backward, section, wire, turn)
+        first = self._enters(section, turn) & turn.counts
+        gradient, sums = lax.cond(first, enter, lambda *values: values, gradient, sums)
+        return gradient, sums, losses
+
+    def _leave_backward(self, wire: Tree, turn: _Turn, _: Tree, sums: Tree, losses: Sums) -> tuple[Tree, Tree, Sums]:
+        """The losses and their gradients; replaces the gradient of the last chunk's output."""
+        own, pull = jax.vjp(lambda parts, wire: self._left(wire, turn, parts), self.parts, wire)
+        gradients, gradient = pull(jax.tree.map(jnp.ones_like, own))
+        return gradient, self._with_outside(sums, gradients), jax.tree.map(jnp.add, losses, own)
+
+    def _enter_backward(self, section: int, wire: Tree, turn: _Turn, gradient: Tree, sums: Tree) -> tuple[Tree, Tree]:
+        """Through what makes a section's input."""
+        enter = lambda parts, wire: self.model.enter(section, self._parameters(parts), wire, turn.part)  # noqa: E731
+        _, pull = jax.vjp(enter, self.parts, wire)
+        gradients, gradient = pull(gradient)
+        return gradient, self._with_outside(sums, gradients)
+
+    # --- the model's parts
+
+    def _entered(self, section: int, wire: Tree, turn: _Turn) -> Tree:
+        """The input of a chunk: the section's first makes it, the others have it from the chunk before."""
+        enter = lambda wire: self.model.enter(section, self._parameters(self.parts), wire, turn.part)  # noqa: E731
+        return lax.cond(self._enters(section, turn), enter, lambda wire: wire, wire)
+
+    def _chunk(self, section: int, parts: Tree, start: Tree, turn: _Turn, sums: Tree = None) -> Tree:
+        chunk = turn.chunk - section * self.chunks
+        return self.model.run(section, self._parameters(parts, sums, section), start, turn.part, self.stage, chunk)
+
+    def _left(self, wire: Tree, turn: _Turn, parts: Tree = None) -> Sums:
+        return self.model.leave(self._parameters(self.parts if parts is None else parts), wire, turn.part)
+
+    def _linearize(self, sums: Tree, turn: _Turn) -> Linearize:
+        """Of chunks; gradients of stacks come out added to `sums`."""
+        chunk = self._chunk
+        return lambda section, start: jax.vjp(
+            lambda parts, start: chunk(section, parts, start, turn, sums), self.parts, start
+        )
+
+    def _parameters(self, parts: Tree, sums: Tree = None, section: int = 0) -> Tree:
+        """Parameters that the model can use; with sums, those to which the section's gradients are added."""
+        wrapped = with_parts(self.wrapped, parts)
+        if sums is not None:
+            wrapped = accumulating(self.records, wrapped, sums, self._in_stack(section))
+        return materialize_outside_stacks(self.records, wrapped)
+
+    def _in_stack(self, section: int) -> AddsUp:
+        """Whether a parameter is of a section's layers."""
+        name = f"{self.model.sections[section]}."
+        return lambda record: record.is_stacked and record.name.startswith(name)
+
+    def _with_outside(self, sums: Tree, gradients: Tree) -> Tree:
+        """Sums with the gradients of what is outside the stacks."""
+        add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(add, self.records, sums, gradients)
+
+    # --- turns
+
+    def _rows(self, halves: tuple[Half, ...]) -> Array:
+        """int32 [tick, stage, 4]: microbatch, chunk, slot, and whether they count."""
+        idle = (0, 0, self.table.slots, 0)
+        rows = [[idle if work is None else (*work, 1) for work in half] for half in halves]
+        return jnp.asarray(np.asarray(rows, np.int32))
+
+    def _turn(self, row: Array) -> _Turn:
+        microbatch, chunk, slot, counts = row[self.stage]
+        pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
+        return _Turn(jax.tree.map(pick, self.microbatches), chunk, slot, counts > 0)
+
+    def _enters(self, section: int, turn: _Turn) -> Array:
+        """Whether a turn's chunk is the first of a section."""
+        return (self.stage == 0) & (turn.chunk == section * self.chunks)
+
+    def _leaves(self, turn: _Turn) -> Array:
+        """Whether a turn's chunk is the model's last."""
+        return (self.stage == self.table.stages - 1) & (turn.chunk == self.table.chunks - 1)
+
+    def _in_section(self, turn: _Turn, run: Callable[[int, Any], Any], carry: Any) -> Any:
+        """`run(section, carry)` of the section to which the turn's chunk belongs."""
+        if self.sections == 1:
+            return run(0, carry)
+        return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
+
+    def _send(self, wire: Tree, by: int) -> Tree:
+        return send(wire, by, wraps=self.table.chunks > 1)

@@ -1,0 +1,64 @@
+"""Which layers of a stack each stage of a pipeline has, and in which order their parameters are stacked."""
+
+from dataclasses import dataclass
+from functools import cache
+
+PADDING = -1
+"""Stands for the layer where a stage has fewer than others."""
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """The layers of a stack on the stages.
+
+    Every stage holds as many places for layers, so that a mesh axis can split the stack; those that a stage has no
+    layer for are passed over.
+    """
+
+    numbers: tuple[tuple[tuple[int, ...], ...], ...]
+    """[stage][chunk][place]: number of the layer in the model, or `PADDING`."""
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Numbers of the layers in the order in which their parameters are stacked: stage by stage."""
+        return tuple(number for stage in self.numbers for chunk in stage for number in chunk)
+
+    @property
+    def places(self) -> int:
+        """Places for layers in a chunk."""
+        return len(self.numbers[0][0])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some stages have fewer layers than others."""
+        return PADDING in self.flat
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parameters are stacked in the order of the layers."""
+        return self.flat == tuple(range(len(self.flat)))
+
+    def layers_on(self, stage: int) -> int:
+        """Layers of a stage."""
+        return sum(number != PADDING for chunk in self.numbers[stage] for number in chunk)
+
+
+@cache
+def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None) -> LayerOrder:
+    """The order of a stack's layers: chunk by chunk over the stages.
+
+    Args:
+      layers: of the stack.
+      stages: ways of the pipeline.
+      chunks: of each stage.
+      per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
+    """
+    counts = per_stage or (layers // stages,) * stages
+    places = max(counts) // chunks
+    first, numbers = 0, [[() for _ in range(chunks)] for _ in range(stages)]
+    for chunk in range(chunks):
+        for stage, count in enumerate(counts):
+            own = range(first, first + count // chunks)
+            numbers[stage][chunk] = (*own, *(PADDING,) * (places - len(own)))
+            first += len(own)
+    return LayerOrder(tuple(tuple(stage) for stage in numbers))

@@ -1,0 +1,168 @@
+"""Pipeline schedules as timetables: which stage does what in which tick.
+
+A tick has a forward and a backward half. In each half a stage works on one chunk of its layers and one microbatch, or is
+idle; then activations go to the next chunk and gradients to the one before, all at once. So a chunk's forward halves are
+one tick behind those of the chunk before it, and its backward halves one tick behind those of the chunk after it.
+
+The executor (`mtjax.sharding.schedules.staged`) runs a timetable; the contract, the planner and the drawings count from
+it. Halves in which no stage has work are not run.
+
+Stage s of p has the chunks s, p + s, 2p + s, ... of the model's v p, as in section 2.2 of arXiv 2104.04473.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+
+
+class Work(NamedTuple):
+    """What a stage does in half a tick."""
+
+    microbatch: int
+    chunk: int
+    """Of the stage's chunks, from 0."""
+    slot: int
+    """Where the stage keeps what this microbatch's backward half will need; -1 where nothing is kept."""
+
+
+Half = tuple[Work | None, ...]
+"""By stage; None is idle."""
+
+
+class Phase(NamedTuple):
+    """Ticks in a row that have the same halves."""
+
+    forward: bool
+    backward: bool
+    start: int
+    stop: int
+    """Behind the last."""
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Who does what, tick by tick."""
+
+    stages: int
+    microbatches: int
+    chunks: int
+    """Of layers on each stage."""
+    forward: tuple[Half, ...]
+    """By tick."""
+    backward: tuple[Half, ...]
+    """By tick; the same length."""
+
+    @property
+    def slots(self) -> int:
+        """Microbatches' chunks that the fullest stage keeps at a time."""
+        return max(map(self.in_flight, range(self.stages)))
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches' chunks that a stage keeps at its fullest moment."""
+        return 1 + max((half[stage].slot for half in self.forward if half[stage]), default=-1)  # pyright: ignore
+
+    @property
+    def forward_ticks(self) -> int:
+        """Ticks with a forward half."""
+        return sum(map(any, self.forward))
+
+    @property
+    def backward_ticks(self) -> int:
+        """Ticks with a backward half."""
+        return sum(map(any, self.backward))
+
+    @property
+    def bubble(self) -> float:
+        """Halves in which a stage is idle, over those in which it works."""
+        work = self.microbatches * self.chunks * (2 if self.backward_ticks else 1)
+        return (self.forward_ticks + self.backward_ticks) / work - 1
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The ticks as runs of alike ones: warm-up, steady state, cool-down."""
+        halves = [(any(f), any(b)) for f, b in zip(self.forward, self.backward, strict=True)]
+        starts = [t for t, pair in enumerate(halves) if t == 0 or pair != halves[t - 1]]
+        return [Phase(*halves[a], a, b) for a, b in zip(starts, [*starts[1:], len(halves)], strict=True)]
+
+
+@cache
+def timetable(schedule: ScheduleName, stages: int, microbatches: int, chunks: int = 1) -> Timetable:
+    """The timetable of a training step.
+
+    1F1B begins each microbatch's backward pass as soon as its last chunk is done, GPipe (arXiv 1811.06965) after the
+    last microbatch's. Microbatches go through the chunks in groups of as many as there are stages; where they are not a
+    multiple of the stages, the last group is smaller, and with several chunks its stages wait.
+
+    Args:
+      schedule: the order; "interleaved" is 1F1B with several chunks.
+      stages: at least 1.
+      microbatches: of a data rank in a step, at least 1.
+      chunks: of layers on each stage.
+    """
+    depth = stages * chunks
+    last = _forward_tick(microbatches - 1, stages, chunks)
+    turn = last + depth if schedule == "gpipe" else depth - 1
+    forward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + k)
+    backward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + turn + depth - 1 - k)
+    return _with_slots(stages, microbatches, chunks, forward, backward, 1 + max(tick for tick, _ in backward))
+
+
+@cache
+def forward_timetable(stages: int, microbatches: int, chunks: int = 1) -> Timetable:
+    """The timetable of a forward pass alone, as evaluation runs it."""
+    forward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + k)
+    return _with_slots(stages, microbatches, chunks, forward, {}, 1 + max(tick for tick, _ in forward))
+
+
+def num_ticks(stages: int, microbatches: int, chunks: int = 1) -> int:
+    """Ticks that have a forward half, and likewise those that have a backward half, of every schedule.
+
+    `m v + p - 1` for m microbatches, a multiple of the p stages, or one chunk: the bubble of arXiv 2104.04473.
+    """
+    return _forward_tick(microbatches - 1, stages, chunks) + stages * chunks
+
+
+_Place = tuple[int, int]
+"""Tick and stage."""
+
+
+def _forward_tick(microbatch: int, stages: int, chunks: int) -> int:
+    """In which tick a microbatch enters the first chunk: groups of `stages` microbatches go one after the other."""
+    group, place = divmod(microbatch, stages)
+    return place + group * stages * chunks
+
+
+def _line(
+    stages: int, microbatches: int, chunks: int, tick: Callable[[int, int], int]
+) -> dict[_Place, tuple[int, int]]:
+    """(tick, stage) -> (microbatch, chunk), where chunk k of the model is worked on in `tick(microbatch, k)`."""
+    places = ((i, k) for i in range(microbatches) for k in range(stages * chunks))
+    return {(tick(i, k), k % stages): (i, k // stages) for i, k in places}
+
+
+def _with_slots(
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    forward: dict[_Place, tuple[int, int]],
+    backward: dict[_Place, tuple[int, int]],
+    ticks: int,
+) -> Timetable:
+    """A timetable in which what a forward half keeps is in a slot of its own until its backward half is done."""
+    halves: tuple[list[list[Work | None]], ...] = tuple([[None] * stages for _ in range(ticks)] for _ in range(2))
+    for stage in range(stages):
+        held: dict[tuple[int, int], int] = {}
+        for t in range(ticks):
+            if work := forward.get((t, stage)):
+                slot = -1
+                if backward:
+                    taken = set(held.values())
+                    slot = held[work] = next(n for n in range(len(held) + 1) if n not in taken)
+                halves[0][t][stage] = Work(*work, slot)
+            if work := backward.get((t, stage)):
+                halves[1][t][stage] = Work(*work, held.pop(work))
+    rows = [tuple(tuple(half) for half in of) for of in halves]
+    return Timetable(stages, microbatches, chunks, *rows)
