@@ -1,6 +1,5 @@
 """One record per parameter: names, where it, its gradient and its moments live, and how its gradient is summed."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,8 +40,6 @@ class ParameterRecord:
     """Where its gradient lives once it is summed, and its moments."""
     total: GradientSum
     """How its gradient is summed, and which of its dimensions ZeRO splits."""
-    model_ways: int
-    """In how many parts the layout splits it, without ZeRO."""
     sent: str | None
     """Type in which ZeRO-3 gathers it for each use; None where ZeRO-3 does not split it."""
 
@@ -70,11 +67,6 @@ class ParameterRecord:
     def used_total(self) -> GradientSum:
         """`total` where it is used: of one layer when it is stacked."""
         return replace(self.total, dim=self.total.dim - 1) if self.is_split_inside_layers else self.total
-
-    @property
-    def elements(self) -> int:
-        """Elements that a rank holds before ZeRO splits any."""
-        return math.prod(self.shape) // self.model_ways
 
 
 def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str) -> Tree:
@@ -115,7 +107,6 @@ def _record(
         stored=split if layout.zero == 3 else whole,
         reduced=split,
         total=GradientSum(replicas, dim, parts, mesh.ways(parts)),
-        model_ways=math.prod(mesh.ways(rules.axes(name)) for name in axes),
         sent=sent if layout.zero == 3 and parts else None,
     )
 
