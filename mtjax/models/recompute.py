@@ -58,7 +58,7 @@ class Recompute:
 
     @property
     def in_chunk(self) -> "Recompute":
-        """What layers save of a chunk of which a stage of a pipeline keeps the input: all, once it is computed again."""
+        """What layers save of a chunk whose input a stage of a pipeline keeps: all, when it is computed again."""
         return Recompute() if self.kind == "full" else self
 
     @classmethod

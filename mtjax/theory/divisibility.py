@@ -1,17 +1,13 @@
 """What must be divisible by what: model by mesh, batch by data ranks and microbatches, layers by stages."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import (
-    decoder_layers,
-    decoder_length,
-    mlp_size,
-    nearest_divisors,
-    num_kv_heads,
-    padded_vocab_size,
-)
+from mtjax.config.sizes import mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
+from mtjax.theory.anatomy import Stack
+from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
 
@@ -54,9 +50,7 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     sizes = [("heads", "num_heads", model.num_heads), ("mlp", "mlp_size", mlp_size(model))]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
-    sizes.append(("act_seq", "sequence_length", model.sequence_length))
-    if model.family == "t5":
-        sizes.append(("act_seq", "decoder_sequence_length", decoder_length(model)))
+    sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in _stacks(model)]
     for axis, name, size in sizes:
         ways = mesh.ways(rules.axes(axis))
         if size % ways:
@@ -93,9 +87,8 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
 
 def _stage_problems(model: Model, plan: Plan) -> Iterator[str]:
     stages, chunks = plan.mesh.stage, plan.chunks
-    counts = {"num_layers": model.num_layers}
-    counts |= {"num_decoder_layers": decoder_layers(model)} if model.family == "t5" else {}
-    for name, count in counts.items():
+    for stack in _stacks(model):
+        name, count = f"num_{stack.side}layers", stack.layers
         if count % (stages * chunks):
             what = f"{stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
             near = nearest_divisors(count, stages * chunks)
@@ -107,6 +100,11 @@ def _stage_problems(model: Model, plan: Plan) -> Iterator[str]:
         )
     if chunks > 1 and (plan.schedule != "interleaved" or stages == 1):
         yield f"{chunks} chunks per stage need --schedule interleaved and more than one stage"
+
+
+def _stacks(model: Model) -> tuple[Stack, ...]:
+    """A model's stacks of layers, whether or not its vocabulary is known."""
+    return anatomy_of(model if model.vocab_size is not None else replace(model, vocab_size=1)).stacks
 
 
 def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:

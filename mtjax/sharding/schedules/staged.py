@@ -6,7 +6,8 @@ backward half is either its input alone, from which the chunk is computed again 
 besides the parameters.
 
 All stages run one program. Which work is theirs, they read off the timetable; in a half in which a stage is idle it
-works on a microbatch that does not count. Embedding and losses stand in branches that only the first or last stage takes.
+works on a microbatch that does not count. Embedding and losses stand in branches that only the first or the last stage
+takes.
 """
 
 from collections.abc import Callable
