@@ -5,11 +5,14 @@ fingerprint of every array. Fingerprints are computed where the arrays live and 
 compares what it has with what was saved: a flipped bit or a missing chunk (which reads as zeros) does not pass.
 """
 
+import dataclasses
 import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,7 +26,8 @@ from mtjax.config import Config
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.axes import WHOLE
-from mtjax.train.checkpoint_arrays import array_handler
+from mtjax.theory.stages import LayerOrder, Orders, layer_orders, order_of
+from mtjax.train.checkpoint_arrays import array_handler, read_reordered
 from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
 from mtjax.train.exchange import exchange
 from mtjax.train.step import State
@@ -78,7 +82,7 @@ class Checkpoints:
             "step": step,
             "consumed_samples": consumed_samples,
             "config": configs.to_dict(config),
-            "fingerprints": fingerprints(state),
+            "fingerprints": fingerprints(state, layer_orders(config.model, config.parallel)),
         }
         page["checksum"] = page_checksum(page)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=ocp.args.JsonSave(page))
@@ -152,6 +156,8 @@ class Checkpoints:
         def read() -> State:
             if not (folder / "state" / "_METADATA").is_file():
                 raise Damaged("its state lacks _METADATA")
+            if saved != orders:
+                return State(**read_reordered(folder / "state", tree, saved, orders))
             placed = ocp.checkpoint_utils.construct_restore_args(tree)
             arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
             items: Any = self._manager.restore(step, args=arguments)
@@ -160,8 +166,9 @@ class Checkpoints:
         page = together(name, folder, lambda: read_page(folder))
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
+        orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
         state = together(name, folder, read)
-        now = fingerprints(state)
+        now = fingerprints(state, orders)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
             raise Damaged(
@@ -217,29 +224,44 @@ def present(state: State) -> dict[str, Any]:
     return {name: part for name, part in vars(state).items() if part is not None}
 
 
-def fingerprints(state: State) -> dict[str, int]:
+def saved_orders(saved: Mapping[str, Any]) -> Orders:
+    """The order of layers in a checkpoint, by its config; older ones know neither chunks nor unequal stages."""
+    known = [field.name for field in dataclasses.fields(configs.Parallel)]
+    parallel = {name: value for name, value in saved.get("parallel", {}).items() if name in known}
+    of = configs.from_dict({"model": saved["model"], "parallel": parallel})
+    return layer_orders(of.model, of.parallel)
+
+
+def fingerprints(state: State, orders: Orders = MappingProxyType({})) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    return fingerprints_of(present(state), state.step.sharding.mesh)
+    return fingerprints_of(present(state), state.step.sharding.mesh, orders)
 
 
-def fingerprints_of(tree: Any, mesh: Mesh) -> dict[str, int]:
-    """`fingerprints` of any tree of arrays on a mesh, by dotted names."""
+def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = MappingProxyType({})) -> dict[str, int]:
+    """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
     with jax.set_mesh(mesh):
-        numbers = _fingerprint(tree)
+        numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in _names(tree)))
     return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
-@jax.jit
-def _fingerprint(tree: Any) -> Any:
-    return auto_axes(lambda t: jax.tree.map(_hash, t), out_sharding=WHOLE)(tree)
+@partial(jax.jit, static_argnums=1)
+def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
+    def every(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, map(_hash, leaves, orders))
+
+    return auto_axes(every, out_sharding=WHOLE)(tree)
 
 
-def _hash(a: jax.Array) -> jax.Array:
+def _hash(a: jax.Array, order: LayerOrder | None) -> jax.Array:
     """Sum of the bits of each element times an odd number of its own, modulo 2^32."""
     bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
-        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
+        place = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
+        if order is not None and dimension == 0:
+            place = jnp.asarray(np.maximum(order.flat, 0), jnp.uint32)[place]
+        index = index * jnp.uint32(size) + place
     return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)
 
 

@@ -70,7 +70,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
     if place.weights is not None:
-        check_same_weights(place.weights, program.abstract_parameters, program.config)
+        check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
     rates = Rates.of(config, list(place.mesh.devices.flat))
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
