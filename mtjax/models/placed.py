@@ -137,7 +137,7 @@ class Placed:
         if not isinstance(schedule, Staged):
             return run_sections(model, batch, None)[0].x
         region = dataclasses.replace(self.region, rules=rules)
-        place = Stream(partition_spec(rules, RESIDUAL))
+        place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
         part = (batch, {}, None)
         return staged_output(self.cut(self.loss_options), parameters, part, region, schedule, place).x
 
