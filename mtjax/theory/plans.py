@@ -7,7 +7,7 @@ from mtjax.config import Config, Model
 from mtjax.theory.attention import choose_kernel
 from mtjax.theory.layout import Layout, layout_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.schedules import Schedule
+from mtjax.theory.timetable import ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, the attention core, or entire layers."""
@@ -48,9 +48,11 @@ class Plan:
     sequence_parallel: bool = False
     zero: int = 0
     """ZeRO stage over the data ways: 1 shards the optimizer, 2 also gradients, 3 also parameters."""
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     chunks: int = 1
     """Chunks of layers per stage of the interleaved schedule."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage; equal shares when None."""
     flash_attention: bool = False
     dropout: bool = True
     label_smoothing: bool = False
@@ -115,7 +117,7 @@ class Plan:
 
     @classmethod
     def of(cls, run: Config, mesh: MeshShape, **settings: object) -> "Plan":
-        """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
+        """The plan of a config on this mesh; `settings` are fields of the plan that no config has, or over its own."""
         training = run.training
         plan = cls(
             mesh,
@@ -124,6 +126,9 @@ class Plan:
             recompute=training.recompute,
             sequence_parallel=run.parallel.sequence_parallel,
             zero=run.parallel.zero,
+            schedule=run.parallel.schedule,
+            chunks=run.parallel.chunks,
+            layers_per_stage=run.parallel.layers_per_stage,
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
