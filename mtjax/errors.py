@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
 
 
 class UserError(Exception):
@@ -17,3 +19,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def install_extra(extra: str) -> str:
     """How to install an extra of mtjax, for a message: from a checkout, since no package index has mtjax."""
     return f"pip install '.[{extra}]' in a checkout of mtjax"
+
+
+def require(library: str, extra: str) -> ModuleType:
+    """A library, imported, that an extra of mtjax installs.
+
+    Raises:
+      UserError: it isn't installed; the message says how to.
+    """
+    try:
+        return import_module(library)
+    except ImportError as e:
+        raise UserError(f"this needs the library {library}: {install_extra(extra)}") from e

@@ -13,7 +13,6 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config, Model
 from mtjax.config.sizes import num_kv_heads
-from mtjax.convert.extras import require
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
@@ -31,7 +30,7 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import Origin, carry_files, config_of, rows_of, understood
 from mtjax.convert.table import VOCAB, name_of, with_vocab
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 RELEASE = "release"
 """What Megatron's tracker file calls weights that are not an iteration of a run."""
@@ -117,7 +116,7 @@ class MegatronSink:
         Raises:
           UserError: Megatron has no such model, or it does not divide over the ranks.
         """
-        require("torch")
+        require("torch", "megatron")
         model = origin.config.model
         self._folder, self._origin, self._split = folder, origin, split
         self._dtype = dtype or origin.dtype
@@ -155,7 +154,7 @@ class MegatronSink:
 
     def close(self) -> None:
         """Writes the checkpoint, its tracker file and the tokenizer."""
-        torch = require("torch")
+        torch = require("torch", "megatron")
         for rank, stages in enumerate(self._collected):
             for stage, tensors in enumerate(stages):
                 suffix = f"_{stage:03}" if self._split.pipeline > 1 else ""
@@ -239,7 +238,7 @@ def _layer(name: str) -> int | None:
 
 
 def _as_torch(array: np.ndarray) -> Any:
-    torch = require("torch")
+    torch = require("torch", "megatron")
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(np.asarray(array).view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(np.asarray(array))

@@ -14,9 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtjax.convert.extras import require
 from mtjax.convert.stream import check_folder, looks_like, understood
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -77,7 +76,7 @@ class MegatronCheckpoint:
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """A rank's part of a tensor; a tensor that is not split is replicated on every rank."""
-        torch = require("torch")
+        torch = require("torch", "megatron")
         tensor = self._tensors[name][rank].detach()
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
@@ -152,7 +151,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
       UserError: it is not such a file.
     """
-    torch = require("torch")
+    torch = require("torch", "megatron")
     serialization = torch.serialization
     try:
         named = serialization.get_unsafe_globals_in_checkpoint(str(path))

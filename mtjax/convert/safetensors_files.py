@@ -12,8 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtjax.convert.extras import require
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_FILE = 5_000_000_000
@@ -36,7 +35,7 @@ class SafetensorsReader:
         Raises:
           UserError: there are none, one is missing, or one is damaged.
         """
-        open_file = require("safetensors").safe_open
+        open_file = require("safetensors", "convert").safe_open
         self._stack, self._files = ExitStack(), {}
         for path in _files_of(folder):
             try:

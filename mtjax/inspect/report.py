@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import jax
 
 from mtjax.config import Config
-from mtjax.config.sizes import padded_vocab_size
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
@@ -21,6 +20,7 @@ from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
 from mtjax.theory.flops import compiled_flops
 from mtjax.theory.hardware import Server
+from mtjax.theory.parts.heads import Output
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def _row(alike: list[Collective]) -> Row:
 
 def landmarks(step: CompiledStep) -> Landmarks:
     """Sizes by which unexpected arrays of this step are recognised."""
-    model = step.config.model
-    logits = step.plan.microbatch_size * model.sequence_length * padded_vocab_size(model)
+    outputs = (part for part in step.anatomy.head if isinstance(part, Output))
+    logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     return Landmarks(parameter_shapes(step), logits)
 
 

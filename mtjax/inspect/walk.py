@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.phases import phase_of
+from mtjax.theory.contract import STAGES
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,9 @@ class Site:
     count: int
     """Executions in a step."""
     is_exact: bool = True
-    """False inside a loop of unknown length (counted once) or a branch (counted as if always taken)."""
+    """False inside a loop of unknown length (counted once) or a branch (counted as if always taken).
+
+    Branches on the stage of a pipeline are exact: some stage takes each of them, and the others wait for it."""
     callers: tuple["Site", ...] = ()
     """The instructions through which it was entered, outermost first."""
 
@@ -40,4 +44,4 @@ def executions(instruction: Instruction) -> tuple[int, bool]:
     """How often an instruction runs what it calls, and whether that is certain."""
     if instruction.opcode == "while":
         return instruction.trip_count if instruction.trip_count is not None else 1, instruction.trip_count is not None
-    return 1, instruction.opcode != "conditional"
+    return 1, instruction.opcode != "conditional" or phase_of(instruction.op_name) == STAGES

@@ -17,11 +17,23 @@ from mtjax.models.norms import make_norm
 from mtjax.sharding.axes import spec
 
 
-def vocabulary_logits(hidden: Float[Array, "batch act_seq embed"], table: nnx.Param) -> Float[Array, "batch seq vocab"]:
-    """float32 logits over the padded vocabulary, split over the mesh; training never computes them."""
-    x, place = reshard(hidden, spec("batch", "seq", "embed")), spec("batch", "seq", "vocab")
-    weight = table[...].astype(hidden.dtype)
-    return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
+class WithVocabulary(nnx.Module):
+    """A model whose last product is with the embedding table, or with an output table of its own."""
+
+    embedding: nnx.Param
+    output: nnx.Param | None
+    """None where the embedding table is the output table too."""
+
+    @property
+    def output_table(self) -> nnx.Param:
+        """[vocab, embed]"""
+        return self.embedding if self.output is None else self.output
+
+    def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
+        """Of final hidden states: float32 over the padded vocabulary, split over the mesh; training needs none."""
+        x, place = reshard(hidden, spec("batch", "seq", "embed")), spec("batch", "seq", "vocab")
+        weight = self.output_table[...].astype(hidden.dtype)
+        return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
 
 
 class Masked(NamedTuple):

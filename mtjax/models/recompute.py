@@ -58,7 +58,7 @@ class Recompute:
 
     @property
     def in_chunk(self) -> "Recompute":
-        """What layers save of a chunk whose input a pipeline's stage has kept: all, once the chunk is computed again."""
+        """What layers save of a chunk whose input a stage of a pipeline keeps: all, when it is computed again."""
         return Recompute() if self.kind == "full" else self
 
     @classmethod

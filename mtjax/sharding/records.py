@@ -1,6 +1,5 @@
 """One record per parameter: names, where it, its gradient and its moments live, and how its gradient is summed."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -44,8 +43,6 @@ class ParameterRecord:
     late: Axes
     """Mesh axes over which its gradient is summed after the last microbatch, whatever ZeRO does: ranks along them see
     the same samples, and at most some of them have a gradient of it."""
-    model_ways: int
-    """In how many parts the layout splits it, without ZeRO."""
     sent: str | None
     """Type in which ZeRO-3 gathers it for each use; None where ZeRO-3 does not split it."""
 
@@ -73,11 +70,6 @@ class ParameterRecord:
     def used_total(self) -> GradientSum:
         """`total` where it is used: of one layer when it is stacked."""
         return replace(self.total, dim=self.total.dim - 1) if self.is_split_inside_layers else self.total
-
-    @property
-    def elements(self) -> int:
-        """Elements that a rank holds before ZeRO splits any."""
-        return math.prod(self.shape) // self.model_ways
 
 
 def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str) -> Tree:
@@ -121,7 +113,6 @@ def _record(
         reduced=split,
         total=GradientSum(replicas, dim, parts, mesh.ways(parts)),
         late=late,
-        model_ways=math.prod(mesh.ways(rules.axes(name)) for name in axes),
         sent=sent if layout.zero == 3 and parts else None,
     )
 

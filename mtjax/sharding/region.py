@@ -49,7 +49,7 @@ class Region:
         return with_axes(PartitionSpec(None), 0, split) if split else PartitionSpec()
 
     def on_stages(self, batch: Tree) -> Tree:
-        """Marks a rank's batch as varying over the stages of a pipeline: all have the same samples, and do other work."""
+        """Marks a rank's batch as varying over the stages of a pipeline: they do other work on the same samples."""
         if STAGE not in self.manual:
             return batch
         vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731

@@ -9,34 +9,79 @@ from dataclasses import replace
 from functools import cache
 
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.contract import GRADIENTS, PARAMETERS, Contract, Dtype, Expectation, Kind, Symbols, add_up
-from mtjax.theory.counts import fullest_counts
+from mtjax.theory.contract import GRADIENTS, PARAMETERS, STAGES, Contract, Dtype, Expectation, Kind, Symbols, add_up
+from mtjax.theory.counts import counts, fullest_counts
 from mtjax.theory.layout import Layout
 from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Plan
-from mtjax.theory.rules import DATA
+from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.stages import layer_order
+from mtjax.theory.timetable import num_ticks
 
 
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """The contract of a model on a plan's layout."""
-    return _contract(anatomy, plan.layout(anatomy.model), plan.label_smoothing, plan.drops_last_reduction)
+    pipeline = "" if not is_staged(plan) else "recomputed" if plan.recompute == "full" else "kept"
+    scattered = plan.mesh.model > 1 and all(stack.tokens % plan.mesh.model == 0 for stack in anatomy.stacks)
+    settings = (plan.label_smoothing, plan.drops_last_reduction, pipeline, scattered)
+    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+
+
+def is_staged(plan: Plan) -> bool:
+    """Whether a plan's program is that of a pipeline, by `mtjax.theory.timetable`."""
+    return plan.mesh.stage > 1 and plan.residuals == "jax"
 
 
 @cache
-def _contract(anatomy: Anatomy, layout: Layout, label_smoothing: bool, drops_last: bool) -> Contract:
+def _contract(
+    anatomy: Anatomy, layout: Layout, label_smoothing: bool, drops_last: bool, pipeline: str, scattered: bool
+) -> Contract:
+    """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
+    turns = "ticks" if pipeline else "microbatches"
     common = Stream(
-        split=layout.sequence, label_smoothing=label_smoothing, shares_heads=not layout.rules.axes("kv_heads")
+        split=layout.sequence,
+        label_smoothing=label_smoothing,
+        shares_heads=not layout.rules.axes("kv_heads"),
+        turns=turns,
+        forward_turns="2*ticks" if pipeline == "recomputed" else turns,
     )
     lines = [line for part in anatomy.outside for line in part.sends(common)]
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
         lines += part.sends(replace(common, side=stack.side, needed_again=needed))
+    staged = over_stage_lines(anatomy, layout, scattered) if pipeline else []
     family = anatomy.model.family
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
-    return Contract(name, add_up([*lines, *over_data_lines(layout.zero)]), split=("heads", "mlp", "vocab"))
+    return Contract(
+        name, add_up([*lines, *over_data_lines(layout.zero, bool(pipeline)), *staged]), split=("heads", "mlp", "vocab")
+    )
 
 
-def over_data_lines(zero: int) -> list[Expectation]:
+def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool) -> list[Expectation]:
+    """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
+
+    Args:
+      anatomy: of the model; with several stacks, the streams of all travel together.
+      layout: whether the stream is split along the sequence.
+      scattered: whether the model ranks can split what they all have for the way.
+    """
+    lines = []
+    for stack in anatomy.stacks:
+        elements, why = (
+            f"batch*{stack.side}sequence*hidden",
+            "activations to the next chunk, gradients to the one before",
+        )
+        each = f"{elements}/model_ways" if layout.sequence or scattered else elements
+        lines.append(Expectation(STAGES, "collective-permute", STAGE, "2*ticks", each, why=why))
+        if scattered and not layout.sequence:
+            whole = "the stream, which travelled in parts"
+            lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole))
+    why = "gradients of what is outside the layers, which every stage holds"
+    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", "float32", pooled=True, why=why)
+    return [*lines, shared]
+
+
+def over_data_lines(zero: int, staged: bool = False) -> list[Expectation]:
     """Gradients and, with ZeRO, parameters: everything that may cross `data`."""
 
     def line(
@@ -48,49 +93,65 @@ def over_data_lines(zero: int) -> list[Expectation]:
         why = "every gradient once a step, however many microbatches"
         return [line(GRADIENTS, "all-reduce", "1", "parameters", why)]
     whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients not divisible by the data ways")
-    split = "parameters - unsplit_parameters"
-    times = "microbatches" if zero >= 2 else "1"
+    split, turns = "parameters - unsplit_parameters", "ticks" if staged else "microbatches"
+    times = turns if zero >= 2 else "1"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
     scatter = line(GRADIENTS, "reduce-scatter", times, split, f"each rank sums its part of the gradients, {often}")
     if zero < 3:
         return [whole, scatter, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
-    times = "parameter_gathers*microbatches"
+    times = f"parameter_gathers*{turns}"
     often = "forward and again backward; layers of a group also when their group is computed again"
     vectors = "layer_vectors + outside_vectors"
     return [
         whole,
         scatter,
         line(PARAMETERS, "all-gather", times, "layer_matrices", f"matrices of the layers, {often}", "compute"),
-        line(
-            PARAMETERS, "all-gather", "microbatches", "outside_matrices", "matrices outside the layers", "compute", True
-        ),
+        line(PARAMETERS, "all-gather", turns, "outside_matrices", "matrices outside the layers", "compute", True),
         line(PARAMETERS, "all-gather", times, vectors, "biases and norms, as often as they are needed", hoisted=True),
     ]
 
 
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """The words of the formulas, for a plan; on stages those of the stage that holds most."""
-    model, counts = anatomy.model, fullest_counts(anatomy, plan)
+    model, held = anatomy.model, fullest_counts(anatomy, plan)
     symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
         "hidden": model.hidden_size,
         "parameter_gathers": 3 if plan.grouped_layers(model.num_layers) else 2,
-        "parameters": counts.all,
-        "unsplit_parameters": counts.unsplit,
-        "layer_matrices": counts.layer_matrices,
-        "layer_vectors": counts.layer_vectors,
-        "outside_matrices": counts.outside_matrices,
-        "outside_vectors": counts.outside_vectors,
+        "parameters": held.all,
+        "unsplit_parameters": held.unsplit,
+        "layer_matrices": held.layer_matrices,
+        "layer_vectors": held.layer_vectors,
+        "outside_matrices": held.outside_matrices,
+        "outside_vectors": held.outside_vectors,
     }
+    staged = is_staged(plan)
+    if staged:
+        chunks = plan.chunks * len(anatomy.stacks)
+        symbols |= {
+            "ticks": num_ticks(plan.mesh.stage, plan.microbatches, chunks),
+            "model_ways": plan.mesh.model,
+            "shared_parameters": _shared_parameters(anatomy, plan),
+            "parameter_gathers": 3 if plan.recompute == "full" else 2,
+        }
     for stack in anatomy.stacks:
         layers = stack.layers // plan.mesh.stage
+        if staged:
+            layers = layer_order(stack.layers, plan.mesh.stage, plan.chunks).places
         symbols |= {
             f"{stack.side}sequence": stack.tokens,
             f"{stack.side}layers": layers,
-            f"{stack.side}recomputed_layers": plan.recomputed_layers(layers),
-            f"{stack.side}grouped_layers": plan.grouped_layers(layers),
+            f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
+            f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols
     return symbols
+
+
+def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
+    layout = plan.layout(anatomy.model)
+    held = counts([weight for part in anatomy.outside for weight in part.weights], layout, plan.mesh)
+    return held.all if not layout.zero else held.unsplit + (held.all - held.unsplit) // plan.mesh.data

@@ -24,6 +24,7 @@ LOSS_BACKWARD = "loss backward"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 PARAMETERS = "parameters"
+STAGES = "stages"
 OTHER = "other"
 
 PHASES = (
@@ -37,6 +38,7 @@ PHASES = (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    STAGES,
     OTHER,
 )
 """Parts of a step, in the order in which it goes through them."""

@@ -4,15 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import (
-    decoder_layers,
-    decoder_length,
-    mlp_size,
-    nearest_divisors,
-    num_kv_heads,
-    padded_vocab_size,
-)
+from mtjax.config.sizes import mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
+from mtjax.theory.anatomy import Stack
+from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import balanced_layers
@@ -65,9 +60,7 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     sizes = [("heads", "num_heads", model.num_heads), ("mlp", "mlp_size", mlp_size(model))]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
-    sizes.append(("act_seq", "sequence_length", model.sequence_length))
-    if model.family == "t5":
-        sizes.append(("act_seq", "decoder_sequence_length", decoder_length(model)))
+    sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in _stacks(model)]
     for axis, name, size in sizes:
         ways = mesh.ways(rules.axes(axis))
         if size % ways:
@@ -153,8 +146,7 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
 def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Layers that the stages and their chunks can't share."""
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
-    stacks = {"num_layers": model.num_layers}
-    stacks |= {"num_decoder_layers": decoder_layers(model)} if model.family == "t5" else {}
+    stacks = {f"num_{stack.side}layers": stack.layers for stack in _stacks(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:
         counts = " and ".join(f"{name} {count}" for name, count in stacks.items())
         yield f"layers_per_stage {_listed(per_stage)} is for both stacks, which have {counts}: make them equal"
@@ -216,6 +208,11 @@ def _recompute_problems(plan: Plan) -> Iterator[str]:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
+
+
+def _stacks(model: Model) -> tuple[Stack, ...]:
+    """A model's stacks of layers, whether or not its vocabulary is known."""
+    return anatomy_of(model if model.vocab_size is not None else replace(model, vocab_size=1)).stacks
 
 
 def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:

@@ -55,7 +55,8 @@ def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[
     """
     counts = per_stage or (layers // stages,) * stages
     places = max(counts) // chunks
-    first, numbers = 0, [[() for _ in range(chunks)] for _ in range(stages)]
+    first = 0
+    numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
     for chunk in range(chunks):
         for stage, count in enumerate(counts):
             own = range(first, first + count // chunks)

@@ -1,8 +1,8 @@
 """Pipeline schedules as timetables: which stage does what in which tick.
 
-A tick has a forward and a backward half. In each half a stage works on one chunk of its layers and one microbatch, or is
-idle; then activations go to the next chunk and gradients to the one before, all at once. So a chunk's forward halves are
-one tick behind those of the chunk before it, and its backward halves one tick behind those of the chunk after it.
+A tick has a forward and a backward half. In each half a stage works on one chunk of its layers and one microbatch, or
+is idle; then activations go to the next chunk and gradients to the one before, all at once. So a chunk's forward halves
+are one tick behind those of the chunk before it, and its backward halves one tick behind those of the chunk after it.
 
 The executor (`mtjax.sharding.schedules.staged`) runs a timetable; the contract, the planner and the drawings count from
 it. Halves in which no stage has work are not run.

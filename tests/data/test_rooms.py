@@ -10,10 +10,9 @@ from tests.test_architecture import imports_of, module_of, within
 ROOM = Path(mtjax.data.__file__).parent
 FILES = sorted(ROOM.rglob("*.py"))
 
-SHARED = {"cache", "extras", "progress"}
+SHARED = {"cache", "progress"}
 ARROWS = {
     "cache": set(),
-    "extras": set(),
     "progress": set(),
     "tokens": SHARED,
     "corpus": SHARED | {"tokens"},

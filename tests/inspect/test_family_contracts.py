@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from mtjax.config import Config
-from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.report import Report, inspect, landmarks
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
@@ -55,6 +55,12 @@ def test_a_t5_decoder_layer_has_three_sublayers():
     assert sent(report, "layer forward") == {read: 2 * 3 * 2, written: 3 * 2 * 2}
     assert sent(report, "layer recompute") == {read: 3 * 2, written: 2 * 2 * 2}
     assert sent(report, "layer backward") == {read: 2 * 3 * 2 + 2 * 2, written: 3 * 2 * 2}
+
+
+def test_logits_are_recognised_by_the_tokens_that_have_any():
+    """Those that T5's decoder writes, and BERT's masked ones; of 256 rows, in microbatches of 2."""
+    assert landmarks(report_of(**T5).step).logits == 2 * 32 * 256
+    assert landmarks(report_of(family="bert").step).logits == 2 * 10 * 256
 
 
 @pytest.mark.long

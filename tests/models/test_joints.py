@@ -21,6 +21,7 @@ from mtjax.models.stack import Stack, run_layers
 from mtjax.models.trunk import Section, Stream, batch_losses, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.theory.families.registry import FAMILIES as ANATOMIES
 from mtjax.theory.layout import TENSOR
 from mtjax.train.step import make_program
 from tests.tiny import VOCAB, batch_of, mesh_of, program_of, run_steps, tiny_config
@@ -95,6 +96,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (KINDS, "metered", ("meter", "mlp")),
         (MODEL_CLASSES, "plain", Plain),
         (FAMILIES, "plain", FAMILIES["gpt"]),
+        (ANATOMIES, "plain", ANATOMIES["gpt"]),
     ):
         monkeypatch.setitem(registry, name, row)
 

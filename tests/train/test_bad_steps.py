@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Training, replace, validate
 from mtjax.errors import UserError
+from mtjax.models.cut import Cut
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
@@ -22,15 +24,30 @@ from tests.tiny import batch_of, mesh_of, program_of, records_like, run_steps, t
 UP = ("stack", "layers", "mlp", "up", "weight")
 
 
+@dataclass(frozen=True)
+class SpoiltCut(Cut):
+    """A model with a sample whose loss is NaN."""
+
+    sample: int
+
+    def loss_sums(self, parameters, microbatch):
+        return self.spoilt(super().loss_sums(parameters, microbatch), microbatch)
+
+    def leave(self, parameters, wire, microbatch):
+        return self.spoilt(super().leave(parameters, wire, microbatch), microbatch)
+
+    def spoilt(self, sums, microbatch):
+        here = (microbatch[0]["sample_index"] == self.sample).any()
+        return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
+
+
 class Spoilt(Program):
     """A program in which one sample's loss is NaN, so that one data rank's gradients are."""
 
     sample = 13
 
-    def loss_sums(self, parameters, part, options):
-        sums = super().loss_sums(parameters, part, options)
-        here = (part[0]["sample_index"] == self.sample).any()
-        return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
+    def cut(self, options):
+        return SpoiltCut(**vars(super().cut(options)), sample=self.sample)
 
 
 class SpoiltGradient(Program):

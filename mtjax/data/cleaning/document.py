@@ -10,8 +10,8 @@ import numpy as np
 from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
 from mtjax.data.corpus.reader import Chunk, check_characters
-from mtjax.data.extras import require
 from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import require
 
 EXCERPT = 80
 
@@ -80,7 +80,7 @@ class Cleaner:
 
     def __init__(self, options: CleanOptions) -> None:
         self._options = options
-        self._fix: Callable[[str], str] = require("ftfy").fix_text if options.fix_unicode else str
+        self._fix: Callable[[str], str] = require("ftfy", "data").fix_text if options.fix_unicode else str
         self._shingles = Shingles(options.shingle_words)
         self._minhash = MinHash()
 

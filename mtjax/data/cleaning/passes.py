@@ -17,9 +17,8 @@ from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicate
 from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import Chunk, chunks, expand, total_bytes
-from mtjax.data.extras import require
 from mtjax.data.progress import ProgressLine
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 NEAR_DUPLICATE, LIKE_REMOVED, UNUSABLE = "near-duplicate", "like a removed document", "unusable line"
 
@@ -209,7 +208,7 @@ def _open_output(path: Path) -> Iterator[IO[bytes]]:
             with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
                 yield cast("IO[bytes]", file)
         elif path.suffix == ".zst":
-            with require("zstandard").ZstdCompressor().stream_writer(raw, closefd=False) as file:
+            with require("zstandard", "data").ZstdCompressor().stream_writer(raw, closefd=False) as file:
                 yield file
         else:
             yield raw

@@ -7,7 +7,6 @@ found among the signatures. Second pass: write what stays, and look for the test
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +142,3 @@ def _table(report: dict[str, Any]) -> Table:
     for name, overlap in report["overlap"].items():
         table.add_row(f"8-grams of {name} in the corpus", f"{overlap['share']:.1%} of {overlap['ngrams']:,}")
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

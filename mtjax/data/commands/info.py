@@ -1,6 +1,5 @@
 """`mtjax data info`: counts, lengths and a decoded sample of an indexed dataset; damage, if there is any."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from mtjax.cli import read, run_main
 from mtjax.data.commands.dataset_summary import counts_table, excerpt, histogram, tokenizer_of
-from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.corpus.verify import verify
 
 
@@ -35,7 +34,7 @@ def run(options: Options) -> None:
     Raises:
       UserError: a check or checksum fails, or the tokenizer can't be read.
     """
-    dataset = IndexedDataset(options.prefix.removesuffix(".idx").removesuffix(".bin"))
+    dataset = IndexedDataset(prefix_of(options.prefix))
     tokenizer = tokenizer_of(dataset, options.tokenizer)
     console = Console(highlight=False)
     console.print(counts_table(dataset))
@@ -46,7 +45,3 @@ def run(options: Options) -> None:
     if tokenizer is None:
         console.print("(--tokenizer KIND:PATH shows it as text)", style="dim")
     console.print(verify(dataset), style="dim")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,11 @@
 """`mtjax data merge`: several indexed datasets into one, in a stream."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.cli import read, run_main
-from mtjax.data.corpus.indexed import IndexedDataset, bin_path
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path, prefix_of
 from mtjax.data.corpus.merge import merge
 from mtjax.data.corpus.resume_record import refuse_existing
 from mtjax.errors import UserError
@@ -53,11 +52,7 @@ def _prefixes(given: Sequence[str]) -> list[str]:
     for name in given:
         path = Path(name).expanduser()
         inside = sorted(str(p.with_suffix("")) for p in path.glob("*.idx")) if path.is_dir() else [str(path)]
-        prefixes += [p.removesuffix(".idx").removesuffix(".bin") for p in inside]
+        prefixes += map(prefix_of, inside)
     if not prefixes:
         raise UserError(f"{' '.join(given) or 'nothing'} holds no dataset to merge")
     return prefixes
-
-
-if __name__ == "__main__":
-    sys.exit(main())

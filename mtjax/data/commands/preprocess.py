@@ -5,7 +5,6 @@ after a kill, the same command continues where it stopped.
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +114,3 @@ def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
 def _absolute(tokenizer: str) -> str:
     kind, colon, path = tokenizer.rpartition(":")
     return f"{kind}{colon}{Path(path).expanduser().absolute()}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """`mtjax data show`: training samples as a model sees them, decoded, with masks and labels in colour."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +12,7 @@ from mtjax import config as configs
 from mtjax.cli import read, run_main
 from mtjax.config import Config
 from mtjax.data.commands.dataset_summary import histogram, tokenizer_of
-from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.samples.family import Share
 from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.samples.sample import Dataset
@@ -56,7 +55,7 @@ def run(options: Options) -> None:
     """
     if options.kind not in FAMILIES:
         raise UserError(f"no kind of samples is called {options.kind!r}{nearest(options.kind, FAMILIES)}")
-    dataset = IndexedDataset(options.prefix.removesuffix(".idx").removesuffix(".bin"))
+    dataset = IndexedDataset(prefix_of(options.prefix))
     tokenizer = tokenizer_of(dataset, options.tokenizer)
     if tokenizer is None:
         raise UserError(f"{dataset.prefix} doesn't say which tokenizer made it; name it with --tokenizer")
@@ -84,7 +83,3 @@ def _open(corpus: IndexedDataset, tokenizer: Tokenizer, options: Options) -> Dat
     family = FAMILIES[options.kind]
     share = Share(corpus, (0, family.items(corpus)), "train", 1, tokenizer)
     return family.open(config, share)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """`mtjax data verify`: reads every byte of an indexed dataset, and says whether it is intact."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.corpus.verify import verify
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
@@ -39,9 +38,5 @@ def run(options: Options) -> None:
     if not options.prefix:
         raise UserError("name at least one dataset")
     for prefix in options.prefix:
-        dataset = IndexedDataset(prefix.removesuffix(".idx").removesuffix(".bin"))
+        dataset = IndexedDataset(prefix_of(prefix))
         print(f"{dataset.prefix}: {verify(dataset, vocab_size)}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -219,6 +219,11 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
             raise UserError(f"{path} is damaged: document {document} starts before the one before it")
 
 
+def prefix_of(name: str) -> str:
+    """The prefix of a dataset that is named by it, or by one of its two files."""
+    return name.removesuffix(".idx").removesuffix(".bin")
+
+
 def check_ids(ids: np.ndarray, vocab_size: int, prefix: Path) -> None:
     """Refuses ids that the vocabulary doesn't have: a wrong tokenizer or a damaged file, which would train on garbage.
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from mtjax.data.extras import require
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 30
@@ -65,7 +64,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
     files: list[str] = []
     for pattern in patterns:
         if "://" in pattern:
-            fs, _, paths = require("fsspec").get_fs_token_paths(pattern)
+            fs, _, paths = require("fsspec", "data").get_fs_token_paths(pattern)
             matches = [fs.unstrip_protocol(path) for path in sorted(paths)]
         elif Path(pattern).expanduser().is_file():
             matches = [str(Path(pattern).expanduser())]
@@ -133,7 +132,7 @@ def _file_chunks(path: str, start: Position) -> Iterator[Chunk]:
 
 def _open_raw(path: str) -> IO[bytes]:
     if "://" in path:
-        return require("fsspec").open(path, "rb").open()
+        return require("fsspec", "data").open(path, "rb").open()
     return Path(path).open("rb")
 
 
@@ -149,7 +148,7 @@ class _ZstdStream(io.RawIOBase):
     """A decompressing stream whose errors, a cut-off end among them, are the ones that gzip has."""
 
     def __init__(self, path: str, raw: IO[bytes]) -> None:
-        self._library = require("zstandard")
+        self._library = require("zstandard", "data")
         self._raw = raw
         self._decoder = self._library.ZstdDecompressor().decompressobj()
         self._ready = b""

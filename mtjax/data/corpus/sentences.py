@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from mtjax.data.extras import require
+from mtjax.errors import require
 
 
 def sentence_splitter(language: str = "en") -> Callable[[str], list[str]]:
@@ -15,4 +15,4 @@ def sentence_splitter(language: str = "en") -> Callable[[str], list[str]]:
     Raises:
       UserError: the library isn't installed.
     """
-    return partial(require("sentencex").segment, language)
+    return partial(require("sentencex", "data").segment, language)

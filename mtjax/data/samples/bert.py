@@ -11,11 +11,11 @@ from rich.text import Text
 
 from mtjax.config import Config
 from mtjax.config.sizes import most_masked
-from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.samples.family import SENTENCES, FamilySamples, Share
 from mtjax.data.samples.masking import Span, choose_spans, harmonic, whole_words, word_starts
 from mtjax.data.samples.sample import Bounds, Sample
-from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
+from mtjax.data.samples.sentence_runs import RunOptions, SentenceRuns
 from mtjax.data.samples.styled import MASKED, PLAIN, SECOND, SPECIAL
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -40,8 +40,8 @@ class BertOptions:
     short_probability: float = 0.1
 
 
-class BertDataset:
-    """Sentence pairs with masks from documents `bounds[0]` to `bounds[1]`; the dataset has a sequence per sentence."""
+class BertDataset(SentenceRuns):
+    """Sentence pairs with masks."""
 
     def __init__(
         self,
@@ -62,20 +62,11 @@ class BertDataset:
             lacking = ", ".join(missing)
             raise UserError(f"the vocabulary lacks {lacking}, which BERT needs: give --tokenizer bert:FILE")
         self.cls, self.sep, self.mask, self.pad = (int(index or 0) for index in ids.values())
-        self.sentences, self.options, self.vocab_size = sentences, options, tokenizer.vocab_size
+        self.options = options
         self._starts = word_starts(tokenizer)
         self._draw = harmonic(LONGEST_NGRAM)
         runs = RunOptions(options.sequence_length - SPECIAL_TOKENS, 2, options.short_probability)
-        documents = sentences.documents[bounds[0] : bounds[1] + 1]
-        self.runs = sample_runs(sentences.lengths, documents, runs, num_samples, options.seed)
-        if len(self.runs) == 0:
-            raise UserError(
-                f"{sentences.prefix}: none of the documents {bounds[0]} to {bounds[1]} has two sentences, none of "
-                "them over 512 tokens; was it made with --split-sentences?"
-            )
-
-    def __len__(self) -> int:
-        return len(self.runs)
+        super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
     def __getitem__(self, index: int) -> Sample:
         """One sample.
@@ -85,26 +76,17 @@ class BertDataset:
           `token_types` int32[s] (0 in the first run, 1 in the second), `padding_mask` int32[s] (1 on tokens), and
           `sentence_order` int32[] (1 when the runs are swapped).
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        random = np.random.RandomState((self.options.seed + index) % 2**32)
-        first, second, swapped = self._pair(index, random)
+        text, lengths, target, random = self.run(index)
+        pivot = random.randint(1, len(lengths)) if len(lengths) > 2 else 1
+        first, second = np.split(text, [lengths[:pivot].sum()])
+        swapped = bool(random.random_sample() < 0.5)
+        if swapped:
+            first, second = second, first
+        first, second = truncate_pair(first, second, target, random)
         tokens = np.concatenate([[self.cls], first, [self.sep], second, [self.sep]]).astype(np.int32)
         types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])
         masked, labels = self._masked(tokens, random)
         return self._padded(masked, labels, types, swapped)
-
-    def _pair(self, index: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, bool]:
-        begin, end, target = self.runs[index].tolist()
-        parts = [self.sentences.get(i) for i in range(begin, end)]
-        pivot = random.randint(1, len(parts)) if len(parts) > 2 else 1
-        first, second = np.concatenate(parts[:pivot]), np.concatenate(parts[pivot:])
-        check_ids(first, self.vocab_size, self.sentences.prefix)
-        check_ids(second, self.vocab_size, self.sentences.prefix)
-        swapped = bool(random.random_sample() < 0.5)
-        if swapped:
-            first, second = second, first
-        return *truncate_pair(first, second, target, random), swapped
 
     def _masked(self, tokens: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         special = (tokens == self.cls) | (tokens == self.sep)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.samples.sample import Bounds
+from mtjax.errors import UserError
+
 LONGEST_SENTENCE = 512
 
 
@@ -84,3 +88,59 @@ def sample_runs(
         passes.append(runs)
         total += len(runs)
     return np.concatenate(passes)
+
+
+class SentenceRuns:
+    """Runs of sentences from documents `bounds[0]` to `bounds[1]` of a dataset that has a sequence per sentence.
+
+    The samples of BERT and T5 derive from it.
+    """
+
+    def __init__(
+        self,
+        sentences: IndexedDataset,
+        bounds: Bounds,
+        num_samples: int | None,
+        vocab_size: int,
+        options: RunOptions,
+        seed: int,
+    ) -> None:
+        """Cuts the documents into runs.
+
+        Args:
+          sentences: the corpus.
+          bounds: first document, and one past the last.
+          num_samples: samples that will be needed; there may be more. None goes through the text exactly once.
+          vocab_size: ids of the text are below this.
+          options: how the documents are cut.
+          seed: of the order of the runs; sample i draws from its own `seed + i`.
+
+        Raises:
+          UserError: no document can be used.
+        """
+        self.sentences, self.vocab_size, self._seed = sentences, vocab_size, seed
+        documents = sentences.documents[bounds[0] : bounds[1] + 1]
+        self.runs = sample_runs(sentences.lengths, documents, options, num_samples, seed)
+        if len(self.runs) == 0:
+            fewest = options.min_sentences
+            raise UserError(
+                f"{sentences.prefix}: none of the documents {bounds[0]} to {bounds[1]} has at least {fewest} "
+                f"sentence{'s' * (fewest > 1)}, all of at most {LONGEST_SENTENCE} tokens; was it made with "
+                "--split-sentences?"
+            )
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def run(self, index: int) -> tuple[np.ndarray, np.ndarray, int, np.random.RandomState]:
+        """What sample `index` is made of: its text, its sentences' lengths, its target length, its source of chance.
+
+        Raises:
+          UserError: a token is not in the vocabulary.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        begin, end, target = self.runs[index].tolist()
+        text = np.concatenate([self.sentences.get(i) for i in range(begin, end)]).astype(np.int32)
+        check_ids(text, self.vocab_size, self.sentences.prefix)
+        return text, self.sentences.lengths[begin:end], target, np.random.RandomState((self._seed + index) % 2**32)

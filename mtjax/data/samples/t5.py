@@ -9,11 +9,11 @@ import numpy as np
 from rich.text import Text
 
 from mtjax.config import Config, sizes
-from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.samples.family import SENTENCES, FamilySamples, Share
 from mtjax.data.samples.masking import choose_spans, geometric, whole_words, word_starts
 from mtjax.data.samples.sample import Bounds, Sample
-from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
+from mtjax.data.samples.sentence_runs import RunOptions, SentenceRuns
 from mtjax.data.samples.styled import PLAIN, SPECIAL, styled
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -87,8 +87,8 @@ class T5Options:
     short_probability: float = 0.1
 
 
-class T5Dataset:
-    """Corrupted text and its spans from documents `bounds[0]` to `bounds[1]` of a dataset of sentences."""
+class T5Dataset(SentenceRuns):
+    """Corrupted text and its spans."""
 
     def __init__(
         self,
@@ -103,22 +103,11 @@ class T5Dataset:
         Raises:
           UserError: the vocabulary lacks special tokens, or no document can be used.
         """
-        self.sentences, self.options, self.ids = sentences, options, t5_ids(tokenizer)
-        self.vocab_size = self.ids.vocab_size
-        self._text_vocab_size = tokenizer.vocab_size
+        self.options, self.ids = options, t5_ids(tokenizer)
         self._starts = word_starts(tokenizer)
         self._draw = geometric(LONGEST_SPAN, SPAN_P)
         runs = RunOptions(options.encoder_length - 2, 1, options.short_probability)
-        documents = sentences.documents[bounds[0] : bounds[1] + 1]
-        self.runs = sample_runs(sentences.lengths, documents, runs, num_samples, options.seed)
-        if len(self.runs) == 0:
-            raise UserError(
-                f"{sentences.prefix}: none of the documents {bounds[0]} to {bounds[1]} has only sentences of at most "
-                "512 tokens; was it made with --split-sentences?"
-            )
-
-    def __len__(self) -> int:
-        return len(self.runs)
+        super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
     def __getitem__(self, index: int) -> Sample:
         """One sample, with e = encoder_length and d = decoder_length.
@@ -127,13 +116,8 @@ class T5Dataset:
           `encoder_tokens` int32[e] with sentinels, `encoder_mask` int32[e] (1 on tokens), `decoder_tokens` int32[d],
           `labels` int32[d] (the same moved one to the left, then the end), `loss_mask` float32[d].
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        random = np.random.RandomState((self.options.seed + index) % 2**32)
-        begin, end, target = self.runs[index].tolist()
-        text = np.concatenate([self.sentences.get(i) for i in range(begin, end)])[:target].astype(np.int32)
-        check_ids(text, self._text_vocab_size, self.sentences.prefix)
-        encoder, spans = self.corrupt(text, random)
+        text, _, target, random = self.run(index)
+        encoder, spans = self.corrupt(text[:target], random)
         return self._padded(encoder, spans)
 
     def corrupt(self, text: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:

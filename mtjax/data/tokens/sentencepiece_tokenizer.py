@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtjax.data.extras import require
-from mtjax.errors import UserError
+from mtjax.errors import UserError, require
 
 
 class SentencePieceTokenizer:
@@ -14,7 +13,7 @@ class SentencePieceTokenizer:
         self._load(path.read_bytes(), str(path))
 
     def _load(self, model: bytes, source: str) -> None:
-        library = require("sentencepiece")
+        library = require("sentencepiece", "data")
         try:
             self._processor = library.SentencePieceProcessor(model_proto=model)
         except RuntimeError as e:

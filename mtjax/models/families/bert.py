@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Int
@@ -17,7 +16,7 @@ from mtjax.config import Config
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
-from mtjax.models.heads import Masked, MaskedLMHead, SentenceOrderHead, vocabulary_logits
+from mtjax.models.heads import Masked, MaskedLMHead, SentenceOrderHead, WithVocabulary
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
@@ -27,7 +26,7 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 
-class BERT(nnx.Module):
+class BERT(WithVocabulary):
     """An encoder with the two heads of its pretraining.
 
     Parameters count those of a GPT of the same size, `h (h + 3) + V` of the masked-LM head, `h (h + 1) + 2 (h + 1)` of
@@ -93,7 +92,7 @@ class BERT(nnx.Module):
         with jax.named_scope("loss"):
             masked = Masked.of(batch["loss_mask"])
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
-            table, bias = self._output[...], self.head.bias[...]
+            table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
             order = {} if self.order is None else {"sentence_order": self.order.losses(hidden, batch["sentence_order"])}
             return {"masked_lm": masked.put(losses), **order}
@@ -101,11 +100,7 @@ class BERT(nnx.Module):
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
         features = self.head(reshard(hidden, spec("batch", "seq", "embed")))
-        return vocabulary_logits(features, self._output) + self.head.bias[...]
-
-    @property
-    def _output(self) -> nnx.Param:
-        return self.embedding if self.output is None else self.output
+        return super().logits(features) + self.head.bias[...]
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

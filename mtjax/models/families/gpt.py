@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -15,7 +14,7 @@ from mtjax.config import Config
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
-from mtjax.models.heads import vocabulary_logits
+from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
@@ -24,7 +23,7 @@ from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 
-class GPT(nnx.Module):
+class GPT(WithVocabulary):
     """A decoder-only language model.
 
     Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
@@ -83,15 +82,7 @@ class GPT(nnx.Module):
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each next token."""
         hidden = self.final_norm(stream.x)
-        return {"loss": vocab_parallel_cross_entropy(hidden, self._output[...], batch["labels"], options)}
-
-    def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
-        return vocabulary_logits(hidden, self._output)
-
-    @property
-    def _output(self) -> nnx.Param:
-        return self.embedding if self.output is None else self.output
+        return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

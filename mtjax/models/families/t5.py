@@ -19,7 +19,7 @@ from mtjax.config.sizes import decoder_layers, decoder_length
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
-from mtjax.models.heads import vocabulary_logits
+from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
@@ -58,7 +58,7 @@ class T5Stack(nnx.Module):
         return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
 
 
-class T5(nnx.Module):
+class T5(WithVocabulary):
     """An encoder-decoder that shares one embedding table."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
@@ -126,18 +126,10 @@ class T5(nnx.Module):
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each token that the decoder writes."""
         hidden = self._written(stream, keys)
-        return {"loss": vocab_parallel_cross_entropy(hidden, self._output[...], batch["labels"], options)}
+        return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
     def _written(self, stream: Stream, keys: Keys) -> Float[Array, "batch act_seq embed"]:
         return self.decoder.finish(stream.x, _decoder_keys(keys)) * self.output_scale
-
-    def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
-        return vocabulary_logits(hidden, self._output)
-
-    @property
-    def _output(self) -> nnx.Param:
-        return self.embedding if self.output is None else self.output
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -15,8 +15,8 @@ Tree = Any
 def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
     """A wire of residual streams, from the stage `by` places before: 1 sends forward, -1 backward.
 
-    An array that all model ranks have travels in parts, split along its sequence, and is gathered on arrival: as section
-    4.1 of arXiv 2104.04473 does between servers.
+    An array that all model ranks have travels in parts, split along its sequence, and is gathered on arrival: section
+    4.1 of arXiv 2104.04473.
 
     Args:
       wire: arrays [batch, sequence, hidden].

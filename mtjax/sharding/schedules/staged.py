@@ -5,8 +5,9 @@ backward passes, whatever the timetable says (and does not lower on jax 0.10 to 
 backward half is either its input alone, from which the chunk is computed again (full recompute), or what autodiff saves
 besides the parameters.
 
-All stages run one program. Which work is theirs, they read off the timetable; in a half in which a stage is idle it works
-on a microbatch that does not count. Embedding and losses stand in branches that only the first or last stage takes.
+All stages run one program. Which work is theirs, they read off the timetable; in a half in which a stage is idle it
+works on a microbatch that does not count. Embedding and losses stand in branches that only the first or the last stage
+takes.
 """
 
 from collections.abc import Callable
@@ -119,7 +120,7 @@ class _Run:
                 return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
 
             wire = self._in_section(turn, of_section, wire)
-            own = lax.cond(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: self.no_losses)
+            own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: self.no_losses)
             return (self._send(wire, 1), jax.tree.map(jnp.add, losses, own)), None
 
         (_, losses), _ = lax.scan(tick, (self.wire, self.no_losses), self._rows(self.table.forward))
@@ -163,7 +164,7 @@ class _Run:
         linearize = self._linearize(carry.sums, turn)
         if isinstance(kept, Recomputed) and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
-            out = lax.cond(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
+            out = on_stage(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
             return out, wires, carry.kept
         out, arrays = kept.put(section, carry.kept, turn.slot, start, linearize)
         return out, wires, arrays
@@ -179,12 +180,12 @@ class _Run:
             leave = partial(self._leave_backward, out, turn)
             unchanged = lambda *values: values  # noqa: E731
             last = self._leaves(turn) & turn.counts
-            gradient, sums, losses = lax.cond(last, leave, unchanged, gradient, sums, losses)
+            gradient, sums, losses = on_stage(last, leave, unchanged, gradient, sums, losses)
         gradients, gradient = pull(gradient)
         sums = accumulated(self.records, sums, gradients, self._in_stack(section))
         enter = partial(self._enter_backward, section, wire, turn)
         first = self._enters(section, turn) & turn.counts
-        gradient, sums = lax.cond(first, enter, lambda *values: values, gradient, sums)
+        gradient, sums = on_stage(first, enter, lambda *values: values, gradient, sums)
         return gradient, sums, losses
 
     def _leave_backward(self, wire: Tree, turn: _Turn, _: Tree, sums: Tree, losses: Sums) -> tuple[Tree, Tree, Sums]:
@@ -205,7 +206,7 @@ class _Run:
     def _entered(self, section: int, wire: Tree, turn: _Turn) -> Tree:
         """The input of a chunk: the section's first makes it, the others have it from the chunk before."""
         enter = lambda wire: self.model.enter(section, self._parameters(self.parts), wire, turn.part)  # noqa: E731
-        return lax.cond(self._enters(section, turn), enter, lambda wire: wire, wire)
+        return on_stage(self._enters(section, turn), enter, lambda wire: wire, wire)
 
     def _chunk(self, section: int, parts: Tree, start: Tree, turn: _Turn, sums: Tree = None) -> Tree:
         chunk = turn.chunk - section * self.chunks
@@ -263,7 +264,14 @@ class _Run:
         """`run(section, carry)` of the section to which the turn's chunk belongs."""
         if self.sections == 1:
             return run(0, carry)
-        return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
+        with jax.named_scope("stages"):
+            return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
 
     def _send(self, wire: Tree, by: int) -> Tree:
         return send(wire, by, wraps=self.table.chunks > 1)
+
+
+def on_stage(holds: Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
+    """Branches of which a stage takes one: all ranks of a stage the same."""
+    with jax.named_scope("stages"):
+        return lax.cond(holds, then, otherwise, *arguments)

@@ -98,7 +98,9 @@ class Attention(_Heads):
         if stream.split:
             lines.append(own_vector_sums(stream, self.norm, self.bias))
             if stream.shares_heads:
-                lines.append(own_token_sums(f"{stream.side}layers*{shared}", "key and value heads of several ranks"))
+                lines.append(
+                    own_token_sums(stream, f"{stream.side}layers*{shared}", "key and value heads of several ranks")
+                )
         elif stream.shares_heads:
             why = "gradients of key and value heads that several ranks use"
             settings = {"dtype": "float32", "pooled": True}
@@ -152,7 +154,7 @@ class CrossAttention(_Heads):
         """Its own sublayer's, and what it reads: gathered where sequences are split, its gradient summed."""
         lines = sublayer_sends(stream, "cross-attention")
         layers, grouped = f"{stream.side}layers", f"{stream.side}grouped_layers"
-        read, every = "batch*sequence*hidden", "microbatches*batch*sequence*hidden"
+        read, every = "batch*sequence*hidden", f"{stream.turns}*batch*sequence*hidden"
         merged = {"pooled": True, "hoisted": True}
         if not stream.split:
             why = "f of what cross-attention reads, in each layer or once for their sum"
@@ -160,7 +162,7 @@ class CrossAttention(_Heads):
         what = "what cross-attention reads"
         return [
             *lines,
-            over_model(LAYER_RECOMPUTE, "all-gather", f"({layers} - {grouped})*microbatches", read, f"{what}, again"),
+            over_model(LAYER_RECOMPUTE, "all-gather", f"({layers} - {grouped})*{stream.turns}", read, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, read, f"gradient of {what}"),
             over_model(
                 LAYER_FORWARD, "all-gather", layers, every, f"{what}, in each layer or once", also=OTHER, **merged

@@ -28,15 +28,15 @@ class Lookup(Part):
 
     def sends(self, stream: Stream) -> list[Expectation]:
         elements, why = f"batch*{self.side}sequence*hidden", "rows that other ranks own"
+        # Stages keep what the first stack reads, and make what another reads again.
+        forward = stream.turns if self.owns_table else stream.forward_turns
         if stream.split:
             return [
-                over_model(EMBEDDING_FORWARD, "reduce-scatter", "microbatches", elements, why),
-                over_model(
-                    EMBEDDING_BACKWARD, "all-gather", "microbatches", elements, "gradient of what was scattered"
-                ),
+                over_model(EMBEDDING_FORWARD, "reduce-scatter", forward, elements, why),
+                over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, "gradient of what was scattered"),
             ]
         packed = {"pooled": True, "also": LOSS_FORWARD} if self.has_neighbour else {}
-        return [over_model(EMBEDDING_FORWARD, "all-reduce", "microbatches", elements, why, **packed)]
+        return [over_model(EMBEDDING_FORWARD, "all-reduce", forward, elements, why, **packed)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Positions(Part):
     def sends(self, stream: Stream) -> list[Expectation]:
         why = "gradient of the positions"
         gathers = [
-            over_model(EMBEDDING_BACKWARD, "all-gather", "microbatches", f"{side}sequence*hidden", why)
+            over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{side}sequence*hidden", why)
             for side in self.sides
         ]
         return gathers if stream.split else []
@@ -73,7 +73,7 @@ class TokenTypes(Part):
         return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        return [own_token_sums(f"{self.kinds}*hidden", "token types")] if stream.split and self.kinds else []
+        return [own_token_sums(stream, f"{self.kinds}*hidden", "token types")] if stream.split and self.kinds else []
 
 
 @dataclass(frozen=True)
@@ -111,4 +111,4 @@ class Norm(Part):
 
     def sends(self, stream: Stream) -> list[Expectation]:
         vectors = len(NORM_VECTORS[self.kind])
-        return [own_token_sums(f"{vectors}*hidden", f"the norm {self.path}")] if stream.split else []
+        return [own_token_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if stream.split else []

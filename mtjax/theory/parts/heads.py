@@ -47,12 +47,12 @@ class Output(Part):
         lines = [_scalars(tokens, stream, "max, sum, target logit")]
         why = "gradient of the hidden states"
         if not stream.split:
-            return [*lines, over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{tokens}*hidden", why)]
+            return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{tokens}*hidden", why)]
         gathered = "hidden states of whole sequences"
         return [
             *lines,
-            over_model(LOSS_FORWARD, "all-gather", "microbatches", f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
-            over_model(LOSS_BACKWARD, "reduce-scatter", "microbatches", f"{tokens}*hidden", why),
+            over_model(LOSS_FORWARD, "all-gather", stream.turns, f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
+            over_model(LOSS_BACKWARD, "reduce-scatter", stream.turns, f"{tokens}*hidden", why),
         ]
 
 
@@ -86,11 +86,11 @@ class MaskedOutput(Output):
             elements = "batch*(2*masked_tokens + 1)*hidden"
             why = f"{taken} and of the first, from all parts of the sequence; {back}"
             packed = {"pooled": True, "also": LOSS_BACKWARD}
-            return [scalars, over_model(LOSS_FORWARD, "all-reduce", "microbatches", elements, why, **packed)]
-        lines = [scalars, over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{masked}*hidden", back)]
+            return [scalars, over_model(LOSS_FORWARD, "all-reduce", stream.turns, elements, why, **packed)]
+        lines = [scalars, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{masked}*hidden", back)]
         if stream.split:
             why = f"{taken}, from all parts of the sequence"
-            lines.append(over_model(LOSS_FORWARD, "all-reduce", "microbatches", f"{masked}*hidden", why, pooled=True))
+            lines.append(over_model(LOSS_FORWARD, "all-reduce", stream.turns, f"{masked}*hidden", why, pooled=True))
         return lines
 
 
@@ -114,5 +114,5 @@ class SentenceOrder(Part):
 
 def _scalars(tokens: str, stream: Stream, why: str) -> Expectation:
     """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all."""
-    count = f"{4 if stream.label_smoothing else 3}*microbatches"
+    count = f"{4 if stream.label_smoothing else 3}*{stream.turns}"
     return over_model(LOSS_FORWARD, "all-reduce", count, tokens, why, dtype="float32")

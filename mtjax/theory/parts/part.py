@@ -109,6 +109,11 @@ class Stream:
     shares_heads: bool = False
     """Whether key and value heads are fewer than the model ways, so that several ranks share one."""
     label_smoothing: bool = False
+    turns: str = "microbatches"
+    """Formula: how often a step goes through the part and back. Stages of a pipeline do it once in every tick, whether
+    it counts or not."""
+    forward_turns: str = "microbatches"
+    """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
 
     @property
     def elements(self) -> str:
@@ -117,8 +122,13 @@ class Stream:
 
     @property
     def times(self) -> str:
-        """Layers that the part stands in, in all microbatches."""
-        return f"{self.side}layers*microbatches"
+        """Layers that the part stands in, as often as a step goes through them."""
+        return f"{self.side}layers*{self.turns}"
+
+    @property
+    def forward_times(self) -> str:
+        """The same, forward."""
+        return f"{self.side}layers*{self.forward_turns}"
 
 
 def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:

@@ -24,17 +24,17 @@ def sublayer_sends(stream: Stream, name: str) -> list[Expectation]:
     `g` sums what the row-parallel product gives, `f` the gradient of what the column-parallel product reads. Full
     recompute repeats g where its result is needed, and in a group of layers everywhere.
     """
-    again = f"{stream.side}{'recomputed' if stream.needed_again else 'grouped'}_layers*microbatches"
+    again = f"{stream.side}{'recomputed' if stream.needed_again else 'grouped'}_layers*{stream.turns}"
     if not stream.split:
         return [
-            over_model(LAYER_FORWARD, "all-reduce", stream.times, stream.elements, f"g after {name}"),
+            over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, stream.elements, f"g after {name}"),
             over_model(LAYER_RECOMPUTE, "all-reduce", again, stream.elements, f"g after {name}, again"),
             over_model(LAYER_BACKWARD, "all-reduce", stream.times, stream.elements, f"f before {name}"),
         ]
-    gathered_again = f"({stream.side}layers + {stream.side}grouped_layers)*microbatches"
+    gathered_again = f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
     return [
-        over_model(LAYER_FORWARD, "all-gather", stream.times, stream.elements, f"before {name}"),
-        over_model(LAYER_FORWARD, "reduce-scatter", stream.times, stream.elements, f"after {name}"),
+        over_model(LAYER_FORWARD, "all-gather", stream.forward_times, stream.elements, f"before {name}"),
+        over_model(LAYER_FORWARD, "reduce-scatter", stream.forward_times, stream.elements, f"after {name}"),
         over_model(LAYER_RECOMPUTE, "all-gather", gathered_again, stream.elements, f"before {name}, again"),
         over_model(LAYER_RECOMPUTE, "reduce-scatter", again, stream.elements, f"after {name}, again"),
         over_model(LAYER_BACKWARD, "all-gather", stream.times, stream.elements, f"gradient of what {name} scattered"),
@@ -44,14 +44,14 @@ def sublayer_sends(stream: Stream, name: str) -> list[Expectation]:
     ]
 
 
-def own_token_sums(elements: str, why: str) -> Expectation:
+def own_token_sums(stream: Stream, elements: str, why: str) -> Expectation:
     """A sum over the model ways of gradients of which each rank, with split sequences, saw its own tokens."""
     return over_model(
-        LAYER_BACKWARD, "all-reduce", "microbatches", elements, why, dtype="float32", pooled=True, hoisted=True
+        LAYER_BACKWARD, "all-reduce", stream.turns, elements, why, dtype="float32", pooled=True, hoisted=True
     )
 
 
 def own_vector_sums(stream: Stream, norm: str, bias: bool) -> Expectation:
     """Those of a sublayer's norm and of its row-parallel product's bias."""
     vectors = len(NORM_VECTORS[norm]) + bias
-    return own_token_sums(f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")
+    return own_token_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")

@@ -167,7 +167,7 @@ def test_unusable_documents_are_left_out(tmp_path, tokenizer):
     corpus = IndexedDataset(write_indexed(tmp_path / "x", documents))
     runs = cut_runs(corpus.lengths, corpus.documents, RunOptions(20, 2, 0.0), np.random.RandomState(0))
     assert runs[:, :2].tolist() == [[3, 5], [5, 7]]
-    with pytest.raises(UserError, match="none of the documents 0 to 3 has two sentences"):
+    with pytest.raises(UserError, match="none of the documents 0 to 3 has at least 2 sentences"):
         BertDataset(corpus, (0, 3), 1, tokenizer, BertOptions(32))
 
 
