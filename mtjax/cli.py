@@ -7,10 +7,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -97,7 +97,7 @@ def parse(
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
-    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], argv, prog, description)
+    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
     chosen = config.Config(**{group: getattr(parsed, group) for group in groups})
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
@@ -161,6 +161,23 @@ def _one_sentence(box: str) -> str:
     return said.rstrip(". ")
 
 
+def _listed(argv: Sequence[str]) -> Iterator[str]:
+    """`argv`, in which a list may be one word: "--layers-per-stage 5,6,6,5"."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        option, equals, value = word.partition("=")
+        is_list = (option if equals else before) in _LISTS
+        yield from [option, *value.split(",")] if is_list and equals else word.split(",") if is_list else [word]
+
+
+def _lists() -> Iterator[str]:
+    for section in get_type_hints(config.Config).values():
+        for name, hint in get_type_hints(section).items():
+            if any(get_origin(kind) is tuple for kind in get_args(hint)):
+                yield f"--{name.replace('_', '-')}"
+
+
+_LISTS = frozenset(_lists())
+"""Options that take several numbers."""
 _CONFIG_HELP = "A TOML file, or the name of a config that ships with mtjax (see configs/)."
 
 

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
+LOST = 75
+"""Exit code of a run that ended for what happened around it, and that can be resumed (EX_TEMPFAIL of sysexits.h)."""
+
 
 class UserError(Exception):
     """Input that can't be used: the message says what was wrong, with the values, and what to do."""
@@ -31,3 +34,11 @@ def require(library: str, extra: str) -> ModuleType:
         return import_module(library)
     except ImportError as e:
         raise UserError(f"this needs the library {library}: {install_extra(extra)}") from e
+
+
+def first_line(error: BaseException, length: int = 200) -> str:
+    """What an error says, short enough for a sentence: of a file, its path and why."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error).strip()
+    return text.splitlines()[0][:length] if text else repr(error)

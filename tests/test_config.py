@@ -32,6 +32,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value that an annotation allows; NaN is left out, which does not equal itself."""
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
+    if get_args(hint)[1:] == (...,):
+        return st.lists(values_of(get_args(hint)[0])).map(tuple)
     if get_origin(hint) is tuple:
         return st.tuples(*map(values_of, get_args(hint)))
     kinds = {

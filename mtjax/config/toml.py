@@ -61,14 +61,22 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             return float(value)
         if kind is Path and isinstance(value, str):
             return Path(value)
-        if get_origin(kind) is tuple and isinstance(value, list) and [type(v) for v in value] == list(get_args(kind)):
+        if get_origin(kind) is tuple and isinstance(value, list) and [type(v) for v in value] == _members(kind, value):
             return tuple(value)
         if type(value) is kind:
             return value
     raise UserError(f"{where} = {value!r} should be {' or '.join(map(_type_name, kinds))}")
 
 
+def _members(kind: Any, value: list[Any]) -> list[type]:
+    """The types of a tuple's members; of `tuple[int, ...]` as many as there are values."""
+    members = get_args(kind)
+    return [members[0]] * len(value) if members[1:] == (...,) else list(members)
+
+
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return f"a list of {get_args(kind)[0].__name__}"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} {get_args(kind)[0].__name__}"
     return kind.__name__

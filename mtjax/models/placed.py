@@ -29,6 +29,7 @@ from mtjax.theory.divisibility import check_config
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
+from mtjax.theory.stages import Orders, layer_orders
 from mtjax.theory.timetable import forward_timetable, timetable
 
 Tree = Any
@@ -50,8 +51,8 @@ class Placed:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
-        self.config = replace(config, attention=kernel)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        self.config = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
         layout = layout or Plan.of(config, self.shape).layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
@@ -67,6 +68,11 @@ class Placed:
         self.region = Region(self.shape, self.layout.rules, self.records)
 
     # --- parameters
+
+    @property
+    def layer_orders(self) -> Orders:
+        """In which order the layers of each stack lie, where it is not their own."""
+        return layer_orders(self.config.model, self.config.parallel)
 
     @cached_property
     def parameter_sharding(self) -> Tree:

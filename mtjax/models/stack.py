@@ -45,10 +45,17 @@ class Stack(nnx.Module):
     ) -> None:
         self.order = layer_order(model.num_layers, ways("layers"), parallel.chunks, parallel.layers_per_stage)
         keys = jax.random.split(key, model.num_layers)
+        numbers = np.asarray(self.order.flat)
         if not self.order.is_plain:
-            keys = keys[np.maximum(self.order.flat, 0)]  # where a stage has no layer, parameters that nothing reads
-        keys = reshard(keys, spec("layers"))
-        self.layers = jax.vmap(lambda key: Layer(model, dtype, kind=kind, key=key))(keys)
+            keys = keys[np.maximum(numbers, 0)]
+
+        def layer(key: Array, number: Array) -> Layer:
+            drawn = Layer(model, dtype, kind=kind, key=key)
+            # Where a stage has no layer, zeros: they stay zeros, and count for nothing in a fingerprint.
+            return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
+
+        place = spec("layers")
+        self.layers = jax.vmap(layer)(reshard(keys, place), reshard(jnp.asarray(numbers), place))
         self.recompute = recompute
 
     def __call__(

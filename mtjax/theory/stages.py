@@ -1,7 +1,12 @@
 """Which layers of a stack each stage of a pipeline has, and in which order their parameters are stacked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+
+from mtjax.config import Model, Parallel
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import parse_mesh
 
 PADDING = -1
 """Stands for the layer where a stage has fewer than others."""
@@ -76,3 +81,23 @@ def balanced_layers(layers: int, stages: int, chunks: int = 1) -> tuple[int, ...
         return None
     from_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
     return tuple(chunks * (share + (stage in from_middle[:larger])) for stage in range(stages))
+
+
+Orders = Mapping[str, LayerOrder]
+"""By the dotted name of a stack's parameters."""
+
+
+def layer_orders(model: Model, parallel: Parallel) -> Orders:
+    """The order of each stack's layers in a run whose parameters are stacked in another order than the layers'."""
+    stages = parse_mesh(parallel.mesh).stage
+    orders = {
+        stack.path: layer_order(stack.layers, stages, parallel.chunks, parallel.layers_per_stage)
+        for stack in anatomy_of(model).stacks
+        if stages > 1
+    }
+    return {path: order for path, order in orders.items() if not order.is_plain}
+
+
+def order_of(name: str, orders: Orders) -> LayerOrder | None:
+    """The order in which an array's layers are stacked, by its dotted name; None where it is that of the layers."""
+    return next((order for path, order in orders.items() if f".{path}.layers." in f".{name}"), None)

@@ -1,11 +1,18 @@
-"""How Orbax reads and writes a checkpoint's arrays, without leaving anything behind when a file is damaged."""
+"""How a checkpoint's arrays are read and written: by Orbax, or one by one, with their layers in another order."""
 
 import asyncio
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
+
+from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -32,3 +39,62 @@ class _FinishingHandler(ArrayHandler):
             while begun := asyncio.all_tasks() - before:
                 await asyncio.wait(begun)
             raise
+
+
+def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.TensorStore:
+    """An array of a checkpoint, to be read by slices, with its layers in their own order.
+
+    Args:
+      state: the folder of the arrays.
+      name: dotted.
+      order: in which its layers were saved.
+    """
+    store = ts.open(_spec(state, name), read=True).result()
+    if order is None:
+        return store
+    place = {number: i for i, number in enumerate(order.flat)}
+    return store[[place[number] for number in range(1 + max(order.flat))]]
+
+
+def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: LayerOrder | None = None) -> jax.Array:
+    """An array on its devices, of which each reads its own part.
+
+    Args:
+      store: with its layers in their own order.
+      target: shape, type and sharding.
+      order: in which the layers shall lie; zeros where a stage has none.
+    """
+    numbers = None if order is None else np.asarray(order.flat)
+    view = store if numbers is None else store[np.maximum(numbers, 0).tolist()]
+    read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
+
+    def part(index: Any) -> np.ndarray:
+        key = str(index)
+        if key not in read:
+            array = np.array(view[index].read().result(), target.dtype)
+            if numbers is not None:
+                array[numbers[index[0]] == PADDING] = 0
+            read[key] = array
+        return read[key]
+
+    return jax.make_array_from_callback(target.shape, target.sharding, part)
+
+
+def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) -> Any:
+    """A tree of arrays whose layers were saved in another order than they shall lie in."""
+
+    def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return place_array(open_array(state, name, order_of(name, saved)), leaf, order_of(name, wanted))
+
+    return jax.tree_util.tree_map_with_path(one, abstract)
+
+
+def _spec(state: Path, name: str) -> dict[str, Any]:
+    metadata = state / "_METADATA"
+    zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)
+    if (state / "manifest.ocdbt").is_file():
+        kvstore = {"driver": "ocdbt", "base": f"{state.resolve().as_uri()}/", "path": f"{name}/"}
+    else:
+        kvstore = {"driver": "file", "path": f"{state.resolve()}/{name}/"}
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}

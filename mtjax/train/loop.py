@@ -21,6 +21,7 @@ from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.progress import ProgressLine
+from mtjax.train.run_folder import claim_folder
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.setup import (
     Place,
@@ -69,7 +70,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
     if place.weights is not None:
-        check_same_weights(place.weights, program.abstract_parameters, program.config)
+        check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
     rates = Rates.of(config, list(place.mesh.devices.flat))
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
@@ -77,6 +78,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
         if show is not None:
             show(program, progress.console)
         output, folder = config.output, place.folder
+        stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)
 
@@ -87,6 +89,8 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
             configs.save(shareable(config), folder / "config.toml")
             text.tokenizer.save(folder)
             metrics = MetricsLog(folder, from_step=start.step)
+            if metrics.kept_as:
+                progress.say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
             stack.callback(metrics.close)
 
         # --- Steps

@@ -139,6 +139,6 @@ def restore_or_initialize(
         progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
     parameters = None
     if weights is not None:
-        parameters = restore_weights(weights, program.restore_target)
+        parameters = restore_weights(weights, program.restore_target, program.layer_orders)
         progress.say(f"weights from {weights.folder}")
     return Restored(0, program.initialize(config.training.seed, parameters), 0)

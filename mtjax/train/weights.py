@@ -4,22 +4,24 @@ Both hold the same: `state/`, where every parameter is a zarr array under its do
 store, or in its own folder), and `page/metadata`, which holds the model's config and the fingerprint of each array.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 import tensorstore as ts
 
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
-from mtjax.errors import UserError
-from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, together
+from mtjax.errors import UserError, first_line
+from mtjax.theory.stages import LayerOrder, Orders, order_of
+from mtjax.train.checkpoint import fingerprints_of, saved_orders
+from mtjax.train.checkpoint_arrays import open_array, place_array
+from mtjax.train.checkpoint_damage import Damaged, read_page, together
 
 Tree = Any
 
@@ -42,39 +44,45 @@ class Weights:
         """The run that saved them; converted ones know their model only."""
         return configs.from_dict(self.page["config"], source=str(self.folder))
 
+    @cached_property
+    def orders(self) -> Orders:
+        """In which the layers were saved."""
+        return saved_orders(self.page["config"])
+
     @property
     def names(self) -> list[str]:
         """Parameters, by dotted names without `parameters.`."""
         return [name.removeprefix(f"{PREFIX}.") for name in self.page["fingerprints"] if name.startswith(f"{PREFIX}.")]
 
     def open(self, name: str) -> ts.TensorStore:
-        """A parameter, to be read by slices: `weights.open(name)[3].read().result()`.
+        """A parameter, its layers in their own order, to be read by slices: `weights.open(name)[3].read().result()`.
 
         Raises:
           UserError: it is not there or can't be read.
         """
         try:
-            return ts.open(_spec(self.folder / "state", f"{PREFIX}.{name}"), read=True).result()
+            return open_array(self.folder / "state", f"{PREFIX}.{name}", order_of(name, self.orders))
         except (ValueError, OSError) as e:
-            raise UserError(f"{self.folder}: {name} can't be read: {_first_line(e)}") from e
+            raise UserError(f"{self.folder}: {name} can't be read: {first_line(e)}") from e
 
 
 def find_weights(folder: Path) -> Weights:
     """The weights in `folder`: a converted folder, a run's folder (its newest checkpoint), or one checkpoint.
 
     Raises:
-      UserError: there are none, they are in another format (says how to convert them), or their page is damaged.
+      UserError: there are none, they are in another format (says how to convert them), they can't be read, or their
+        page is damaged.
     """
-    path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
-    if path is None:
-        raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
     try:
-        page = json.loads((path / "page" / "metadata").read_text())
-        checksum = page.pop("checksum", None)
-    except (ValueError, AttributeError):
-        page, checksum = {}, None
-    if not page or checksum != page_checksum(page):
-        raise UserError(f"{path} is damaged: its page of metadata is not what was saved")
+        path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
+        if path is None:
+            raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
+        try:
+            page = read_page(path)
+        except Damaged as e:
+            raise UserError(f"{path} is damaged: {e}") from e
+    except OSError as e:
+        raise UserError(f"the weights in {folder} can't be read: {first_line(e)}") from e
     return Weights(path, page)
 
 
@@ -97,40 +105,44 @@ def _advice(folder: Path) -> str:
     return f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and use NEW"
 
 
-def restore_weights(weights: Weights, abstract: Tree) -> Tree:
+def restore_weights(weights: Weights, abstract: Tree, orders: Orders = MappingProxyType({})) -> Tree:
     """The parameters, each device's part read on its own and placed as `abstract` says.
 
     Args:
       weights: what to read; `check_same_weights` has checked them.
       abstract: tree of `jax.ShapeDtypeStruct` with shardings.
+      orders: in which the layers shall lie.
 
     Raises:
-      UserError: they are damaged.
+      UserError: they are damaged, or can't be read.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    source = f"the weights in {weights.folder}"
 
     def read() -> list[jax.Array]:
-        return [_place(weights.open(_name(path)), leaf) for path, leaf in leaves]
+        named = [(_name(path), leaf) for path, leaf in leaves]
+        return [place_array(weights.open(name), leaf, order_of(name, orders)) for name, leaf in named]
 
     try:
-        tree = jax.tree_util.tree_unflatten(structure, together(read))
+        tree = jax.tree_util.tree_unflatten(structure, together(source, weights.folder, read))
     except Damaged as e:
-        raise UserError(f"the weights in {weights.folder} can't be read: {e}") from e
-    now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh)
+        raise UserError(f"{source} are damaged: {e}") from e
+    now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh, orders)
     wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]
     if wrong:
-        raise UserError(f"the weights in {weights.folder} are damaged: {', '.join(wrong)} are not what was saved")
+        raise UserError(f"{source} are damaged: {', '.join(wrong)} are not what was saved")
     return tree
 
 
-def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None:
+def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders: Orders = MappingProxyType({})) -> None:
     """Checks that weights are of a run's model, in settings and in shapes.
 
     Raises:
       UserError: lists all differences, with both values.
     """
     differing = differences(weights.config.model, config.model)
-    wanted = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    wanted = {_name(path): _shape(leaf, order_of(_name(path), orders)) for path, leaf in leaves}
     saved = set(weights.names)
     differing += [f"{name} is missing" for name in wanted if name not in saved]
     if not differing:
@@ -143,32 +155,10 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config) -> None
         )
 
 
-def _place(store: ts.TensorStore, target: Any) -> jax.Array:
-    read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
-
-    def part(index: Any) -> np.ndarray:
-        key = str(index)
-        if key not in read:
-            read[key] = np.asarray(store[index].read().result(), target.dtype)
-        return read[key]
-
-    return jax.make_array_from_callback(target.shape, target.sharding, part)
-
-
-def _spec(state: Path, name: str) -> dict[str, Any]:
-    metadata = state / "_METADATA"
-    zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)
-    if (state / "manifest.ocdbt").is_file():
-        kvstore = {"driver": "ocdbt", "base": f"{state.resolve().as_uri()}/", "path": f"{name}/"}
-    else:
-        kvstore = {"driver": "file", "path": f"{state.resolve()}/{name}/"}
-    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+def _shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
+    """Without places for layers that a stage does not have."""
+    return leaf.shape if order is None else (1 + max(order.flat), *leaf.shape[1:])
 
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else repr(error)
