@@ -55,6 +55,8 @@ class Plan:
     """Layers of each stage; equal shares when None."""
     flash_attention: bool = False
     dropout: bool = True
+    attention_dropout: bool | None = None
+    """Whether probabilities are dropped; as `dropout` says when None."""
     label_smoothing: bool = False
     loss_chunk: int | None = None
     """Tokens whose logits are alive at a time; the microbatch's when None."""
@@ -84,6 +86,11 @@ class Plan:
         return self.mesh.stage
 
     @property
+    def is_staged(self) -> bool:
+        """Whether stages work in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
+        return self.mesh.stage > 1 and self.residuals == "jax"
+
+    @property
     def model_ways(self) -> int:
         """Ranks that share each layer."""
         return self.mesh.model
@@ -94,9 +101,14 @@ class Plan:
         return self.global_batch_size // (self.mesh.data * self.microbatch_size)
 
     @property
+    def drops_probabilities(self) -> bool:
+        """Whether attention's probabilities have masks of dropout."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
     def reduces_at_once(self) -> bool:
         """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
-        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1)
+        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
 
     def layout(self, model: Model) -> Layout:
         """Which mesh axes split which dimensions of a model."""
@@ -134,6 +146,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,
+            attention_dropout=run.model.attention_dropout > 0,
             label_smoothing=run.optimizer.label_smoothing > 0,
             loss_chunk=training.loss_chunk,
             element_bytes=4 if training.compute_dtype == "float32" else 2,

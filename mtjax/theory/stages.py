@@ -7,6 +7,7 @@ from functools import cache
 from mtjax.config import Model, Parallel
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
 
 PADDING = -1
 """Stands for the layer where a stage has fewer than others."""
@@ -81,6 +82,13 @@ def balanced_layers(layers: int, stages: int, chunks: int = 1) -> tuple[int, ...
         return None
     from_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
     return tuple(chunks * (share + (stage in from_middle[:larger])) for stage in range(stages))
+
+
+def layers_in_chunk(layers: int, plan: Plan) -> int:
+    """Places for layers in a chunk of a stack of so many; without stages, or in Megatron, all that a stage has."""
+    if not plan.is_staged:
+        return layers // plan.mesh.stage
+    return layer_order(layers, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
 
 
 Orders = Mapping[str, LayerOrder]
