@@ -34,7 +34,10 @@ COMMANDS = {"train.__main__": {"cli", "inspect"}, "plan.__main__": {"cli", "insp
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""
-IN_THEORY = ("rules", "mesh", "layout", "schedules", "attention", "plans", "contract", "parts", "anatomy", "families")
+IN_THEORY = (
+    *("rules", "mesh", "layout", "timetable", "schedules", "attention", "plans", "contract", "parts"),
+    *("anatomy", "families"),
+)
 """Inside theory, too; what is not named here stands above them."""
 
 

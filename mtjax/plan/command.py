@@ -16,11 +16,11 @@ from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
 from mtjax.theory import target
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.divisibility import check
+from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import fullest_stage
-from mtjax.theory.mesh import MeshShape, parse_mesh, why_not_trained
+from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
 from mtjax.theory.plans import Plan
 
 Verify = Callable[[Console, config.Config, str], None]
@@ -40,6 +40,8 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
     if options.published:
         print_published(console)
         return
+    if options.verify:
+        check_implemented(parse_mesh(asked.parallel.mesh))
     run_config = with_vocabulary(asked, console.print)
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
@@ -52,16 +54,12 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
     if options.plot is not None:
         _plot(console, options.plot, anatomy, plan, server, options)
     if options.verify:
-        reason = why_not_trained(plan.mesh)
-        if reason is not None:
-            raise UserError(f"--verify compiles the program that trains, and {reason}")
         verify(console, run_config, options.target)
 
 
 def _report(console: Console, anatomy: Anatomy, run_config: config.Config, server: Server, options: Options) -> Plan:
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
-    plan = _planned(run_config, options)
-    check(anatomy.model, plan)
+    plan = _planned(run_config)
     server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
     print_report(console, anatomy, plan, server, options)
     limit = options.usable * server.gpu.memory
@@ -77,20 +75,21 @@ def _report(console: Console, anatomy: Anatomy, run_config: config.Config, serve
     return plan
 
 
-def _planned(run_config: config.Config, options: Options) -> Plan:
-    """The config's plan with the planner's own settings over it.
+def _planned(run_config: config.Config) -> Plan:
+    """The config's plan.
 
     Raises:
-      UserError: the config asks for a recompute that times and traffic have no formula for.
+      UserError: it does not divide, or asks for a recompute that times and traffic have no formula for.
     """
+    mesh = parse_mesh(run_config.parallel.mesh)
+    check_config(run_config, mesh)
     asked = sizes.describe_recompute(run_config.training)
     if asked not in ("no recompute", "selective recompute", "full recompute"):
         raise UserError(
             "the planner's formulas know none, selective, and full of every layer on its own, and the config "
             f"asks for {asked}; mtjax inspect compiles it"
         )
-    mesh = parse_mesh(run_config.parallel.mesh)
-    return Plan.of(run_config, mesh, schedule=options.schedule, chunks=options.chunks)
+    return Plan.of(run_config, mesh)
 
 
 def _search(
@@ -103,7 +102,7 @@ def _search(
     source: str,
 ) -> Plan:
     """Searches for a number of GPUs or for a number of days; returns the winner."""
-    base = Plan.of(run_config, MeshShape())
+    base = Plan.of(run_config, MeshShape(), schedule="1f1b", chunks=1, layers_per_stage=None)
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None

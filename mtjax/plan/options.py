@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.errors import UserError
-from mtjax.theory.schedules import Schedule
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
 
@@ -23,10 +22,6 @@ class Options:
     """Search for the fewest GPUs that read --tokens within this many days."""
     price: float | None = None
     """Price of one GPU for one hour: prints the cost."""
-    schedule: Schedule = "1f1b"
-    """Pipeline schedule of a mesh with stages (an estimate)."""
-    chunks: int = 1
-    """Chunks of layers per stage of the interleaved schedule."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
     exposed_share: float = 0.05
@@ -50,7 +45,7 @@ class Options:
         Raises:
           UserError: the first of them.
         """
-        for name in ("tokens", "gpus", "days", "price", "context", "chunks"):
+        for name in ("tokens", "gpus", "days", "price", "context"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"--{name} is {value}, and must be above 0")

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax.plan.options import Options
-from mtjax.plan.search import describe
+from mtjax.plan.search import describe, divisors
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
 from mtjax.theory.anatomy import Anatomy
@@ -14,7 +14,8 @@ from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import fullest_stage, stage_memory
 from mtjax.theory.plans import Plan
-from mtjax.theory.schedules import bubble, in_flight
+from mtjax.theory.schedules import bubble, slots
+from mtjax.theory.timetable import ScheduleName, num_ticks
 from mtjax.theory.timing import MTJAX, Machine, StepTime, members_inside, step_time
 
 MODEL, COMPILED = "model", "compiled"
@@ -91,27 +92,23 @@ def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
 
 
 def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
-    """Memory of a GPU by component, one column per stage (at most six)."""
-    stages = list(range(plan.stages))
-    shown = stages if len(stages) <= 6 else [*stages[:3], *stages[-2:]]
-    names = [f"stage {i}" for i in shown] if len(stages) > 1 else ["per GPU"]
-    result = table("Memory", "", *names, "source")
-    each = [stage_memory(anatomy, plan, i) for i in shown]
-
-    def row(name: str, values: list[float]) -> None:
-        result.add_row(name, *(gib(v) for v in values), MODEL)
-
-    p = plan.precision
-    row(f"weights ({p.weights} bytes)", [m.weights for m in each])
-    row(f"gradients ({p.gradients} bytes)", [m.gradients for m in each])
-    row(f"optimizer ({p.optimizer} bytes)", [m.optimizer for m in each])
-    for kind in each[0].activations:
-        row(f"kept: {kind}", [m.activations[kind] for m in each])
-    row("layer at work", [m.working for m in each])
-    row("logits", [m.logits for m in each])
-    row("total", [m.total for m in each])
-    limit, most = usable * server.gpu.memory, fullest_stage(anatomy, plan).total
-    fits = "fits" if most <= limit else "does NOT fit"
+    """Memory of a GPU by component; stages run one program, and each needs the same."""
+    name = "per GPU, on every stage" if plan.stages > 1 else "per GPU"
+    result = table("Memory", "", name, "source")
+    memory, p = stage_memory(anatomy, plan), plan.precision
+    parts = {
+        f"weights ({p.weights} bytes)": memory.weights,
+        f"gradients ({p.gradients} bytes)": memory.gradients,
+        f"optimizer ({p.optimizer} bytes)": memory.optimizer,
+        **{f"kept: {kind}": size for kind, size in memory.activations.items()},
+        "layer at work": memory.working,
+        "logits": memory.logits,
+        "total": memory.total,
+    }
+    for part, size in parts.items():
+        result.add_row(part, gib(size), MODEL)
+    limit = usable * server.gpu.memory
+    fits = "fits" if memory.total <= limit else "does NOT fit"
     result.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
     return result
 
@@ -190,18 +187,27 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Bubbles and memory of the schedules, including the plan's own."""
-    p, m = plan.stages, plan.microbatches
-    note = "an estimate: pipelines are planned, not trained yet"
+    p, m, stacks = plan.stages, plan.microbatches, len(anatomy.stacks)
+    note = "kept: inputs of chunks, or what autodiff keeps of them, on every stage at a time; mtjax.theory.timetable"
     result = table(
-        f"Schedules of {p} stages, {m} microbatches", "", "bubble", "in flight, first", "last", "source", note=note
+        f"Schedules of {p} stages, {m} microbatches",
+        "",
+        "ticks",
+        "bubble",
+        "kept",
+        "a chunk's layers",
+        "source",
+        note=note,
     )
-    layers = anatomy.model.num_layers // p
-    interleaved = [("interleaved", v) for v in (2, 3, 4) if layers % v == 0 and m % p == 0]
-    for schedule, chunks in [("gpipe", 1), ("1f1b", 1), *interleaved]:
-        name = schedule + (f", {chunks} chunks" if chunks > 1 else "")
-        flying = [in_flight(schedule, p, m, i, chunks) for i in (0, p - 1)]  # pyright: ignore[reportArgumentType]
-        idle = bubble(schedule, p, m, chunks)  # pyright: ignore[reportArgumentType]
-        result.add_row(name, percent(idle), *(f"{n:.2f}" for n in flying), MODEL)
+    layers = min(plan.layers_per_stage or (anatomy.model.num_layers // p,))
+    several = {v for v in (*divisors(layers)[1:4], plan.chunks) if v > 1}
+    schedules: dict[tuple[ScheduleName, int], None] = {("gpipe", 1): None, ("1f1b", 1): None}
+    schedules |= {("interleaved", v): None for v in sorted(several)}
+    for schedule, v in schedules:
+        counts = (p, m, v * stacks)
+        row = f"{num_ticks(*counts)}", percent(bubble(*counts)), f"{slots(schedule, *counts)}", f"{layers // v}"
+        name = schedule + (f", {v} chunks" if v > 1 else "")
+        result.add_row(name + (" (planned)" if (schedule, v) == (plan.schedule, plan.chunks) else ""), *row, MODEL)
     return result
 
 

@@ -14,7 +14,6 @@ from mtjax.theory import flops
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
-from mtjax.theory.mesh import why_not_trained
 from mtjax.theory.plans import Plan
 from mtjax.theory.timing import Machine
 
@@ -29,19 +28,17 @@ def print_search(
     tables.append(rejected_table(anatomy, found.best, server))
     show(console, *(t for t in tables if t.row_count))
     console.print()
-    print_command(console, found, run, source)
+    console.print(f"Train it:  {train_command(found.best.plan, run, source)}", soft_wrap=True)
 
 
 def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options) -> Table:
     """The ten fastest plans that fit."""
     first, *_ = found.fitting
     title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
-    note = "source: model. * needs settings that `mtjax train` does not have yet: an estimate"
     lengths = ["days"] if options.tokens else []
-    result = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note=note)
+    result = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note="source: model")
     for candidate in found.fitting[:SHOWN]:
-        mark = " *" if why_not_trained(candidate.plan.mesh) else ""
-        row = [describe(candidate.plan) + mark, seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
+        row = [describe(candidate.plan), seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
         if options.tokens:
             row.append(days(length(anatomy, candidate, options.tokens)))
@@ -90,24 +87,8 @@ def rejected_table(anatomy: Anatomy, best: Candidate, server: Server) -> Table:
     return result
 
 
-def print_command(console: Console, found: Found, run: config.Config, source: str) -> None:
-    """The `mtjax train` command of the winner, and of the best plan that trains today."""
-    best = found.best
-    reason = why_not_trained(best.plan.mesh)
-    if reason is None:
-        console.print(f"Train it:  {train_command(best.plan, run, source)}", soft_wrap=True)
-        return
-    console.print(f"An estimate: {reason}.", soft_wrap=True)
-    today = next((c for c in found.fitting if not why_not_trained(c.plan.mesh)), None)
-    if today is None:
-        console.print("No plan without stages fits.")
-        return
-    slower = percent(today.time.total / best.time.total - 1)
-    console.print(f"Trains today, {slower} slower:  {train_command(today.plan, run, source)}", soft_wrap=True)
-
-
 def train_command(plan: Plan, run: config.Config, source: str) -> str:
-    """The command that trains a plan, as far as its options exist.
+    """The command that trains a plan.
 
     Args:
       plan: the winner.
@@ -117,12 +98,14 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     words = ["mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size}
     chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
+    chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
     for group, fields in asked.items():
         for name, value in fields.items():
             if name in ("mesh", "microbatch_size") or value != shipped[group].get(name):
                 words.append(_option(name, value))
+        words += [_option(name, None) for name in shipped[group] if name not in fields]
     return " ".join(words)
 
 
@@ -130,4 +113,5 @@ def _option(name: str, value: object) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {shlex.quote(str(value))}"
+    words = value if isinstance(value, list | tuple) else [value]
+    return " ".join([f"--{flag}", *(shlex.quote(str(word)) for word in words)])

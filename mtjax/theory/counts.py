@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, layout_of, split_dimension
+from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
 from mtjax.theory.plans import Plan
+from mtjax.theory.stages import layers_in_chunk
 
 
 def parameters(anatomy: Anatomy) -> int:
@@ -66,26 +67,39 @@ def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts
     return Counts(**sums)
 
 
-def stage_weights(anatomy: Anatomy, stages: int, stage: int) -> list[Weight]:
-    """The parameters of a stage: equal shares of every stack, the embeddings on the first, the heads on the last.
+def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
+    """The parameters that a stage has a part of: its share of every stack, and what is outside them.
 
-    A tied table is on both ends.
+    In mtjax every stage holds all that is outside, and as many places for layers as the stage with most: one program
+    runs on all. In Megatron embeddings are on the first and heads on the last, and a tied table is on both ends.
     """
+    stages = plan.mesh.stage
     if stages == 1:
         return anatomy.weights
-    stacked = [
-        Weight(w.name, w.names, (w.shape[0] // stages, *w.shape[1:])) for stack in anatomy.stacks for w in stack.weights
-    ]
-    first = [w for part in anatomy.embed for w in part.weights] if stage == 0 else []
-    last = [w for part in anatomy.head for w in part.weights] if stage == stages - 1 else []
-    tied = [w for w in anatomy.embed[0].weights if stage == stages - 1 and anatomy.model.tie_embeddings]
-    return [*stacked, *first, *last, *tied]
+    stacked = []
+    for stack in anatomy.stacks:
+        layers = stages * layers_in_chunk(stack.layers, plan) * (plan.chunks if plan.is_staged else 1)
+        stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
+    first = [w for part in anatomy.embed for w in part.weights]
+    last = [w for part in anatomy.head for w in part.weights]
+    if plan.is_staged:
+        return [*stacked, *first, *last]
+    tied = anatomy.embed[0].weights if anatomy.model.tie_embeddings else []
+    ends = {0: first, stages - 1: [*last, *tied]}
+    return [*stacked, *ends.get(stage, [])]
+
+
+def stage_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
+    """The elements that a device of a stage holds."""
+    alike = Plan(
+        plan.mesh, 1, 1, chunks=plan.chunks, layers_per_stage=plan.layers_per_stage, residuals=plan.residuals
+    )  # all that weights depend on, so that plans which differ in the rest share an entry of the cache
+    return _stage_counts(anatomy, plan.layout(anatomy.model), alike, stage)
 
 
 @cache
-def stage_counts(anatomy: Anatomy, layout: Layout, mesh: MeshShape, stage: int) -> Counts:
-    """The elements that a device of a stage holds."""
-    return counts(stage_weights(anatomy, mesh.stage, stage), layout, mesh)
+def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> Counts:
+    return counts(stage_weights(anatomy, plan, stage), layout, plan.mesh)
 
 
 @cache
@@ -96,12 +110,10 @@ def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
 
 def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     """Those of the stage that holds most."""
-    layout = plan.layout(anatomy.model)
-    each = (stage_counts(anatomy, layout, plan.mesh, stage) for stage in {0, plan.mesh.stage - 1})
-    return max(each, key=lambda c: c.all)
+    ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}
+    return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)
 
 
 def rank_parameters(anatomy: Anatomy, model_ways: int) -> int:
     """Parameters that one rank of a tensor-parallel group holds, without stages (section 3 of arXiv 1909.08053)."""
-    mesh = MeshShape(model=model_ways)
-    return stage_counts(anatomy, layout_of(anatomy.model, mesh), mesh, 0).all
+    return stage_counts(anatomy, Plan(MeshShape(model=model_ways), 1, 1)).all

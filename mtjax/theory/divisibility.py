@@ -10,6 +10,7 @@ from mtjax.theory.anatomy import Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
+from mtjax.theory.stages import balanced_layers
 
 
 def check(model: Model, plan: Plan) -> None:
@@ -25,11 +26,7 @@ def check(model: Model, plan: Plan) -> None:
 
 def problems(model: Model, plan: Plan) -> Iterator[str]:
     """What `check` refuses, one sentence each."""
-    yield from _model_problems(model, plan)
-    yield from _batch_problems(plan.global_batch_size, plan.microbatch_size, plan.mesh.data)
-    yield from _stage_problems(model, plan)
-    if plan.zero not in range(4):
-        yield f"ZeRO has stages 0 to 3, not {plan.zero}"
+    return _problems(model, plan, plan.microbatch_size)
 
 
 def check_config(config: Config, mesh: MeshShape) -> None:
@@ -38,11 +35,24 @@ def check_config(config: Config, mesh: MeshShape) -> None:
     Raises:
       UserError: names the dimension, both numbers and the nearest sizes that fit.
     """
-    training, plan = config.training, Plan.of(config, mesh)
-    batch = _batch_problems(training.global_batch_size, training.microbatch_size, mesh.data)
-    reason = next((text for found in (_model_problems(config.model, plan), batch) for text in found), None)
+    reason = next(_problems(config.model, Plan.of(config, mesh), config.training.microbatch_size), None)
     if reason is not None:
         raise UserError(reason)
+
+
+def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
+    """What does not fit; `microbatch` is None where a config leaves it out."""
+    yield from _model_problems(model, plan)
+    yield from _batch_problems(plan.global_batch_size, microbatch, plan.mesh.data)
+    if plan.mesh.stage == 1:
+        yield from _settings_without_stages(plan)
+    else:
+        yield from _microbatch_problems(plan, microbatch)
+        yield from _schedule_problems(model, plan)
+        yield from _layer_problems(model, plan)
+        yield from _recompute_problems(plan)
+    if plan.zero not in range(4):
+        yield f"ZeRO has stages 0 to 3, not {plan.zero}"
 
 
 def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
@@ -85,21 +95,119 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
         )
 
 
-def _stage_problems(model: Model, plan: Plan) -> Iterator[str]:
+def _settings_without_stages(plan: Plan) -> Iterator[str]:
+    """Settings of stages on a mesh that has none."""
+    per_stage = plan.layers_per_stage and ",".join(map(str, plan.layers_per_stage))
+    settings = {
+        "schedule": (plan.schedule, "1f1b"),
+        "chunks": (plan.chunks, 1),
+        "layers_per_stage": (per_stage, None),
+    }
+    for name, (value, default) in settings.items():
+        if value != default:
+            like = replace(plan.mesh, stage=len(plan.layers_per_stage or (1, 1)))
+            yield (
+                f"{name} {value} is for stages of a pipeline, and mesh {plan.mesh} has 1: leave it out, or take a mesh "
+                f"such as {like}"
+            )
+
+
+def _microbatch_problems(plan: Plan, microbatch: int | None) -> Iterator[str]:
+    """Stages that would wait for the entire batch, because nobody said how to cut it."""
+    if microbatch is not None:
+        return
+    share, stages = plan.global_batch_size // plan.mesh.data, plan.mesh.stage
+    fits = max(size for size in range(1, share + 1) if share % size == 0 and (share // size >= stages or size == 1))
+    yield (
+        f"mesh {plan.mesh} has {stages} stages, which need the {share} samples of a data rank as microbatches: set "
+        f"microbatch_size, say {fits}, which makes {share // fits}"
+    )
+
+
+def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
     stages, chunks = plan.mesh.stage, plan.chunks
-    for stack in _stacks(model):
-        name, count = f"num_{stack.side}layers", stack.layers
-        if count % (stages * chunks):
-            what = f"{stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
-            near = nearest_divisors(count, stages * chunks)
-            yield f"{name} {count} does not divide over {what}; the nearest numbers that fit are {near}"
-    if plan.schedule == "interleaved" and stages > 1 and plan.microbatches % stages:
+    if chunks > 1 and plan.schedule != "interleaved":
         yield (
-            f"the interleaved schedule needs a multiple of {stages} stages as microbatches, not {plan.microbatches}; "
-            f"the nearest that are: {_nearest_multiples(plan.microbatches, stages)}"
+            f"chunks {chunks} is for schedule interleaved, and schedule is {plan.schedule}: take chunks 1, or schedule "
+            "interleaved"
         )
-    if chunks > 1 and (plan.schedule != "interleaved" or stages == 1):
-        yield f"{chunks} chunks per stage need --schedule interleaved and more than one stage"
+    if chunks == 1 and plan.schedule == "interleaved":
+        share = min(plan.layers_per_stage or (model.num_layers // stages,))
+        near = next((n for n in range(2, share + 1) if share % n == 0), None)
+        other = f", or chunks {near}" if near else ""
+        yield f"schedule interleaved needs several chunks a stage, and chunks is 1: take schedule 1f1b{other}"
+    if plan.residuals == "megatron" and chunks > 1 and plan.microbatches % stages:
+        yield (
+            f"Megatron's interleaved schedule needs a multiple of {stages} stages as microbatches, not "
+            f"{plan.microbatches}; the nearest that are: {_nearest_multiples(plan.microbatches, stages)}"
+        )
+
+
+def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Layers that the stages and their chunks can't share."""
+    stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
+    stacks = {f"num_{stack.side}layers": stack.layers for stack in _stacks(model)}
+    if per_stage is not None and len(set(stacks.values())) > 1:
+        counts = " and ".join(f"{name} {count}" for name, count in stacks.items())
+        yield f"layers_per_stage {_listed(per_stage)} is for both stacks, which have {counts}: make them equal"
+        return
+    for name, count in stacks.items():
+        if count < stages:
+            yield (
+                f"{name} {count} leaves some of the {stages} stages of the mesh without a layer: "
+                f"take {count} stages or {stages} layers"
+            )
+        elif per_stage is None and count % (stages * chunks):
+            yield _not_shared(name, count, stages, chunks)
+        elif per_stage is not None:
+            yield from _unequal_shares(name, count, plan, per_stage)
+
+
+def _not_shared(name: str, count: int, stages: int, chunks: int) -> str:
+    """What layers that equal shares don't fit could be instead."""
+    ways, what = stages * chunks, f"{stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+    fits = [f"{_nearest_multiples(count, ways)} layers"]
+    if count % chunks == 0:
+        fits.append(f"{nearest_divisors(count // chunks, stages)} stages")
+    if shares := balanced_layers(count, stages, chunks):
+        fits.append(f"layers_per_stage {_listed(shares)}")
+    return f"{name} {count} does not divide over {what}; the nearest that fit: {', or '.join(fits)}"
+
+
+def _unequal_shares(name: str, count: int, plan: Plan, per_stage: tuple[int, ...]) -> Iterator[str]:
+    """Why `layers_per_stage` does not fit a stack."""
+    stages, chunks = plan.mesh.stage, plan.chunks
+    asked, shares = f"layers_per_stage {_listed(per_stage)}", balanced_layers(count, stages, chunks)
+    instead = f"take {_listed(shares)}" if shares else f"take {name} {_nearest_multiples(count, chunks)}"
+    odd = next((n for n in per_stage if n < 1 or n % chunks), None)
+    if len(per_stage) != stages:
+        yield f"{asked} has {len(per_stage)} numbers, and mesh {plan.mesh} {stages} stages: {instead}"
+    elif odd is not None:
+        needs = f"a multiple of chunks {chunks}" if chunks > 1 else "at least 1"
+        yield f"{asked} has {odd}, and each must be {needs}: {instead}"
+    elif sum(per_stage) != count:
+        yield f"{asked} adds up to {sum(per_stage)}, and {name} is {count}: {instead}"
+
+
+def _recompute_problems(plan: Plan) -> Iterator[str]:
+    """Ways of full recompute that stages leave no room for."""
+    if plan.recompute != "full":
+        return
+    settings = {
+        "recompute_method block": plan.recompute_first is not None,
+        f"recompute_num_layers {plan.recompute_group}": plan.recompute_group > 1,
+        "recompute_offload": plan.recompute_offload,
+    }
+    for setting, is_asked in settings.items():
+        if is_asked:
+            yield (
+                f"{setting} is for layers that are all on one device, and with recompute full each of the "
+                f"{plan.mesh.stage} stages of the mesh keeps the input of its layers alone: leave it out"
+            )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:

@@ -13,9 +13,12 @@ from mtjax.theory.counts import Counts, layer_counts, stage_counts
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
-from mtjax.theory.schedules import in_flight
+from mtjax.theory.schedules import megatron_in_flight, slots
+from mtjax.theory.stages import layers_in_chunk
 
 LAYER_INPUTS = "layer inputs"
+STAGE_INPUTS = "inputs of stages"
+STAGE_OUTPUTS = "outputs of stages"
 
 
 def bytes_per_parameter(precision: Precision, zero: int, data_ways: int) -> tuple[float, float, float]:
@@ -75,14 +78,9 @@ class Memory:
 
 
 def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
-    """Bytes on a GPU of a stage by formula."""
-    mesh = plan.mesh
-    counts = stage_counts(anatomy, plan.layout(anatomy.model), mesh, stage)
-    copies = in_flight(plan.schedule, mesh.stage, plan.microbatches, stage, plan.chunks)
-    kept: Counter[str] = Counter()
-    for stack in anatomy.stacks:
-        for name, size in _kept(stack, plan).items():
-            kept[name] += copies * size  # pyright: ignore[reportArgumentType]
+    """Bytes on a GPU of a stage by formula; mtjax's stages run one program, and all need the same."""
+    mesh, counts = plan.mesh, stage_counts(anatomy, plan, stage)
+    kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
@@ -94,13 +92,53 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         optimizer=k * counts.all,
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
-        logits=head if stage == mesh.stage - 1 else 0,
+        logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
     )
+
+
+def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:
+    """What waits of the microbatches in flight; without stages, of one."""
+    copies = megatron_in_flight(plan.schedule, plan.mesh.stage, plan.microbatches, stage, plan.chunks)
+    kept: Counter[str] = Counter()
+    for stack in anatomy.stacks:
+        for name, size in _kept(stack, plan).items():
+            kept[name] += copies * size  # pyright: ignore[reportArgumentType]
+    return dict(kept)
+
+
+def _kept_on_stages(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
+    """What waits in the slots of a pipeline's stages, and what a chunk at work keeps.
+
+    A slot has a chunk's input: a stream of every stack. With full recompute the chunk at work keeps what a layer keeps
+    where nothing is computed again; else every slot has that of a chunk of each stack, and its output, and the chunk at
+    work has a copy. One more slot takes what halves keep that do not count.
+    """
+    count = 1 + slots(plan.schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.stacks))
+    wire = sum(_stream_bytes(stack, plan) for stack in anatomy.stacks)
+    kept: Counter[str] = Counter({STAGE_INPUTS: count * wire})
+    chunks = [_kept_in_chunk(stack, plan) for stack in anatomy.stacks]
+    at_work = max(chunks, key=lambda kinds: sum(kinds.values()))
+    kept.update(at_work)  # pyright: ignore[reportArgumentType]
+    if plan.recompute != "full":
+        kept[STAGE_OUTPUTS] = count * wire * len(chunks)  # pyright: ignore[reportArgumentType]
+        for kinds in chunks:
+            kept.update({name: count * size for name, size in kinds.items()})  # pyright: ignore[reportArgumentType]
+    return dict(kept)
+
+
+def _kept_in_chunk(stack: Stack, plan: Plan) -> dict[str, float]:
+    """What the backward half of a chunk reads: with full recompute, after the chunk has been computed again."""
+    layers, kinds = layers_in_chunk(stack.layers, plan), layer_activations(stack, plan)
+    return {
+        name: layers * size for name, size in kinds.items() if plan.recompute != "selective" or name != PROBABILITIES
+    }
 
 
 def _fullest_stack(anatomy: Anatomy, plan: Plan) -> float:
     """What the layer at work needs, at the fullest moment: a decoder's, or an encoder's, which comes when the decoder's
     layers have given free what they kept."""
+    if plan.is_staged:
+        return max(_working(anatomy, stack, plan) for stack in anatomy.stacks)
     free, most = 0.0, 0.0
     for stack in reversed(anatomy.stacks):
         most = max(most, _working(anatomy, stack, plan) - free)
@@ -131,7 +169,8 @@ def _stream_elements(stack: Stack, plan: Plan) -> float:
 def _added_whole(plan: Plan, counts: Counts) -> float:
     """Parameters of which a microbatch's gradients live beside the sum: those outside the layers; not Megatron's."""
     outside = counts.all - counts.in_layers
-    return outside if plan.residuals == "jax" and plan.microbatches > 1 and plan.zero < 2 else 0
+    several = plan.microbatches > 1 or plan.is_staged
+    return outside if plan.residuals == "jax" and several and plan.zero < 2 else 0
 
 
 def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
@@ -171,5 +210,5 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
 
 def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:
     """The memory of the stage that needs most."""
-    stages = range(plan.mesh.stage)
+    stages = range(1 if plan.is_staged else plan.mesh.stage)
     return max((stage_memory(anatomy, plan, i) for i in stages), key=lambda m: m.total)

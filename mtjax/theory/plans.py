@@ -7,7 +7,7 @@ from mtjax.config import Config, Model
 from mtjax.theory.attention import choose_kernel
 from mtjax.theory.layout import Layout, layout_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.schedules import Schedule
+from mtjax.theory.timetable import ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, the attention core, or entire layers."""
@@ -48,11 +48,15 @@ class Plan:
     sequence_parallel: bool = False
     zero: int = 0
     """ZeRO stage over the data ways: 1 shards the optimizer, 2 also gradients, 3 also parameters."""
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     chunks: int = 1
     """Chunks of layers per stage of the interleaved schedule."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage; equal shares when None."""
     flash_attention: bool = False
     dropout: bool = True
+    attention_dropout: bool | None = None
+    """Whether probabilities are dropped; as `dropout` says when None."""
     label_smoothing: bool = False
     loss_chunk: int | None = None
     """Tokens whose logits are alive at a time; the microbatch's when None."""
@@ -82,6 +86,11 @@ class Plan:
         return self.mesh.stage
 
     @property
+    def is_staged(self) -> bool:
+        """Whether stages work in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
+        return self.mesh.stage > 1 and self.residuals == "jax"
+
+    @property
     def model_ways(self) -> int:
         """Ranks that share each layer."""
         return self.mesh.model
@@ -92,9 +101,14 @@ class Plan:
         return self.global_batch_size // (self.mesh.data * self.microbatch_size)
 
     @property
+    def drops_probabilities(self) -> bool:
+        """Whether attention's probabilities have masks of dropout."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
     def reduces_at_once(self) -> bool:
         """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
-        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1)
+        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
 
     def layout(self, model: Model) -> Layout:
         """Which mesh axes split which dimensions of a model."""
@@ -115,7 +129,7 @@ class Plan:
 
     @classmethod
     def of(cls, run: Config, mesh: MeshShape, **settings: object) -> "Plan":
-        """The plan of a config on this mesh; `settings` are fields that a config does not have yet."""
+        """The plan of a config on this mesh; `settings` are fields of the plan that no config has, or over its own."""
         training = run.training
         plan = cls(
             mesh,
@@ -124,11 +138,15 @@ class Plan:
             recompute=training.recompute,
             sequence_parallel=run.parallel.sequence_parallel,
             zero=run.parallel.zero,
+            schedule=run.parallel.schedule,
+            chunks=run.parallel.chunks,
+            layers_per_stage=run.parallel.layers_per_stage,
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,
+            attention_dropout=run.model.attention_dropout > 0,
             label_smoothing=run.optimizer.label_smoothing > 0,
             loss_chunk=training.loss_chunk,
             element_bytes=4 if training.compute_dtype == "float32" else 2,

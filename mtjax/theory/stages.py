@@ -7,6 +7,7 @@ from functools import cache
 from mtjax.config import Model, Parallel
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
 
 PADDING = -1
 """Stands for the layer where a stage has fewer than others."""
@@ -68,6 +69,26 @@ def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[
             numbers[stage][chunk] = (*own, *(PADDING,) * (places - len(own)))
             first += len(own)
     return LayerOrder(tuple(tuple(stage) for stage in numbers))
+
+
+def balanced_layers(layers: int, stages: int, chunks: int = 1) -> tuple[int, ...] | None:
+    """Layers of each stage, as equal as they can be; None where no multiples of `chunks` add up to `layers`.
+
+    Stages in the middle have the larger share: the first also has the embedding, and the last the losses.
+    """
+    groups, rest = divmod(layers, chunks)
+    share, larger = divmod(groups, stages)
+    if rest or not share:
+        return None
+    from_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
+    return tuple(chunks * (share + (stage in from_middle[:larger])) for stage in range(stages))
+
+
+def layers_in_chunk(layers: int, plan: Plan) -> int:
+    """Places for layers in a chunk of a stack of so many; without stages, or in Megatron, all that a stage has."""
+    if not plan.is_staged:
+        return layers // plan.mesh.stage
+    return layer_order(layers, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
 
 
 Orders = Mapping[str, LayerOrder]

@@ -1,5 +1,7 @@
 """How long a step takes: a walk over a layer's kernels, collectives on the links they cross, and the bubble.
 
+On stages it is the number of ticks of the timetable times what a tick takes; of Megatron's runs, the published bubble.
+
 Each kernel takes the longer of its FLOPs at the sustained rate and its bytes at the memory's; each collective follows
 the alpha-beta model of a ring. `Constants` come from public measurements of the parts, and one of them, `training`,
 from ten published training runs on A100; they are the same for every GPU, model and mesh, and none is set to meet the
@@ -10,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from mtjax.theory.anatomy import Anatomy, Stack
+from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, GRADIENTS, LOSS_BACKWARD, LOSS_FORWARD
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
@@ -17,7 +20,9 @@ from mtjax.theory.mesh import AXES
 from mtjax.theory.parts.part import Product, Scores, Touched
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
-from mtjax.theory.schedules import bubble
+from mtjax.theory.schedules import full_ticks, megatron_bubble
+from mtjax.theory.stages import layers_in_chunk
+from mtjax.theory.timetable import num_ticks
 from mtjax.theory.traffic import Transfer, ring_factor, transfers
 
 
@@ -135,7 +140,8 @@ class Machine:
         if crosses:
             bandwidth = min(bandwidth, inside * server.network * c.network)
         latency = server.network_latency if crosses else server.link_latency
-        steps = 1 if entry.operation == "send" else 2 * math.log2(entry.ways) if entry.ways > 1 else 0
+        one = entry.operation in ("send", "collective-permute")
+        steps = 1 if one else 2 * math.log2(entry.ways) if entry.ways > 1 else 0
         return entry.count * (entry.size * ring_factor(entry.operation, entry.ways) / bandwidth + steps * latency)
 
 
@@ -150,6 +156,8 @@ def step_time(
 ) -> StepTime:
     """Seconds of one optimizer step, by cause."""
     machine = Machine(server, plan.element_bytes, constants)
+    if plan.is_staged:
+        return _lock_step_time(anatomy, plan, machine, software)
     plan = replace(plan, drops_last_reduction=software.drops_last_reduction)
     m = plan.microbatches
     products, attention, element_wise = (m * x for x in _layers(anatomy, plan, machine, software))
@@ -166,11 +174,95 @@ def step_time(
         logits=head,
         model_axis=exposed[MODEL],
         stage_axis=exposed[STAGE],
-        bubble=per_step * bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
+        bubble=per_step * megatron_bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
         hidden={axis: spent[axis] - exposed[axis] for axis in spent},
     )
+
+
+def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
+    """Seconds of a step on stages that go through a timetable tick by tick, idle or not.
+
+    A tick lasts as long as the chunk of the stage with most work, and the bubble is what all ticks take beyond the
+    work that counts. The losses stand in the ticks in which the last stage works on its last chunk. With full recompute
+    it leaves out that chunk's forward half, in the same tick but in GPipe: the losses add what they take beyond it.
+    """
+    stacks, m = len(anatomy.stacks), plan.microbatches
+    ticks = num_ticks(plan.mesh.stage, m, plan.chunks * stacks)
+    chunks = [_chunk(stack, plan, machine, software) for stack in anatomy.stacks]
+    products, attention, element_wise = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(3))
+    work = products + attention + element_wise
+    longest = max(sum(chunk) for chunk in chunks)
+    ahead = _forward_half(anatomy.stacks[-1], plan, machine, software)
+    skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" else 0.0
+    spent = _spent(anatomy, plan, machine)
+    on_layers, counts = spent[MODEL] / stacks, m * plan.chunks * stacks / ticks
+    sent = _exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
+    return StepTime(
+        products=products,
+        attention=attention,
+        element_wise=element_wise,
+        logits=m * max(0.0, _head(anatomy, plan, machine, software) - skipped),
+        model_axis=on_layers * counts + m / ticks * spent[LOSS_FORWARD],
+        stage_axis=sent + spent[GRADIENTS],
+        bubble=ticks * longest - work + on_layers * (1 - counts),
+        data_axis=spent[DATA],
+        optimizer=_optimizer(anatomy, plan, machine, software),
+        hidden={STAGE: spent[STAGE] - sent, DATA: 0.0, MODEL: 0.0},
+    )
+
+
+def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
+    """Seconds of a step's collectives on stages: of layers by axis; of the losses, and of gradients over the stages.
+
+    Those of the embedding, which only the first stage has, pass behind the losses of the last.
+    """
+    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
+    for entry in transfers(anatomy, plan):
+        kind = entry.axis
+        if kind == MODEL and entry.phase in (LOSS_FORWARD, LOSS_BACKWARD):
+            kind = LOSS_FORWARD
+        elif kind == STAGE and entry.phase == GRADIENTS:
+            kind = GRADIENTS
+        if entry.phase not in (EMBEDDING_FORWARD, EMBEDDING_BACKWARD):
+            spent[kind] += machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
+    return spent
+
+
+def _exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back: float) -> float:
+    """Seconds of what stages send each other that no half tick hides.
+
+    Gradients travel behind the forward half of a tick, activations behind the backward half; where a tick has one half
+    only, nothing hides what it sends.
+
+    Args:
+      anatomy: of the model.
+      plan: on stages.
+      both: seconds of a tick's two permutes.
+      ahead: seconds of a forward half.
+      back: seconds of a backward half.
+    """
+    counts = (plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.stacks))
+    ticks, full, one = num_ticks(*counts), full_ticks(plan.schedule, *counts), both / 2
+    return (ticks - full) * both + full * (max(0.0, one - ahead) + max(0.0, one - back))
+
+
+def _chunk(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+    """Seconds of a chunk and microbatch, both halves: products, attention, element-wise."""
+    products, attention, element_wise = _layer(stack, plan, machine, software)
+    layers = layers_in_chunk(stack.layers, plan)
+    return layers * products, layers * attention, layers * element_wise
+
+
+def _forward_half(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of a chunk and microbatch, forward."""
+    products = sum(
+        _forward(product, plan, machine) for part in stack.parts for product in part.products(plan.mesh.model)
+    )
+    cores = sum(_core(part.scores, plan, machine, software.kernels)[0] for part in stack.parts if part.scores)
+    moved = _bytes(software.kernels.forward, [part.touched for part in stack.parts], plan)
+    return layers_in_chunk(stack.layers, plan) * (products + cores + machine.passes(moved))
 
 
 def _exposed(
@@ -203,7 +295,9 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     backward = sum(_backward(product, plan, machine) for product in sizes)
     again = 0.0
     if plan.recompute == "full":
-        again = sum(forward) - (forward[-1] if software.drops_last_reduction and not stack.is_post_norm else 0)
+        # What comes out of a layer is not needed again, but by a post-norm, or where the next one of a chunk reads it.
+        drops_last = software.drops_last_reduction and not stack.is_post_norm and not plan.is_staged
+        again = sum(forward) - (forward[-1] if drops_last else 0)
     cores = [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
     times = 1 if plan.recompute == "none" else 2
     core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
@@ -243,8 +337,8 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     core = CORE[kernels.name]
     element = plan.element_bytes
     return (
-        both + machine.passes(pairs * core.forward(element, plan.dropout)),
-        2 * both + machine.passes(pairs * core.backward(element, plan.dropout)),
+        both + machine.passes(pairs * core.forward(element, plan.drops_probabilities)),
+        2 * both + machine.passes(pairs * core.backward(element, plan.drops_probabilities)),
     )
 
 

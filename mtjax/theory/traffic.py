@@ -41,6 +41,8 @@ class Transfer:
     elements: float
     """Of the full array (the gathered side of gather and scatter)."""
     element_bytes: int
+    phase: str = ""
+    """Of the contract."""
 
     @property
     def size(self) -> float:
@@ -64,6 +66,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
             required.count,
             required.elements,
             _element_bytes(required.line, plan),
+            required.line.phase,
         )
         for required in requirements(contract_of(anatomy, plan), symbols_of(anatomy, plan), plan.mesh, "float32")
         if required.elements

@@ -8,7 +8,74 @@ from mtjax.errors import UserError
 from mtjax.theory.divisibility import check_config, check_ramp, num_microbatches
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
+from mtjax.theory.stages import balanced_layers
 from tests.tiny import tiny_config
+
+ONE, TWO, FOUR = (parse_mesh(text) for text in ("2x4", "1x2x1", "1x4x1"))
+CHUNKS = {"schedule": "interleaved", "chunks": 2}
+STAGED = [
+    (
+        {"microbatch_size": None},
+        TWO,
+        "mesh data=1,stage=2,.* 2 stages, .* the 8 samples .* microbatch_size, say 4, .* 2$",
+    ),
+    ({}, FOUR, "num_layers 2 leaves some of the 4 stages .*: take 2 stages or 4 layers"),
+    (
+        {"num_layers": 22},
+        FOUR,
+        "num_layers 22 .* 4 stages; .*: 20 and 24 layers, or 2 and 11 stages, or layers_per_stage 5,6,6,5",
+    ),
+    ({"num_layers": 7, **CHUNKS}, TWO, "num_layers 7 does not divide over 2 stages x 2 chunks; .*: 4 and 8 layers$"),
+    ({"num_layers": 22, **CHUNKS}, FOUR, "num_layers 22 .* 4 stages x 2 chunks; .* or layers_per_stage 6,6,6,4"),
+    (
+        {"num_layers": 22, "layers_per_stage": (5, 6, 5)},
+        FOUR,
+        "layers_per_stage 5,6,5 has 3 numbers, and mesh .* 4 stages: take 5,6,6,5",
+    ),
+    (
+        {"num_layers": 22, "layers_per_stage": (5, 6, 6, 6)},
+        FOUR,
+        "layers_per_stage 5,6,6,6 adds up to 23, and num_layers is 22: take 5,6,6,5",
+    ),
+    (
+        {"num_layers": 4, "layers_per_stage": (4, 0)},
+        TWO,
+        "layers_per_stage 4,0 has 0, and each .* at least 1: take 2,2",
+    ),
+    (
+        {"num_layers": 22, "layers_per_stage": (5, 6, 6, 5), **CHUNKS},
+        FOUR,
+        "5,6,6,5 has 5, and each must be a multiple of chunks 2: take 6,6,6,4",
+    ),
+    (
+        {"family": "t5", "num_layers": 4, "num_decoder_layers": 6, "layers_per_stage": (2, 2)},
+        TWO,
+        "layers_per_stage 2,2 is for both stacks, .* num_layers 4 and num_decoder_layers 6: make them equal",
+    ),
+    (
+        {"family": "t5", "num_layers": 4, "num_decoder_layers": 5},
+        TWO,
+        "num_decoder_layers 5 does not divide over 2 stages; .* 4 and 6 layers",
+    ),
+    (
+        {"num_layers": 12, "schedule": "interleaved"},
+        TWO,
+        "schedule interleaved needs several chunks .* chunks is 1: take schedule 1f1b, or chunks 2",
+    ),
+    ({"chunks": 2}, TWO, "chunks 2 is for schedule interleaved, and schedule is 1f1b: take chunks 1, or schedule"),
+    ({"chunks": 2}, ONE, "chunks 2 is for stages .*, and mesh 2x4 has 1: leave it out, .* data=2,stage=2,model=4"),
+    ({"schedule": "gpipe"}, ONE, "schedule gpipe is for stages .* mesh 2x4 has 1"),
+    ({"layers_per_stage": (1, 1, 1)}, ONE, "layers_per_stage 1,1,1 is for stages .* data=2,stage=3,model=4"),
+    *(
+        ({"recompute": "full", **fields}, TWO, f"{name} is for layers .* each of the 2 stages .*: leave it out")
+        for name, fields in {
+            "recompute_num_layers 2": {"recompute_num_layers": 2},
+            "recompute_method block": {"recompute_method": "block"},
+            "recompute_offload": {"recompute_offload": True},
+        }.items()
+    ),
+]
+"""Fields, mesh and what is said of them, of plans with stages."""
 
 
 @pytest.mark.parametrize(
@@ -25,11 +92,63 @@ from tests.tiny import tiny_config
         ({"global_batch_size": 6}, parse_mesh("4x1"), "global_batch_size 6 .* 4 data ways .* 4 and 8"),
         ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, parse_mesh("1x4"), "num_kv_heads 6 .* 4 model ways"),
         ({"microbatch_size": 3}, parse_mesh("2x1"), "global_batch_size 8 .* microbatch_size 3 x 2 .* 6; .* 6 and 12"),
+        *(({"microbatch_size": 1} | fields, mesh, message) for fields, mesh, message in STAGED),
     ],
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, numbers):
     with pytest.raises(UserError, match=numbers):
         check_config(tiny_config(**fields), mesh)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh"),
+    [
+        ({"num_layers": 22, "layers_per_stage": (5, 6, 6, 5)}, FOUR),
+        ({"num_layers": 22, "layers_per_stage": (4, 6, 6, 6), **CHUNKS}, FOUR),
+        ({"num_layers": 12, "schedule": "interleaved", "chunks": 3, "microbatch_size": 8}, TWO),
+        ({"global_batch_size": 5, **CHUNKS, "num_layers": 8}, FOUR),
+        ({"schedule": "gpipe", "microbatch_size": 8}, TWO),
+        ({"family": "t5", "num_layers": 4, "num_decoder_layers": 6}, TWO),
+        ({"recompute_num_layers": 2}, TWO),
+    ],
+)
+def test_what_fits_on_stages(fields, mesh):
+    check_config(tiny_config(**({"microbatch_size": 1} | fields)), mesh)
+
+
+@given(layers=st.integers(1, 200), stages=st.integers(2, 16), chunks=st.integers(1, 4))
+def test_layers_and_shares_that_are_offered_fit(layers, stages, chunks):
+    def run(**fields):
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        return tiny_config(schedule=schedule, chunks=chunks, microbatch_size=1, **fields)
+
+    mesh = MeshShape(stage=stages)
+    try:
+        check_config(run(num_layers=layers), mesh)
+    except UserError as e:
+        more = re.search(r"(?:(\d+) and )?(\d+) layers", str(e))
+        assert more and str(layers) in str(e) and str(stages) in str(e)
+        for count in filter(None, more.groups()):
+            if layers >= stages:
+                check_config(run(num_layers=int(count)), mesh)
+        for shares in re.findall(r"layers_per_stage ([\d,]+)", str(e)):
+            check_config(run(num_layers=layers, layers_per_stage=tuple(map(int, shares.split(",")))), mesh)
+    else:
+        assert layers % (stages * chunks) == 0
+
+
+@given(groups=st.integers(1, 64), stages=st.integers(1, 16), chunks=st.integers(1, 4))
+def test_balanced_layers_add_up_and_leave_the_ends_the_smaller_shares(groups, stages, chunks):
+    shares = balanced_layers(groups * chunks, stages, chunks)
+    if groups < stages:
+        assert shares is None
+        return
+    assert shares and sum(shares) == groups * chunks and all(n % chunks == 0 for n in shares)
+    assert max(shares) - min(shares) in (0, chunks)
+    larger = [stage for stage, n in enumerate(shares) if n > min(shares)]
+    smaller = [stage for stage, n in enumerate(shares) if n == min(shares)]
+    apart = [max((abs(2 * i - stages + 1) for i in of), default=0) for of in (larger, smaller)]
+    assert not larger or apart[0] <= apart[1]
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.none() | st.integers(1, 16))

@@ -7,7 +7,6 @@ import pytest
 from mtjax import config
 from mtjax.theory import counts, memory, plans
 from mtjax.theory.families.registry import anatomy_of, gpt
-from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 
@@ -120,15 +119,65 @@ def test_microbatches_add_to_one_sum_of_gradients():
 
 
 def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
-    plan = Plan(parse_mesh("1x4x8"), 64, 1, recompute="full")
+    plan = Plan(parse_mesh("1x4x8"), 64, 1, recompute="full", residuals="megatron")
     stages = [memory.stage_memory(GPT_8B, plan, i) for i in range(4)]
     each = 2 * 1024 * 3072 * 18
     assert [m.kept for m in stages] == [each * n for n in (4, 3, 2, 1)]
     assert [m.logits > 0 for m in stages] == [False, False, False, True]
     table, layer = 51_200 * 3072 / 8, (counts.rank_parameters(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
     expected = [18 * layer + table + 1024 * 3072, 18 * layer, 18 * layer, 18 * layer + table + 2 * 3072]
-    held = [counts.counts(counts.stage_weights(GPT_8B, 4, i), TENSOR, plan.mesh).all for i in range(4)]
-    assert held == pytest.approx(expected)
+    assert [counts.stage_counts(GPT_8B, plan, i).all for i in range(4)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [({}, 18), ({"schedule": "interleaved", "chunks": 3}, 18), ({"layers_per_stage": (17, 19, 19, 17)}, 19)],
+)
+def test_every_stage_of_mtjax_holds_what_is_outside_and_as_many_layers_as_the_fullest(settings, layers):
+    plan = Plan(parse_mesh("1x4x8"), 64, 1, **settings)
+    table, vectors = 51_200 * 3072 / 8, (1024 + 2) * 3072
+    layer = (counts.rank_parameters(GPT_8B, 8) - table - vectors) / 72
+    assert {counts.stage_counts(GPT_8B, plan, i).all for i in range(4)} == {layers * layer + table + vectors}
+    assert len({memory.stage_memory(GPT_8B, plan, i).total for i in range(4)}) == 1
+
+
+def test_zero_splits_what_a_stage_holds_over_its_data_ways():
+    plan = Plan(parse_mesh("4x2x8"), 64, 1, zero=3)
+    held = memory.stage_memory(GPT_8B, plan)
+    one = memory.stage_memory(GPT_8B, dataclasses.replace(plan, zero=0))
+    assert held.weights == one.weights / 4 == counts.stage_counts(GPT_8B, plan).all
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"recompute": "full"}, (2 * 4 - 1 + 1, 0, 1)),
+        ({"recompute": "full", "schedule": "gpipe"}, (32 + 1, 0, 1)),
+        ({"recompute": "full", "schedule": "interleaved", "chunks": 2}, (2 * 4 + 3 + 1, 0, 1 / 2)),
+        ({"recompute": "none"}, (8, 8, 8 + 1)),
+        ({"recompute": "selective"}, (8, 8, 8 + 1)),
+    ],
+)
+def test_slots_of_stages_keep_inputs_or_residuals(settings, kept):
+    """Inputs and outputs of chunks in slots, one of them for what does not count; residuals of a chunk in each slot and
+    at work, or there alone."""
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, **settings)
+    inputs, outputs, residuals = kept
+    (stack,) = GPT_8B.stacks
+    found, stream = memory.stage_memory(GPT_8B, plan).activations, 2 * 1024 * 3072
+    assert found["inputs of stages"] == inputs * stream
+    assert found.get("outputs of stages", 0) == outputs * stream
+    for name, size in memory.layer_activations(stack, plan).items():
+        dropped = name == "attention probabilities" and plan.recompute == "selective"
+        assert found.get(name, 0) == (0 if dropped else residuals * 18 * size)
+
+
+def test_both_streams_of_t5_travel_and_wait_together():
+    model = config.load("t5-small").model
+    plan = Plan(parse_mesh("1x2x1"), 16, 4, recompute="full")
+    found = memory.stage_memory(anatomy_of(model), plan).activations
+    # Two chunks of each of two stages: 2 * 2 + 1 in flight, and a slot for what does not count.
+    assert found["inputs of stages"] == 6 * 2 * 4 * model.hidden_size * (512 + 128)
 
 
 def test_loss_chunk_bounds_the_logits():

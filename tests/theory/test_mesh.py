@@ -67,8 +67,8 @@ def test_axes_together_split_by_their_product():
 
 
 def test_what_is_not_trained_yet_is_said_in_one_sentence():
-    check_implemented(parse_mesh("stage=1,data=64,model=8"))
-    mesh = parse_mesh("8x4x8")
-    with pytest.raises(UserError, match="mesh data=8,stage=4,model=8 asks for stage=4, and .* data and model") as error:
+    check_implemented(parse_mesh("8x4x8"))
+    mesh = parse_mesh("data=8,context=4,model=8")
+    with pytest.raises(UserError, match=f"mesh {mesh} asks for context=4, and .* data and stage and model") as error:
         check_implemented(mesh)
     assert str(error.value) == why_not_trained(mesh)

@@ -22,6 +22,10 @@ def test_the_plan_of_a_config():
     without = config.replace(run, attention_dropout=0.0)
     assert Plan.of(without, parse_mesh("64x1x8")).flash_attention
     assert not Plan.of(config.replace(without, attention="xla"), parse_mesh("64x1x8")).flash_attention
+    staged = Plan.of(config.replace(run, schedule="interleaved", chunks=3), parse_mesh("8x8x8"))
+    assert (staged.schedule, staged.chunks, staged.layers_per_stage) == ("interleaved", 3, None)
+    unequal = config.replace(run, layers_per_stage=(17, 19, 19, 17))
+    assert Plan.of(unequal, parse_mesh("8x4x8")).layers_per_stage == (17, 19, 19, 17)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +35,16 @@ def test_the_plan_of_a_config():
             {"mesh": parse_mesh("1x1x3")},
             "num_heads 32 does not divide over 3 model ways of the mesh; take 24 or 48 heads, .*: 2 and 4",
         ),
-        ({"mesh": parse_mesh("1x5x1")}, "num_layers 72 does not divide over 5 stages; .* 4 and 6"),
+        (
+            {"mesh": parse_mesh("1x5x1")},
+            "num_layers 72 does not divide over 5 stages; .* 70 and 75 layers, or 4 and 6 stages",
+        ),
         ({"mesh": parse_mesh("7x1x1")}, "global_batch_size 512 does not divide over 7 data ways .* 511 and 518"),
         ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
-        ({"chunks": 2}, "2 chunks per stage need --schedule interleaved"),
+        ({"chunks": 2}, "chunks 2 is for stages of a pipeline"),
         (
-            {"mesh": parse_mesh("1x3x1"), "schedule": "interleaved", "chunks": 2, "global_batch_size": 4},
+            {"mesh": parse_mesh("1x3x1"), "schedule": "interleaved", "chunks": 2, "global_batch_size": 4}
+            | {"residuals": "megatron"},
             "needs a multiple of 3 stages as microbatches, not 4; the nearest that are: 3 and 6",
         ),
     ],

@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 
-from mtjax.theory.families.registry import gpt
+from mtjax import config
+from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_2H, DGX_H100
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
-from mtjax.theory.rules import DATA, MODEL
+from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.timetable import timetable
 from mtjax.theory.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
-from mtjax.theory.traffic import Transfer
+from mtjax.theory.traffic import Transfer, transfers
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 PLAN = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
@@ -68,7 +70,7 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
     ]
     assert time.total == pytest.approx(sum(parts))
     assert time.bubble == time.stage_axis == 0
-    staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full"), DGX_H100)
+    staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full", residuals="megatron"), DGX_H100)
     busy = staged.compute + staged.model_axis + staged.stage_axis
     assert staged.bubble == pytest.approx(busy * 3 / 8)
 
@@ -94,3 +96,54 @@ def test_faster_hardware_is_faster():
     assert step_time(GPT_8B, PLAN, slow).model_axis > 2 * step_time(GPT_8B, PLAN, DGX_H100).model_axis
     assert step_time(GPT_8B, PLAN, slow).data_axis > 3.5 * step_time(GPT_8B, PLAN, DGX_H100).data_axis
     assert step_time(GPT_8B, PLAN, slow).compute == step_time(GPT_8B, PLAN, DGX_H100).compute
+
+
+def test_a_step_on_stages_takes_the_ticks_of_its_timetable():
+    plan = Plan(parse_mesh("1x4x1"), 12, 1, recompute="none")
+    time, one = (step_time(GPT_8B, dataclasses.replace(plan, global_batch_size=n), DGX_H100) for n in (12, 1))
+    assert time.compute == pytest.approx(12 * one.compute)
+    table = timetable("1f1b", 4, 12)
+    tick = one.products + one.attention + one.element_wise
+    assert time.compute - time.logits + time.bubble == pytest.approx(table.forward_ticks * tick)
+    assert time.logits > 0 and time.model_axis == 0
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)])
+def test_idle_halves_send_too(schedule, chunks):
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", schedule=schedule, chunks=chunks)
+    time, table = step_time(GPT_8B, plan, DGX_H100), timetable(schedule, 4, 32, chunks)
+    on_layers = [t for t in transfers(GPT_8B, plan) if t.axis == MODEL and t.phase.startswith(("layer", "stages"))]
+    seconds = sum(Machine(DGX_H100).transfer(t, 8) for t in on_layers)
+    work = time.products + time.attention + time.element_wise
+    assert time.bubble == pytest.approx(table.bubble * work + (1 - 1 / (1 + table.bubble)) * seconds)
+    assert time.model_axis > seconds / (1 + table.bubble)
+
+
+def test_sends_between_stages_are_exposed_where_a_tick_has_one_half_only():
+    """Of 1F1B those of the warm-up and the cool-down, of GPipe all."""
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", sequence_parallel=True)
+    (permute,) = (t for t in transfers(GPT_8B, plan) if t.operation == "collective-permute")
+    (shared,) = (t for t in transfers(GPT_8B, plan) if t.axis == STAGE and t.operation == "all-reduce")
+    machine, table = Machine(DGX_H100), timetable("1f1b", 4, 32)
+    inside = members_inside(plan, STAGE, DGX_H100)
+    each, once = (machine.transfer(t, inside) for t in (permute, shared))
+    lonely = 2 * (4 - 1)
+    assert permute.count == table.forward_ticks + table.backward_ticks
+    assert step_time(GPT_8B, plan, DGX_H100).stage_axis == pytest.approx(each * lonely / permute.count + once)
+    gpipe = dataclasses.replace(plan, schedule="gpipe")
+    assert step_time(GPT_8B, gpipe, DGX_H100).stage_axis == pytest.approx(each + once)
+
+
+def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full")
+    full, none = (step_time(GPT_8B, dataclasses.replace(plan, recompute=r), DGX_H100) for r in ("full", "none"))
+    assert full.logits < none.logits
+    gpipe = step_time(GPT_8B, dataclasses.replace(plan, schedule="gpipe"), DGX_H100)
+    assert gpipe.logits == none.logits
+
+
+def test_a_tick_of_t5_waits_for_the_slower_stack():
+    anatomy = anatomy_of(config.load("t5-11b").model)
+    time = step_time(anatomy, Plan(parse_mesh("1x4x1"), 32, 1), DGX_H100)
+    work = time.products + time.attention + time.element_wise
+    assert time.bubble > timetable("1f1b", 4, 32, 2).bubble * work

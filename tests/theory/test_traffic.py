@@ -1,6 +1,7 @@
 """Traffic by formula: the contract's counts, ring factors and volumes."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -93,9 +94,11 @@ def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatche
 
 def test_stages_send_activations_both_ways_split_under_sequence_parallelism():
     plan = Plan(parse_mesh("2x4x8"), 64, 2, sequence_parallel=True)
-    (send,) = [c for c in transfers(GPT_8B, plan) if c.axis == STAGE]
-    assert send.count == 2 * plan.microbatches
-    assert send.elements == 2 * 1024 * 3072 / 8
+    (send,) = [c for c in transfers(GPT_8B, plan) if c.axis == STAGE and c.operation == "collective-permute"]
+    assert send.count == 2 * (plan.microbatches + 3)
+    (theirs,) = [c for c in transfers(GPT_8B, replace(plan, residuals="megatron")) if c.axis == STAGE]
+    assert theirs.count == 2 * plan.microbatches
+    assert send.elements == theirs.elements == 2 * 1024 * 3072 / 8
 
 
 def test_bandwidth_demand():

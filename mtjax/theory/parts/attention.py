@@ -184,8 +184,8 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
     """float32 probabilities and a mask; of Megatron's kernels, softmax and dropout in the compute type and a mask."""
     if plan.flash_attention:
         return 0.0
-    masks, c = int(plan.dropout), plan.element_bytes
-    each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if plan.dropout else c
+    masks, c = int(plan.drops_probabilities), plan.element_bytes
+    each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
