@@ -10,7 +10,7 @@ from mtjax.errors import UserError
 from mtjax.inspect.collectives import collective_kind, computes, is_started, overlap_window, starter
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.groups import Groups, axes_of, parse_groups
-from mtjax.inspect.hlo import Array
+from mtjax.inspect.hlo import Array, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.walk import Site, walk
 from mtjax.sharding.schedules.staged import Staged
@@ -81,14 +81,23 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
         Stage(sum(order.layers_on(i) for order in orders), table.in_flight(i), stage_memory(step.anatomy, step.plan, i))
         for i in range(table.stages)
     )
-    return StagesReport(parallel.schedule, table, tuple(find_permutes(step)), stages)
+    axis = step.program.layout.rules.axes("layers")
+    return StagesReport(parallel.schedule, table, tuple(find_permutes(step.module, step.mesh_axes, axis)), stages)
 
 
-def find_permutes(step: CompiledStep) -> Iterator[Permutes]:
-    """The permutes between stages, by what they carry and their arrays, in the order of their first execution."""
+def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...]) -> Iterator[Permutes]:
+    """The permutes between stages, by what they carry and their arrays, in the order of their first execution.
+
+    Args:
+      module: an optimized program.
+      mesh: ways of each mesh axis, outermost first.
+      along: the mesh axis along which stages follow each other.
+    """
     alike: dict[tuple[str, tuple[Array, ...]], list[Site]] = {}
-    for site in walk(step.module):
-        if collective_kind(site.instruction) == "collective-permute" and (carries := _carried(site, step)):
+    for site in walk(module):
+        if collective_kind(site.instruction) != "collective-permute":
+            continue
+        if carries := _carried(site, module.num_partitions, mesh, along):
             arrays = site.computation.operand_arrays(site.instruction)
             alike.setdefault((carries, arrays), []).append(site)
     for (carries, arrays), sites in alike.items():
@@ -102,16 +111,15 @@ def find_permutes(step: CompiledStep) -> Iterator[Permutes]:
         )
 
 
-def _carried(site: Site, step: CompiledStep) -> str | None:
+def _carried(site: Site, devices: int, mesh: Mapping[str, int], along: tuple[str, ...]) -> str | None:
     """What a permute carries; None where it is not between stages."""
     try:
-        groups = parse_groups(site.instruction.attributes, step.module.num_partitions)
+        groups = parse_groups(site.instruction.attributes, devices)
     except UserError:
         return None
-    axes = step.program.layout.rules.axes("layers")
-    if groups is None or axes_of(groups, step.mesh_axes) != axes:
+    if groups is None or axes_of(groups, mesh) != along:
         return None
-    return direction(groups, step.mesh_axes, axes[0])
+    return direction(groups, mesh, along[0])
 
 
 def direction(groups: Groups, mesh: Mapping[str, int], axis: str) -> str:

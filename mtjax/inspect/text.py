@@ -132,7 +132,7 @@ def bubble_text(report: StagesReport) -> str:
     )
 
 
-PERMUTE_HEADS = {
+PERMUTE_HEADS: dict[str, str] = {
     "permutes of": "left",
     "to the stage": "left",
     "count": "right",
@@ -143,7 +143,7 @@ PERMUTE_HEADS = {
     "behind layers": "right",
     "behind": "left",
 }
-STAGE_HEADS = dict.fromkeys(
+STAGE_HEADS: dict[str, str] = dict.fromkeys(
     ("stage", "layers", "kept in flight", "states", "activations", "logits", "together"), "right"
 )
 """Heads of tables, and on which side their columns stand."""

@@ -9,15 +9,16 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mtjax.inspect import chart, text
+from mtjax.inspect import chart, hlo, text
 from mtjax.inspect.groups import Groups
 from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import to_json
-from mtjax.inspect.stages import direction
+from mtjax.inspect.stages import direction, find_permutes
 from mtjax.inspect.targets import find_target
 from mtjax.theory.timetable import num_ticks, timetable
-from tests.inspect.steps import needs_aot, tiny
+from tests.inspect.snippets import TICKS
+from tests.inspect.steps import tiny
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +153,16 @@ def test_in_a_ring_of_two_directions_are_the_same():
     assert direction(pairs(1, 2, True, mesh), mesh, "stage") == "either way"
 
 
-@needs_aot
-@pytest.mark.long
-def test_on_gpus_permutes_travel_behind_the_other_half():
-    """Gradients leave before the forward half, activations before the backward half."""
-    run = tiny(mesh="data=1,stage=4,model=2", num_layers=8, microbatch_size=1, attention="xla")
-    stages = inspect(run, find_target("h100x8")).stages
-    found = {permutes.carries: permutes for permutes in stages.permutes}
-    assert found["gradients"].count == found["activations"].count == num_ticks(4, 8)
-    assert found["gradients"].behind.get("layer forward", 0) >= 8
-    assert found["activations"].behind.get("layer backward", 0) >= 8
+def test_what_hides_a_permute_is_the_layers_work_in_its_window():
+    """A loop of five ticks: gradients travel behind a layer's forward pass, activations behind nothing of a layer."""
+    onward, back = find_permutes(hlo.parse(TICKS), {"data": 1, "stage": 4, "model": 2}, ("stage",))
+    assert (onward.carries, onward.count, onward.hidden, dict(onward.behind)) == ("activations", 5, 0, {})
+    assert (back.carries, back.count, back.hidden, dict(back.behind)) == ("gradients", 5, 5, {"layer forward": 5})
+    assert onward.payload_bytes == back.payload_bytes == 2 * 4 * 8
+
+
+def test_permutes_along_other_axes_are_not_the_stages():
+    assert not list(find_permutes(hlo.parse(TICKS), {"data": 4, "stage": 1, "model": 2}, ("stage",)))
 
 
 def test_a_report_of_many_stages_names_the_first_and_the_last(staged):
