@@ -83,9 +83,9 @@ class Launcher:
         assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
         return finished
 
-    def run_here(self, out: str, *options: str, data: str = "text.txt") -> "Finished":
-        """A run in this process, which may end in any way."""
-        words = self.command("--data", data, "--out", out, *options)[3:]
+    def run_here(self, out: str, *options: str, data: str = "text.txt", is_told: bool = True) -> "Finished":
+        """A run in this process, which may end in any way; `out` is where it leaves its files, told so or not."""
+        words = self.command("--data", data, *(["--out", out] if is_told else []), *options)[3:]
         with chdir(self.folder), redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as complained:
             code = main(words)
         return look(code, said.getvalue(), complained.getvalue(), self.folder / out)

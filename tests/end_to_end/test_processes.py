@@ -2,7 +2,9 @@
 
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -13,30 +15,54 @@ from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_di
 STEPS = ["--steps", "40"]
 
 
+def test_two_processes_go_on_after_one_and_one_after_two(launcher: Launcher, uninterrupted: Finished) -> None:
+    """One process, then two until SIGTERM, then one on another mesh: the losses of one all the way."""
+    launcher.train_here("in-turn", "--steps", "4")
+    with ended(launcher.start_together("in-turn", "--resume", *STEPS)) as started:
+        stopped, reached = stop(started, launcher.folder / "in-turn", after_step=6)
+    assert "resumed from step 4" in stopped[0].stdout
+    assert stopped[0].checkpoints == {4, reached}
+    assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
+
+    alone = launcher.train_here("in-turn", "--resume", "--mesh", "4x2", "--steps", str(reached + 3))
+    assert f"resumed from step {reached}" in alone.stdout
+    assert relative_difference(alone.losses, first_steps(uninterrupted, reached + 3)) < 1e-5
+
+
+@pytest.mark.long
 def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninterrupted: Finished) -> None:
     """Two processes until SIGTERM, then one on another mesh, then two again: the losses of one all the way."""
-    out = launcher.folder / "together"
     with ended(launcher.start_together("together", *STEPS)) as started:
-        wait_for_step(out, 8, started[0])
-        started[1].send_signal(signal.SIGTERM)  # one of them is enough
-        stopped = [finish(process, out) for process in started]
-    for finished in stopped:
-        assert finished.code == 0, finished.stderr
-        assert "Traceback" not in finished.stderr
-    reached = max(stopped[0].losses)
-    assert 8 <= reached < 40
+        stopped, reached = stop(started, launcher.folder / "together", after_step=8)
     assert stopped[0].checkpoints == {reached}
-    assert f"stopped by SIGTERM after step {reached}; saved" in stopped[0].stdout
-    assert "8 virtual CPU devices in 2 processes" in stopped[0].stdout
-    assert "loss" not in stopped[1].stdout  # one process speaks (Gloo, under XLA, always does)
-    one_process = {step: loss for step, loss in uninterrupted.losses.items() if step <= reached}
-    assert relative_difference(stopped[0].losses, one_process) < 1e-6
+    assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
 
     alone = launcher.train("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
     assert f"resumed from step {reached}" in alone.stdout
     back = launcher.train_together("together", "--resume", *STEPS)
     assert f"resumed from step {reached + 4}" in back[0].stdout
     assert relative_difference(back[0].losses, uninterrupted.losses) < 1e-5
+
+
+def stop(started: Sequence["Popen[str]"], out: Path, after_step: int) -> tuple[list[Finished], int]:
+    """Sends SIGTERM to one of two processes when they have logged a step: both end well, at the same step."""
+    wait_for_step(out, after_step, started[0])
+    started[1].send_signal(signal.SIGTERM)  # one of them is enough
+    stopped = [finish(process, out) for process in started]
+    for finished in stopped:
+        assert finished.code == 0, finished.stderr
+        assert "Traceback" not in finished.stderr
+    reached = max(stopped[0].losses)
+    assert after_step <= reached < 36
+    assert f"stopped by SIGTERM after step {reached}; saved" in stopped[0].stdout
+    assert "8 virtual CPU devices in 2 processes" in stopped[0].stdout
+    assert "loss" not in stopped[1].stdout  # one process speaks (Gloo, under XLA, always does)
+    return stopped, reached
+
+
+def first_steps(run: Finished, last: int) -> dict[int, float]:
+    """Losses of a run up to a step."""
+    return {step: loss for step, loss in run.losses.items() if step <= last}
 
 
 @pytest.mark.long
@@ -51,8 +77,7 @@ def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
 @pytest.mark.long
 def test_four_processes_with_two_devices_each(launcher: Launcher, uninterrupted: Finished) -> None:
     four = launcher.train_together("four", "--steps", "5", processes=4)
-    one_process = {step: loss for step, loss in uninterrupted.losses.items() if step <= 5}
-    assert relative_difference(four[0].losses, one_process) < 1e-6
+    assert relative_difference(four[0].losses, first_steps(uninterrupted, 5)) < 1e-6
 
 
 @pytest.mark.long

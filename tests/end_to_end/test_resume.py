@@ -13,6 +13,7 @@ def test_stopped_by_sigterm_then_ctrl_c_then_killed(launcher: Launcher, uninterr
     """One run in four parts; each ends in another way, and the next goes on from there."""
     out = launcher.folder / "interrupted"
     first = stop(launcher, signal.SIGTERM, after_step=5)
+    assert "no checkpoint" in first.stdout  # a run that has none starts
     assert "stopped by SIGTERM after step" in first.stdout
     second = stop(launcher, signal.SIGINT, after_step=max(first.losses) + 4)
     assert "stopped by Ctrl-C after step" in second.stdout

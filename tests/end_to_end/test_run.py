@@ -11,14 +11,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 from mtjax import config
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from tests.end_to_end.runs import Finished, Launcher, finish
+from tests.end_to_end.runs import Finished, Launcher
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
 def run(launcher: Launcher) -> Finished:
-    return launcher.train(
+    return launcher.train_here(
         "complete", "--steps", "6", "--valid-every", "3", "--valid-batches", "2", "--checkpoint-every", "2"
     )
 
@@ -48,8 +48,7 @@ def test_a_run_without_a_name_takes_the_next_free_folder_and_logs_every_nth_step
     lines = "".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs)
     (launcher.folder / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (launcher.folder / "runs" / "tiny-3").mkdir(parents=True)
-    out = launcher.folder / "runs" / "tiny-4"
-    sparse = finish(launcher.start("--log-every", "3", "--steps", "7", data="text.jsonl.gz"), out)
+    sparse = launcher.run_here("runs/tiny-4", "--log-every", "3", "--steps", "7", data="text.jsonl.gz", is_told=False)
     assert sparse.code == 0, sparse.stderr
     assert list(sparse.losses) == [1, 3, 6, 7]
     assert sparse.losses[7] < sparse.losses[1] < 10
