@@ -17,6 +17,15 @@ from tests.tiny import program_of, run_steps, tiny_config
 CONSUMED = 24
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_is_new():
+    """What other tests hold is not searched again: that takes the collector a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     """What a failed read leaves suspended raises where the collector finds it: let that be the test that left it."""
