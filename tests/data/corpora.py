@@ -3,9 +3,11 @@
 import gzip
 import json
 import random
+from functools import cache
 
 import numpy as np
 
+from mtjax.data.corpus.default_corpus import documents
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.writer import IndexedWriter
 
@@ -25,6 +27,12 @@ WORDS = (
     "never",
     "and",
 )
+
+
+@cache
+def default_documents():
+    """The default corpus: reading Python's library takes seconds."""
+    return documents()
 
 
 def texts(count, seed=0, words=40):

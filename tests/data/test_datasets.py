@@ -15,7 +15,7 @@ from mtjax.data.samples.family import DOCUMENTS, FamilySamples
 from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
-from tests.data.corpora import texts, write_bert_vocab, write_jsonl
+from tests.data.corpora import default_documents, texts, write_bert_vocab, write_jsonl
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def config(tmp_path):
 @pytest.fixture
 def small_corpus(monkeypatch):
     """The first documents of the default corpus, to be quick."""
-    few = [text[:3000] for text in documents()[:400]]
+    few = [text[:3000] for text in default_documents()[:400]]
     monkeypatch.setattr("mtjax.data.corpus.default_corpus.documents", lambda: few)
     return few
 
 
 def test_the_default_corpus_is_text_that_python_ships():
-    first, again = documents(), documents()
+    first, again = default_documents(), documents()
     assert first == again
     assert 2_000_000 < sum(map(len, first)) < 20_000_000
     together = "\n".join(first)

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers
 
-from mtjax.data.corpus.default_corpus import documents
 from mtjax.data.tokens.tokenizer import byte_level
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from mtjax.data.tokens.word_cache import SETTLED, WordCache, can_cache, word_cache
-from tests.data.corpora import texts
+from tests.data.corpora import default_documents, texts
 
 pytest.importorskip("regex")
 
@@ -19,7 +18,7 @@ pytest.importorskip("regex")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_byte_level_bpe([text[:2000] for text in documents()[:200]], path, 2000)
+    train_byte_level_bpe([text[:2000] for text in default_documents()[:200]], path, 2000)
     loaded = HuggingFace.from_file(str(path))
     loaded.encode_special_tokens = True
     return loaded
@@ -36,7 +35,7 @@ def test_ids_are_the_librarys(tokenizer, batch):
 
 
 def test_ids_of_real_text_are_the_librarys(tokenizer):
-    cache, batch = WordCache(tokenizer), [*documents()[200:300], "<|endoftext|>", ""]
+    cache, batch = WordCache(tokenizer), [*default_documents()[200:300], "<|endoftext|>", ""]
     assert cache.encode_batch(batch) == cache.encode_batch(batch) == library(tokenizer, batch)
 
 
