@@ -46,7 +46,7 @@ class Stage:
 
     layers: int
     in_flight: int
-    """Microbatches' chunks that it keeps at its fullest moment."""
+    """Microbatches' chunks that it keeps at its fullest moment: slots that it uses, of those that all stages have."""
     memory: Memory
     """By formula."""
 
