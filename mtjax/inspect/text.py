@@ -140,7 +140,7 @@ PERMUTE_HEADS: dict[str, str] = {
     "shape": "left",
     "bytes each": "right",
     "sent a step": "right",
-    "behind layers": "right",
+    "behind products": "right",
     "behind": "left",
 }
 STAGE_HEADS: dict[str, str] = dict.fromkeys(
