@@ -12,7 +12,7 @@ from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.groups import Groups, axes_of, parse_groups
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
-from mtjax.inspect.products import product_of, products_inside
+from mtjax.inspect.products import product_of
 from mtjax.inspect.walk import Site, walk
 from mtjax.sharding.schedules.staged import Staged
 from mtjax.theory.contract import LAYER_PHASES
@@ -143,12 +143,15 @@ def _hiding_phases(module: Module, site: Site) -> list[str]:
     holder = starter(site)
     if not is_started(holder.instruction):
         return []
-    here = holder.computation
-    window = [i for i in overlap_window(here, holder.instruction) if computes(i) and _has_product(module, here, i)]
-    phases = {locate(here, i)[0] for i in window}
+    window = overlap_window(holder.computation, holder.instruction)
+    phases = {phase for i in window if computes(i) for phase in _product_phases(module, holder.computation, i)}
     return [phase for phase in LAYER_PHASES if phase in phases]
 
 
-def _has_product(module: Module, computation: Computation, instruction: Instruction) -> bool:
-    inside = (product for callee in module.callees(instruction) for product in products_inside(module, callee))
-    return product_of(computation, instruction) is not None or any(inside)
+def _product_phases(module: Module, computation: Computation, instruction: Instruction) -> Iterator[str]:
+    """The phase of each product in an instruction, also in loops and branches that it runs."""
+    if product_of(computation, instruction) is not None:
+        yield locate(computation, instruction)[0]
+    for callee in module.callees(instruction):
+        for inner in callee.instructions:
+            yield from _product_phases(module, callee, inner)
