@@ -72,6 +72,11 @@ class Placed:
     # --- parameters
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return self.shape.ways(self.layout.rules.layers)
+
+    @property
     def layer_orders(self) -> Orders:
         """In which order the layers of each stack lie, where it is not their own."""
         return layer_orders(self.config.model, self.config.parallel)
@@ -147,7 +152,7 @@ class Placed:
 
     def microbatch_schedule(self, num_microbatches: int) -> Schedule:
         """The order in which microbatches go through the model."""
-        stages, parallel = self.shape.stage, self.config.parallel
+        stages, parallel = self.stages, self.config.parallel
         if stages == 1:
             return Accumulate(num_microbatches)
         chunks = parallel.chunks * len(self.sections)
