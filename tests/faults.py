@@ -272,6 +272,13 @@ FAULTS = (
         "test_a_loop_multiplies",
     ),
     Fault(
+        "inspect: between stages, activations are taken for gradients",
+        ".get((1 in steps, -1 in steps), EITHER_WAY)",
+        ".get((-1 in steps, 1 in steps), EITHER_WAY)",
+        "inspect",
+        "test_directions_along_a_line_and_a_ring",
+    ),
+    Fault(
         "inspect: a product costs one FLOP for each multiplication and addition",
         "return 2 * self.m * self.k * self.n * self.batch",
         "return self.m * self.k * self.n * self.batch",
