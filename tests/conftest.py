@@ -25,12 +25,13 @@ hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machin
 hypothesis.settings.load_profile("suite")
 
 GROUPS = (
-    ("end_to_end",),
     ("train", "sharding/test_zero.py", "models/test_gpt.py", "models/test_recompute.py", "convert/test_init_from.py"),
-    ("inspect", "plan/test_verify.py"),
+    ("end_to_end",),
     ("models",),
+    ("inspect", "plan/test_verify.py"),
+    ("data/test_datasets.py", "data/tokens/test_word_cache.py"),
 )
-"""Folders and files whose tests share compiled programs: one worker runs a group, the longest begin first."""
+"""Folders and files whose tests share programs or a corpus: one worker runs a group, and the longest begin first."""
 
 
 def group_of(path: str) -> int:

@@ -299,6 +299,20 @@ FAULTS = (
         "theory",
         "test_zero_1_moves_what_an_all_reduce_moves",
     ),
+    Fault(
+        "theory: a microbatch's first backward half waits a tick behind its last forward half",
+        'turn = last + depth if schedule == "gpipe" else depth - 1',
+        'turn = last + depth if schedule == "gpipe" else depth',
+        "theory",
+        "test_1f1b_turns_round_in_the_tick_of_the_last_chunk",
+    ),
+    Fault(
+        "theory: two microbatches of a pipeline's stage share a slot",
+        "next(n for n in range(len(held) + 1) if n not in taken)",
+        "next(n for n in range(len(held) + 1) if n not in taken or n == 2)",
+        "theory",
+        "test_a_ring_of_mailboxes_and_slots_runs_the_table",
+    ),
     # --- convert
     Fault(
         "convert: pieces of an array have the fingerprint of its beginning",

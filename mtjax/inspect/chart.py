@@ -6,12 +6,17 @@ from html import escape
 
 from mtjax.inspect.roofline import Event
 from mtjax.inspect.text import duration
+from mtjax.plan.timeline import LEFT_OUT, MOST_STAGES, Column, abridged, columns, describe
 from mtjax.theory.contract import PHASES
+from mtjax.theory.timetable import Timetable
 
 WIDTH = 1060
 LABELS = 150
 VALUES = 90
 ROW = 26
+MOST_COLUMNS = 240
+"""Halves of a timetable; of longer ones the middle is left out."""
+FORWARD_TONE, BACKWARD_TONE, IDLE_TONE = 0, 4, 10
 
 
 @dataclass(frozen=True)
@@ -99,14 +104,55 @@ def timeline(events: Sequence[Event]) -> str:
     return legend + _svg(shapes, base + 22)
 
 
+def timetable(table: Timetable) -> str:
+    """Who works on what: a lane for each stage, a cell for each half of a tick; chunks of layers fade."""
+    shown = abridged(columns(table), MOST_COLUMNS)
+    lanes = abridged(range(table.stages), MOST_STAGES)
+    width = (WIDTH - LABELS - 20) / len(shown)
+    shapes: list[str] = []
+    for row, stage in enumerate(lanes):
+        y = ROW * row
+        name = LEFT_OUT if stage is None else f"stage {stage}"
+        shapes.append(f'<text x="{LABELS - 8}" y="{y + 15}" text-anchor="end">{name}</text>')
+        for place, column in enumerate(shown):
+            if stage is not None and column is not None:
+                shapes += _turn(LABELS + place * width, y, width, column, stage, table)
+    if None in shown:
+        x = LABELS + (shown.index(None) + 0.5) * width
+        shapes.append(f'<text x="{x:.1f}" y="{ROW * len(lanes) + 12}" text-anchor="middle">{LEFT_OUT}</text>')
+    names = ["forward", "backward", "idle"]
+    swatches = (f'<i class="{_tone(tone)}"></i>' for tone in (FORWARD_TONE, BACKWARD_TONE, IDLE_TONE))
+    legend = "".join(f"<span>{swatch}{name}</span>" for swatch, name in zip(swatches, names, strict=True))
+    return f'<div class="legend">{legend}</div>' + _svg(shapes, ROW * len(lanes) + 16)
+
+
+def _turn(x: float, y: float, width: float, column: Column, stage: int, table: Timetable) -> list[str]:
+    """A cell, with the microbatch in it where there is room."""
+    work, half = column.half[stage], "backward" if column.is_backward else "forward"
+    place = f"stage {stage}, tick {column.tick}, {half}"
+    cell = max(width - 0.8, 0.6)
+    if work is None:
+        return [_box(x, y, cell, ROW - 6, IDLE_TONE, f"{place}: idle")]
+    fade = 1 - 0.6 * work.chunk / table.chunks
+    chunk = f", chunk {work.chunk}" if table.chunks > 1 else ""
+    title = f"{place}: microbatch {work.microbatch}{chunk}, slot {work.slot}"
+    tone = BACKWARD_TONE if column.is_backward else FORWARD_TONE
+    shapes = [_box(x, y, cell, ROW - 6, tone, title, fade)]
+    text = describe(work, table.chunks)
+    if width >= 7 * len(text) + 4:
+        shapes.append(f'<text x="{x + cell / 2:.1f}" y="{y + 14}" text-anchor="middle">{text}</text>')
+    return shapes
+
+
 def _legend(names: Sequence[str], tones: Sequence[str]) -> str:
     """What the colours mean, as HTML that wraps."""
     swatches = (f'<i class="{_tone(tones.index(name))}"></i>{escape(name)}' for name in names)
     return '<div class="legend">' + "".join(f"<span>{s}</span>" for s in swatches) + "</div>"
 
 
-def _box(x: float, y: float, width: float, height: float, tone: int, title: str) -> str:
+def _box(x: float, y: float, width: float, height: float, tone: int, title: str, opacity: float = 1) -> str:
     place = f'x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{height}"'
+    place += f' fill-opacity="{opacity:.2g}"' if opacity < 1 else ""
     return f"<rect {place} class='{_tone(tone)}'><title>{escape(title)}</title></rect>"
 
 

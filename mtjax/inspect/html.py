@@ -4,10 +4,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
-from mtjax.inspect.chart import Bar, Part, bars, timeline
+from mtjax.inspect.chart import Bar, Part, bars, timeline, timetable
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
-from mtjax.inspect.text import axes_text, duration, shapes_text, size
+from mtjax.inspect.stages import StagesReport
+from mtjax.inspect.text import (
+    PERMUTE_HEADS,
+    STAGE_HEADS,
+    axes_text,
+    bubble_text,
+    duration,
+    permutes_row,
+    shapes_text,
+    size,
+    stage_row,
+)
 from mtjax.theory.contract import PHASES
 
 STYLE = """
@@ -43,7 +54,10 @@ def page(report: Report, others: Sequence[Report] = ()) -> str:
     """The page of a report; `others` are compared with it."""
     model = report.config.model
     title = f"{model.num_layers} x {model.hidden_size} on {report.step.mesh}, {report.target.name}"
-    sections = [_cards(report), _contract(report), _sent(report), _memory(report)]
+    sections = [_cards(report), _contract(report), _sent(report)]
+    if report.stages:
+        sections.append(_stages(report.stages))
+    sections.append(_memory(report))
     if report.time:
         sections.append(_time(report.time))
     sections.append(_collectives(report))
@@ -124,6 +138,17 @@ def _sent(report: Report) -> str:
 
 def _phase_parts(phases: Mapping[str, float]) -> list[Part]:
     return [Part(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
+
+
+def _stages(stages: StagesReport) -> str:
+    sent = [[escape(cell) for cell in permutes_row(permutes, stages)] for permutes in stages.permutes]
+    held = [stage_row(stages, number) for number in range(len(stages.stages))]
+    return (
+        f"<h2>Stages: {escape(stages.schedule)}</h2><figure>{timetable(stages.table)}"
+        f"<figcaption>{escape(bubble_text(stages))}.</figcaption></figure>"
+        f"{_table([*PERMUTE_HEADS], sent, numbers=(2, 3, 5, 6, 7))}<p>What stages send each other.</p>"
+        f"{_table([*STAGE_HEADS], held, numbers=range(7))}<p>What each stage holds, by formula.</p>"
+    )
 
 
 def _memory(report: Report) -> str:

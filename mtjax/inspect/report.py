@@ -15,6 +15,7 @@ from mtjax.inspect.letters import letters
 from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
+from mtjax.inspect.stages import StagesReport, stages_report
 from mtjax.inspect.targets import Target
 from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
@@ -76,6 +77,8 @@ class Report:
     flops: Flops
     time: TimeReport | None
     """None for CPUs, whose speed is not in the table."""
+    stages: StagesReport | None
+    """None on a mesh without stages."""
     analysis_seconds: float
 
     @property
@@ -129,6 +132,7 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
         memory=memory_report(step, server.gpu.memory if server else None),
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, collectives, counted, server) if server else None,
+        stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
     )
 

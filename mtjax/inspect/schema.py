@@ -12,7 +12,9 @@ from mtjax.inspect.collectives import Collective
 from mtjax.inspect.memory import MemoryReport
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
+from mtjax.inspect.stages import StagesReport
 from mtjax.inspect.targets import Target
+from mtjax.theory.memory import Memory
 
 SCHEMA = "mtjax.inspect/1"
 
@@ -37,6 +39,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "memory": _memory(report.memory),
         "flops": {"counted": report.flops.counted, "formula": report.flops.formula},
         "time": _time(report.time) if report.time else None,
+        "stages": _stages(report.stages) if report.stages else None,
     }
 
 
@@ -104,18 +107,45 @@ def _line(line: Line) -> dict[str, Any]:
 
 def _memory(memory: MemoryReport) -> dict[str, Any]:
     plain = {k: v for k, v in vars(memory).items() if k != "formula"}
-    formula = memory.formula
+    return {**plain, "fits": memory.fits, "formula": _formula(memory.formula)}
+
+
+def _formula(memory: Memory) -> dict[str, Any]:
     return {
-        **plain,
-        "fits": memory.fits,
-        "formula": {
-            "parameters": formula.weights,
-            "optimizer": formula.optimizer,
-            "gradients": formula.gradients,
-            "activations": formula.kept + formula.working,
-            "logits": formula.logits,
-            "total": formula.total,
-        },
+        "parameters": memory.weights,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients,
+        "activations": memory.kept + memory.working,
+        "logits": memory.logits,
+        "total": memory.total,
+    }
+
+
+def _stages(stages: StagesReport) -> dict[str, Any]:
+    table = stages.table
+    return {
+        "schedule": stages.schedule,
+        "microbatches": table.microbatches,
+        "chunks": table.chunks,
+        "forward_halves": table.forward_ticks,
+        "backward_halves": table.backward_ticks,
+        "bubble": table.bubble,
+        "bubble_formula": stages.bubble_formula,
+        "permutes": [
+            {
+                "carries": permutes.carries,
+                "arrays": [{"dtype": a.dtype, "dims": list(a.dims)} for a in permutes.arrays],
+                "count": permutes.count,
+                "payload_bytes": permutes.payload_bytes,
+                "hidden": permutes.hidden,
+                "behind": dict(permutes.behind),
+            }
+            for permutes in stages.permutes
+        ],
+        "stages": [
+            {"layers": stage.layers, "in_flight": stage.in_flight, "memory": _formula(stage.memory)}
+            for stage in stages.stages
+        ],
     }
 
 

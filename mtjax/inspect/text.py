@@ -1,6 +1,6 @@
 """A report for the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +9,8 @@ from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, Row
+from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
+from mtjax.plan import timeline
 from mtjax.train.xla_options import Chosen
 
 
@@ -19,6 +21,8 @@ def show(report: Report, console: Console) -> None:
     console.print(contract_table(report))
     for note in contract_notes(report):
         console.print(note, highlight=False, soft_wrap=True)
+    if report.stages:
+        show_stages(report.stages, console)
     console.print(memory_lines(report), highlight=False)
     console.print(time_lines(report), highlight=False)
 
@@ -30,7 +34,7 @@ def heading(report: Report) -> str:
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
         f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}; "
         f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}\n"
-        f"mesh {step.mesh} (data x model), "
+        f"mesh {step.mesh}{' (data x model)' if '=' not in str(step.mesh) else ''}, "
         f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
         f"samples on each data rank; target {step.target.name}\n"
         f"{asked_of_xla(step.program.xla)}"
@@ -104,6 +108,99 @@ def _compiled(line: Line) -> str:
 def _mark(line: Line) -> str:
     notes = "; ".join(_escape(n) for n in line.notes)
     return {"holds": f"ok {notes}", "missing": "[red]missing[/]", "differs": "[red]differs[/]"}[line.status].strip()
+
+
+def show_stages(report: StagesReport, console: Console) -> None:
+    """Prints the timetable, what it costs, and what stages send and hold."""
+    table = report.table
+    chunks = f", {table.chunks} chunks of layers on each" if table.chunks > 1 else ""
+    console.print(f"[bold]Stages[/]  {report.schedule}, {table.stages} stages{chunks}", highlight=False)
+    for line in timeline.lines(table, console.width - 2):
+        console.print("  ", line, sep="", highlight=False, no_wrap=True)
+    console.print(f"  {timeline.legend(table)}\n  {bubble_text(report)}", highlight=False)
+    console.print(permutes_table(report))
+    console.print(stages_table(report))
+
+
+def bubble_text(report: StagesReport) -> str:
+    """What idle halves cost, by the table and by the formula."""
+    table = report.table
+    return (
+        f"bubble {table.bubble:.1%} of the work, counted: {table.forward_ticks} forward and {table.backward_ticks} "
+        f"backward halves for {table.microbatches * table.chunks} of each with work; "
+        f"(p-1)/(m v) = {table.stages - 1}/{table.microbatches * table.chunks} = {report.bubble_formula:.1%}"
+    )
+
+
+PERMUTE_HEADS: dict[str, str] = {
+    "permutes of": "left",
+    "to the stage": "left",
+    "count": "right",
+    "a tick": "right",
+    "shape": "left",
+    "bytes each": "right",
+    "sent a step": "right",
+    "behind layers": "right",
+    "behind": "left",
+}
+STAGE_HEADS: dict[str, str] = dict.fromkeys(
+    ("stage", "layers", "kept in flight", "states", "activations", "logits", "together"), "right"
+)
+"""Heads of tables, and on which side their columns stand."""
+
+
+def permutes_table(report: StagesReport) -> Table:
+    """What stages send each other."""
+    table = _table("Between stages", PERMUTE_HEADS)
+    for permutes in report.permutes:
+        table.add_row(*permutes_row(permutes, report))
+    return table
+
+
+def permutes_row(permutes: Permutes, report: StagesReport) -> list[str]:
+    """Cells of a line of permutes; a tick is one with a half from which they leave."""
+    halves = {ONWARD: report.table.forward_ticks, BACK: report.table.backward_ticks}
+    ticks = halves.get(permutes.carries, sum(halves.values()))
+    return [
+        permutes.carries,
+        {ONWARD: "after", BACK: "before"}.get(permutes.carries, "other"),
+        f"{permutes.count:,}",
+        f"{permutes.count / ticks:.3g}",
+        shapes_text(permutes.arrays),
+        size(permutes.payload_bytes),
+        size(permutes.payload_bytes * permutes.count),
+        f"{permutes.hidden} of {permutes.count}",
+        ", ".join(f"{phase} {count}" for phase, count in permutes.behind.items()) or "-",
+    ]
+
+
+def stages_table(report: StagesReport) -> Table:
+    """What stages hold."""
+    table = _table("On each stage, by formula", STAGE_HEADS)
+    for number in timeline.abridged(range(len(report.stages)), timeline.MOST_STAGES):
+        cells = [timeline.LEFT_OUT] * len(STAGE_HEADS) if number is None else stage_row(report, number)
+        table.add_row(*cells)
+    return table
+
+
+def _table(title: str, heads: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for head, side in heads.items():
+        table.add_column(head, justify="right" if side == "right" else "left")
+    return table
+
+
+def stage_row(report: StagesReport, number: int) -> list[str]:
+    """Cells of a stage."""
+    stage, table = report.stages[number], report.table
+    memory = stage.memory
+    of = "chunks of microbatches" if table.chunks > 1 else "microbatches"
+    return [
+        str(number),
+        str(stage.layers),
+        f"{stage.in_flight} of {table.microbatches * table.chunks} {of}",
+        *(size(n) for n in (memory.states, memory.kept + memory.working, memory.logits, memory.total)),
+    ]
 
 
 def memory_lines(report: Report) -> str:

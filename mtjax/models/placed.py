@@ -12,11 +12,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
+from mtjax.models.context import RESIDUAL
 from mtjax.models.cut import Cut
 from mtjax.models.families.registry import LanguageModel, model_class
+from mtjax.models.trunk import Stream, run_sections
 from mtjax.sharding import placement
-from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_losses
+from mtjax.sharding.axes import partition_spec, rules_in_force, use_rules
+from mtjax.sharding.gradients import distributed_losses, staged_output
 from mtjax.sharding.records import parameter_records, places, unsplit_names
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
@@ -68,6 +70,11 @@ class Placed:
         self.region = Region(self.shape, self.layout.rules, self.records)
 
     # --- parameters
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return self.shape.ways(self.layout.rules.layers)
 
     @property
     def layer_orders(self) -> Orders:
@@ -128,13 +135,24 @@ class Placed:
         """Each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
         return self.on_mesh(self._compiled_evaluate, parameters, batch)
 
+    def final_stream(self, parameters: Tree, batch: Batch) -> Array:
+        """The residual stream behind the last layer, to be traced by the rules in force; dropout is off."""
+        model, rules = self.model_in_use(parameters), rules_in_force()
+        schedule = self.microbatch_schedule(1)
+        if not isinstance(schedule, Staged):
+            return run_sections(model, batch, None)[0].x
+        region = dataclasses.replace(self.region, rules=rules)
+        place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
+        part = (batch, {}, None)
+        return staged_output(self.cut(self.loss_options), parameters, part, region, schedule, place).x
+
     def cut(self, options: LossOptions) -> Cut:
         """The model as schedules run it, with these losses."""
         return Cut(self.model, options, self.sections)
 
     def microbatch_schedule(self, num_microbatches: int) -> Schedule:
         """The order in which microbatches go through the model."""
-        stages, parallel = self.shape.stage, self.config.parallel
+        stages, parallel = self.stages, self.config.parallel
         if stages == 1:
             return Accumulate(num_microbatches)
         chunks = parallel.chunks * len(self.sections)

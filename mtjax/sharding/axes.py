@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
@@ -30,6 +31,11 @@ def use_rules(rules: Rules) -> Iterator[None]:
         yield
     finally:
         _in_force.reset(token)
+
+
+def rules_in_force() -> Rules:
+    """Those of the innermost `use_rules`."""
+    return _in_force.get()
 
 
 def spec(*names: str | None) -> PartitionSpec:
@@ -125,6 +131,16 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
 def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """A vector, split as the first dimension of `like` is."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
+
+
+def of_first_rank(x: jax.Array, besides: Axes) -> jax.Array:
+    """`x`, which is the same on all ranks but is not known to be, as the first has it; it may vary over `besides`."""
+    axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
+    if not axes:
+        return x
+    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
+    place = jax.typeof(x).sharding.spec
+    return over_the_rest(lambda part: lax.psum(part, axes), place)(jnp.where(is_first, x, 0))
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import sum_ranks
+from mtjax.sharding.axes import of_first_rank, sum_ranks
 from mtjax.sharding.records import places
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import Region, vary_with
 from mtjax.sharding.schedules.schedule import CutModel, Schedule, Sums
+from mtjax.sharding.schedules.staged import Staged
 
 Tree = Any
 
@@ -48,3 +49,15 @@ def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: R
         return jax.tree.map(sum_ranks, losses)
 
     return region.map(local, parameters, batch, PartitionSpec())
+
+
+def staged_output(
+    model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Staged, places: Tree
+) -> Tree:
+    """What the last of a pipeline's sections puts out, placed as `places` says; nothing is differentiated."""
+
+    def local(parameters: Tree, batch: Tree) -> Tree:
+        wire = schedule.output(model, parameters, region.on_stages(batch), region.records)
+        return jax.tree.map(lambda a: of_first_rank(a, region.rules.batch), wire)
+
+    return region.map(local, parameters, batch, places)

@@ -47,7 +47,8 @@ def continue_text(
             assert isinstance(model, GPT)  # other families don't continue text
 
             def append(position: Array, tokens: Array) -> Array:
-                hidden = lax.dynamic_slice_in_dim(model(tokens), position - 1, 1, axis=1)
+                stream = placed.final_stream(parameters, {"tokens": tokens})
+                hidden = lax.dynamic_slice_in_dim(model.final_norm(stream), position - 1, 1, axis=1)
                 logits = reshard(model.logits(hidden), WHOLE)[0, 0, : tokenizer.vocab_size]
                 likely, their_ids = lax.top_k(logits, min(top_k, tokenizer.vocab_size))
                 chosen = their_ids[jax.random.categorical(jax.random.fold_in(key, position), likely / temperature)]

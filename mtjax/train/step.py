@@ -189,7 +189,7 @@ class Program(Placed):
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
         model, part = self.cut(self.loss_options), (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        reduction = Reduction(self.records, self.layout.zero, count, self.shape.stage)
+        reduction = Reduction(self.records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, part, self.region, schedule, reduction)
         loss = sum(parts.values(), start=jnp.zeros(()))

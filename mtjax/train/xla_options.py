@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtjax.config import Config
+from mtjax.sharding.mesh import has_stages
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ SPLIT_SEQUENCES = (
 
 docs/inspect.md has what was left out, and measurements of all of them.
 """
+STAGES = (
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        2,
+        "a permute between the stages of a pipeline may be under way beside another collective, and so behind the "
+        "layers of half a tick, whose own collectives would otherwise wait for it",
+        "0.10.2, 1 by default",
+    ),
+)
+"""In addition, on the stages of a pipeline."""
 
 
 CPU = (
@@ -85,7 +96,8 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
         return accepted(CPU, device)
     if not config.parallel.overlap:
         return Chosen({})
-    return accepted(OVERLAP + (SPLIT_SEQUENCES if config.parallel.sequence_parallel else ()), device)
+    split, staged = config.parallel.sequence_parallel, has_stages(mesh)
+    return accepted(OVERLAP + (SPLIT_SEQUENCES if split else ()) + (STAGES if staged else ()), device)
 
 
 @cache

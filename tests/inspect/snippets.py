@@ -37,6 +37,34 @@ ENTRY %main (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
 }}
 """
 
+TICKS = f"""{HEADER}
+%tick (state: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %state = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[4,8]{{1,0}} get-tuple-element(%state), index=1
+  %onward = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}) collective-permute-start(%x), channel_id=2, source_target_pairs={{{{0,2}},{{1,3}},{{2,4}},{{3,5}},{{4,6}},{{5,7}}}}, metadata={{op_name="jit(step)/while/body/stages/ppermute"}}
+  %slot = bf16[4,8]{{1,0}} negate(%x), metadata={{op_name="jit(step)/while/body/neg"}}
+  %arrived = bf16[4,8]{{1,0}} collective-permute-done(%onward)
+  %back = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}) collective-permute-start(%slot), channel_id=3, source_target_pairs={{{{2,0}},{{3,1}},{{4,2}},{{5,3}},{{6,4}},{{7,5}}}}, metadata={{op_name="jit(step)/while/body/stages/ppermute"}}
+  %mlp = bf16[4,8]{{1,0}} multiply(%arrived, %arrived), metadata={{op_name="jit(step)/while/body/jvp(layers)/mlp/mul"}}
+  %gradient = bf16[4,8]{{1,0}} collective-permute-done(%back)
+  %out = bf16[4,8]{{1,0}} add(%gradient, %mlp)
+  ROOT %next = (s32[], bf16[4,8]{{1,0}}) tuple(%i, %out)
+}}
+
+%condition (state.1: (s32[], bf16[4,8])) -> pred[] {{
+  %state.1 = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %end = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %end), direction=LT
+}}
+
+ENTRY %main (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %p = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  ROOT %loop = (s32[], bf16[4,8]{{1,0}}) while(%p), condition=%condition, body=%tick, backend_config={{"known_trip_count":{{"n":"5"}}}}
+}}
+"""
+
 NESTED = (
     LOOP.replace("ENTRY %main", "%inner").replace("%p ", "%q ").replace("(%p)", "(%q)").replace("(p:", "(q:")
     + """

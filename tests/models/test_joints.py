@@ -127,13 +127,19 @@ def test_sections_have_the_names_of_their_stacks_parameters(family: str):
     assert {name.partition(".layers.")[0] for name in names} == set(model.sections)
 
 
-def on_mesh(program: Any, function: Any, *arguments: Any) -> Any:
+def on_mesh(program: Any, function: Any) -> Any:
+    """`function` on the program's mesh, compiled once."""
+
+    @jax.jit
     def run(*arguments: Any) -> Any:
         with use_rules(program.layout.rules):
             return function(*arguments)
 
-    with jax.set_mesh(program.mesh):
-        return jax.tree.map(np.asarray, jax.jit(run)(*arguments))
+    def call(*arguments: Any) -> Any:
+        with jax.set_mesh(program.mesh):
+            return jax.tree.map(np.asarray, run(*arguments))
+
+    return call
 
 
 def cut(layers: Any, part: slice) -> Any:
@@ -160,11 +166,10 @@ def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
         assert stream is not None
         return model.losses(stream, batch, keys, options)
 
-    keys = jax.random.split(jax.random.key(1), 8)
-    expected, losses = (on_mesh(program, f, parameters, batch, keys)["loss"] for f in (whole, in_pieces))
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    dropless = on_mesh(program, lambda p, b: whole(p, b, None), parameters, batch)["loss"]
-    assert np.abs(dropless - expected).max() > 1e-3  # dropout's keys went the whole way
+    run, (keys, others) = on_mesh(program, whole), jax.random.split(jax.random.key(1), (2, 8))
+    expected = run(parameters, batch, keys)["loss"]
+    np.testing.assert_allclose(on_mesh(program, in_pieces)(parameters, batch, keys)["loss"], expected, rtol=1e-6)
+    assert np.abs(run(parameters, batch, others)["loss"] - expected).max() > 1e-3  # dropout's keys go the whole way
 
 
 RECOMPUTE = {
@@ -238,7 +243,7 @@ def test_a_trunk_hands_each_section_its_states(monkeypatch: pytest.MonkeyPatch):
     def run(parameters: Any, batch: Any) -> Any:
         return run_sections(program.model(parameters), batch, None, {"layers_of_mine": initial_states()})
 
-    _, states = on_mesh(program, run, parameters, batch)
+    _, states = on_mesh(program, run)(parameters, batch)
     np.testing.assert_array_equal(states["layers_of_mine"]["meter"]["runs"], np.arange(LAYERS) * 10 + 1)
 
 

@@ -89,6 +89,7 @@ def test_microbatches_add_to_one_sum_of_gradients():
     assert whole < temporaries < 1.75 * whole
 
 
+@pytest.mark.long
 def test_gradients_are_clipped_by_the_norm_of_them_all():
     """A clip below the norm binds: every layout must then take the same step."""
     fields = {"clip_grad_norm": 0.05, "hidden_dropout": 0.0, "attention_dropout": 0.0}

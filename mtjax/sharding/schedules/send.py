@@ -36,6 +36,13 @@ def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
         return jax.tree.map(one, wire)
 
 
+def from_one_stage(x: Array) -> Array:
+    """The array of the one stage where it is not zero, on all of them."""
+    place = jax.typeof(x).sharding.spec
+    with jax.named_scope("stages"):
+        return over_the_rest(lambda part: lax.psum(part, STAGE), place)(x)
+
+
 def _split(x: Array, here: PartitionSpec) -> PartitionSpec:
     """`here`, and the sequence over `model` too if nothing is split over it and it divides."""
     if MODEL not in explicit_axes() or any(dimension_axes(here, dim) for dim in range(x.ndim)):

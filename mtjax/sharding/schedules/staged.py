@@ -27,7 +27,7 @@ from mtjax.sharding.region import vary_with
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import send
+from mtjax.sharding.schedules.send import from_one_stage, send
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -60,6 +60,11 @@ class Staged:
         count = samples // size if samples % size == 0 else 1
         wrapped = wrap_for_use(records, vary_with(parameters, batch))
         return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count)).losses()
+
+    def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """The wire behind the last section, of a batch as one microbatch; every stage gets it."""
+        wrapped = wrap_for_use(records, vary_with(parameters, batch))
+        return _Run(model, records, wrapped, _microbatches(batch, 1), self.evaluation(1)).output()
 
 
 def _microbatches(batch: Tree, count: int) -> Tree:
@@ -104,27 +109,42 @@ class _Run:
         self.parts = differentiable(wrapped)
         first = jax.tree.map(lambda a: a[0], microbatches)
         self.wire = jax.tree.map(jnp.zeros_like, model.wire(self._parameters(self.parts), first))
-        losses = jax.eval_shape(lambda: model.leave(self._parameters(self.parts), self.wire, first))
-        like = jax.tree.leaves(self.wire)[0]
-        self.no_losses = {name: varying_like(jnp.zeros((), jnp.float32), like) for name in losses}
 
     # --- losses alone
 
     def losses(self) -> Sums:
         """Of all microbatches, forward only."""
+        none = self._no_losses()
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
             (wire, losses), turn = carry, self._turn(row)
-
-            def of_section(section: int, wire: Tree) -> Tree:
-                return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
-
-            wire = self._in_section(turn, of_section, wire)
-            own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: self.no_losses)
+            wire = self._through_chunk(wire, turn)
+            own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: none)
             return (self._send(wire, 1), jax.tree.map(jnp.add, losses, own)), None
 
-        (_, losses), _ = lax.scan(tick, (self.wire, self.no_losses), self._rows(self.table.forward))
+        (_, losses), _ = lax.scan(tick, (self.wire, none), self._rows(self.table.forward))
         return losses
+
+    def output(self) -> Tree:
+        """The last chunk's output of the only microbatch, on every stage."""
+
+        def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
+            (wire, out), turn = carry, self._turn(row)
+            wire, last = self._through_chunk(wire, turn), self._leaves(turn) & turn.counts
+            out = jax.tree.map(lambda new, old: jnp.where(last, new.astype(jnp.float32), old), wire, out)
+            return (self._send(wire, 1), out), None
+
+        nothing = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), self.wire)
+        (_, out), _ = lax.scan(tick, (self.wire, nothing), self._rows(self.table.forward))
+        return jax.tree.map(lambda a, like: from_one_stage(a).astype(like.dtype), out, self.wire)
+
+    def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
+        """The wire behind a chunk."""
+
+        def of_section(section: int, wire: Tree) -> Tree:
+            return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+
+        return self._in_section(turn, of_section, wire)
 
     # --- losses and gradients
 
@@ -137,7 +157,7 @@ class _Run:
         if not keeps_inputs:
             linearize = self._linearize(sums, self._turn(forward[0]))
             kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
-        carry = _Carry(self.wire, self.wire, wires, kept.empty(), sums, self.no_losses)
+        carry = _Carry(self.wire, self.wire, wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
@@ -238,6 +258,12 @@ class _Run:
         """Sums with the gradients of what is outside the stacks."""
         add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
         return jax.tree.map(add, self.records, sums, gradients)
+
+    def _no_losses(self) -> Sums:
+        """Zeros."""
+        part, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.wire)[0]
+        losses = jax.eval_shape(lambda: self.model.leave(self._parameters(self.parts), self.wire, part))
+        return {name: varying_like(jnp.zeros((), jnp.float32), like) for name in losses}
 
     # --- turns
 

@@ -1,0 +1,185 @@
+"""What it costs to split the backward pass of a pipeline's chunk in two, as zero-bubble schedules do.
+
+    python benchmarks/zero_bubble.py [--turns 9] [--out FILE.json]
+
+Zero-bubble schedules (arXiv 2401.10241) compute the gradient of a chunk's input first, which the stage before waits
+for, and that of its weights when nothing else is to do. Each is a program of its own then, and both need the cotangent
+of every layer's output. This compiles them for one CPU device, counts the FLOPs of their products, and times them,
+beside the joint program: for a chunk that is computed again from its input (full recompute), and for one whose
+residuals were kept. Last the products of the weights' gradients alone: what would be left for later if also all
+cotangents were kept. What that makes of a step is the formula of `schedules.lock_step`.
+
+Programs take turns; CPU seconds are medians. The results, with hardware, versions and date, go to
+benchmarks/results/zero_bubble-cpu.json.
+"""
+
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.sharding import NamedSharding
+from rich.console import Console
+from rich.table import Table
+from schedules import Costs, lock_step
+from train_step import processor
+
+from mtjax import config
+from mtjax.inspect import hlo
+from mtjax.inspect.products import count_flops
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.placed import Placed
+from mtjax.sharding.axes import spec, use_rules
+from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.mesh import parse_mesh
+
+LAYERS, HIDDEN, SEQUENCE, BATCH = 2, 512, 512, 2
+MODEL: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_heads": 8,
+    "sequence_length": SEQUENCE,
+    "vocab_size": 512,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "compute_dtype": "float32",
+    "global_batch_size": BATCH,
+    "recompute": "none",
+}
+COMPARED = ((4, 8), (8, 32), (8, 128), (16, 64))
+"""Stages and microbatches."""
+
+Tree = Any
+Program = tuple[Any, tuple[Tree, ...]]
+"""A compiled program, and its arguments."""
+
+
+def programs() -> dict[str, Program]:
+    """Every program by name."""
+    placed = Placed(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
+    (section,) = placed.sections
+    parameters = placed.initialize_parameters(0)
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    def chunk(layers: Tree, x: jax.Array) -> jax.Array:
+        return placed.model({**parameters, section: layers}).sections[section].stack(x, Context())[0]
+
+    def both(layers: Tree, x: jax.Array, g: jax.Array) -> Tree:
+        return jax.vjp(chunk, layers, x)[1](g)
+
+    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules):
+        place = NamedSharding(placed.mesh, spec(*RESIDUAL))
+        x, g = (jax.device_put(jax.random.normal(key, (BATCH, SEQUENCE, HIDDEN)), place) for key in keys)
+        own = parameters[section]
+        pull = jax.jit(lambda layers, x: jax.vjp(chunk, layers, x)[1])(own, x)
+        pulled: Callable[[Any, jax.Array], Tree] = lambda pull, g: pull(g)  # noqa: E731
+        again, kept = (own, x, g), (pull, g)
+        wanted: dict[str, tuple[Callable[..., Tree], tuple[Tree, ...]]] = {
+            "forward": (chunk, (own, x)),
+            "recomputed: both": (both, again),
+            "recomputed: input": (lambda *a: both(*a)[1], again),
+            "recomputed: weights": (lambda *a: both(*a)[0], again),
+            "kept: both": (pulled, kept),
+            "kept: input": (lambda *a: pulled(*a)[1], kept),
+            "kept: weights": (lambda *a: pulled(*a)[0], kept),
+            "cotangents kept: weights": (weight_products, product_operands(np.asarray(x))),
+        }
+        return {name: (jax.jit(f).lower(*a).compile(), a) for name, (f, a) in wanted.items()}
+
+
+def product_operands(x: np.ndarray) -> tuple[Tree, Tree]:
+    """Inputs and cotangents of outputs of a layer's four products, all layers'."""
+    widths = {"qkv": (1, 3), "projection": (1, 1), "up": (1, 4), "down": (4, 1)}
+    inputs = {name: np.stack([np.tile(x, (1, 1, before))] * LAYERS) for name, (before, _) in widths.items()}
+    cotangents = {name: np.stack([np.tile(x, (1, 1, behind))] * LAYERS) for name, (_, behind) in widths.items()}
+    return inputs, cotangents
+
+
+def weight_products(inputs: Tree, cotangents: Tree) -> Tree:
+    """The gradients of all weights."""
+    return jax.tree.map(lambda a, g: jnp.einsum("lbsi,lbso->lio", a, g), inputs, cotangents)
+
+
+def measure(found: dict[str, Program], turns: int) -> dict[str, dict[str, float]]:
+    """FLOPs of products, CPU seconds, and bytes of arguments of each program."""
+    taken: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(turns + 1):
+        for name, (program, arguments) in found.items():
+            start = time.process_time()
+            jax.block_until_ready(program(*arguments))
+            taken[name].append(time.process_time() - start)
+    return {
+        name: {
+            "flops": float(count_flops(hlo.parse(program.as_text()))),
+            "cpu_seconds": statistics.median(taken[name][1:]),
+            "argument_bytes": program.memory_analysis().argument_size_in_bytes,
+        }
+        for name, (program, _) in found.items()
+    }
+
+
+def costs_of(rows: dict[str, dict[str, float]], measure: str) -> dict[str, tuple[Costs, float]]:
+    """What is split -> its costs, in units of a forward pass, and the joint backward pass."""
+    unit = {name: row[measure] / rows["forward"][measure] for name, row in rows.items()}
+    splits = {
+        "recomputed twice": ("recomputed: both", "recomputed: input", "recomputed: weights"),
+        "residuals kept": ("kept: both", "kept: input", "kept: weights"),
+        "residuals and cotangents kept": ("kept: both", "kept: input", "cotangents kept: weights"),
+    }
+    return {
+        name: (Costs(forward=1, input_gradient=unit[first], weights_alone=unit[second]), unit[joint])
+        for name, (joint, first, second) in splits.items()
+    }
+
+
+def show(rows: dict[str, dict[str, float]], steps: list[dict[str, Any]], console: Console) -> None:
+    """Prints both tables."""
+    table = Table("program", "FLOPs / forward", "CPU s / forward", "MB of arguments")
+    for name, row in rows.items():
+        forward = rows["forward"]
+        shares = [f"{row[key] / forward[key]:.2f}" for key in ("flops", "cpu_seconds")]
+        table.add_row(name, *shares, f"{row['argument_bytes'] / 1e6:.1f}")
+    console.print(table)
+    table = Table("split", "counted in", "stages", "microbatches", "ZB-H1 in lock step against 1F1B")
+    for step in steps:
+        what = (step["split"], step["measure"], str(step["stages"]), str(step["microbatches"]))
+        table.add_row(*what, f"{step['change']:+.1%}")
+    console.print(table)
+
+
+def main(turns: int = 9, out: Path = Path(__file__).parent / "results" / "zero_bubble-cpu.json") -> None:
+    """Measures, prints and writes."""
+    console = Console(width=140)
+    rows = measure(programs(), turns)
+    steps = []
+    for key in ("flops", "cpu_seconds"):
+        for split, (costs, joint) in costs_of(rows, key).items():
+            for stages, microbatches in COMPARED:
+                base = (microbatches + stages - 1) * (costs.forward + joint)
+                change = lock_step(stages, microbatches, costs) / base - 1
+                row = {"split": split, "measure": key, "stages": stages, "microbatches": microbatches}
+                steps.append({**row, "change": change})
+    show(rows, steps, console)
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib")},
+        "model": MODEL,
+        "turns": turns,
+    }
+    out.write_text(json.dumps({**about, "programs": rows, "steps": steps}, indent=1) + "\n")
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,147 @@
+"""What the stages of a pipeline do, send and hold: the timetable beside the compiled program."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtjax.errors import UserError
+from mtjax.inspect.collectives import collective_kind, computes, is_started, overlap_window, starter
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.groups import Groups, axes_of, parse_groups
+from mtjax.inspect.hlo import Array, Module
+from mtjax.inspect.phases import locate
+from mtjax.inspect.walk import Site, walk
+from mtjax.sharding.schedules.staged import Staged
+from mtjax.theory.contract import LAYER_PHASES
+from mtjax.theory.memory import Memory, stage_memory
+from mtjax.theory.stages import layer_order
+from mtjax.theory.timetable import Timetable
+
+ONWARD, BACK, EITHER_WAY = "activations", "gradients", "either way"
+"""What permutes carry: to the next stage, to the one before, or - two stages in a ring - not to be told apart."""
+
+
+@dataclass(frozen=True)
+class Permutes:
+    """Collective-permutes between stages that carry the same kind of thing."""
+
+    carries: str
+    arrays: tuple[Array, ...]
+    """Of one permute."""
+    count: int
+    """Executions in a step."""
+    payload_bytes: int
+    """Of one execution."""
+    hidden: int
+    """Executions in a step that layers' work hides: with computation of a layer between start and done."""
+    behind: Mapping[str, int]
+    """Phase of such work -> executions that travel behind it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage has."""
+
+    layers: int
+    in_flight: int
+    """Microbatches' chunks that it keeps at its fullest moment."""
+    memory: Memory
+    """By formula."""
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """A pipeline."""
+
+    schedule: str
+    table: Timetable
+    """What the program runs."""
+    permutes: tuple[Permutes, ...]
+    stages: tuple[Stage, ...]
+
+    @property
+    def bubble_formula(self) -> float:
+        """`(p-1)/(m v)`, section 2.2 of arXiv 2104.04473."""
+        return (self.table.stages - 1) / (self.table.microbatches * self.table.chunks)
+
+
+def stages_report(step: CompiledStep) -> StagesReport | None:
+    """The pipeline of a compiled step; None without one."""
+    schedule = step.program.microbatch_schedule(step.plan.microbatches)
+    if not isinstance(schedule, Staged):
+        return None
+    table, parallel = schedule.training, step.config.parallel
+    orders = [
+        layer_order(stack.layers, table.stages, parallel.chunks, parallel.layers_per_stage)
+        for stack in step.anatomy.stacks
+    ]
+    stages = tuple(
+        Stage(sum(order.layers_on(i) for order in orders), table.in_flight(i), stage_memory(step.anatomy, step.plan, i))
+        for i in range(table.stages)
+    )
+    axis = step.program.layout.rules.axes("layers")
+    return StagesReport(parallel.schedule, table, tuple(find_permutes(step.module, step.mesh_axes, axis)), stages)
+
+
+def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...]) -> Iterator[Permutes]:
+    """The permutes between stages, by what they carry and their arrays, in the order of their first execution.
+
+    Args:
+      module: an optimized program.
+      mesh: ways of each mesh axis, outermost first.
+      along: the mesh axis along which stages follow each other.
+    """
+    alike: dict[tuple[str, tuple[Array, ...]], list[Site]] = {}
+    for site in walk(module):
+        if collective_kind(site.instruction) != "collective-permute":
+            continue
+        if carries := _carried(site, module.num_partitions, mesh, along):
+            arrays = site.computation.operand_arrays(site.instruction)
+            alike.setdefault((carries, arrays), []).append(site)
+    for (carries, arrays), sites in alike.items():
+        hidden, behind = 0, Counter[str]()
+        for site in sites:
+            phases = _hiding_phases(site)
+            hidden += site.count if phases else 0
+            behind.update(dict.fromkeys(phases, site.count))
+        yield Permutes(
+            carries, arrays, sum(site.count for site in sites), sum(a.bytes for a in arrays), hidden, dict(behind)
+        )
+
+
+def _carried(site: Site, devices: int, mesh: Mapping[str, int], along: tuple[str, ...]) -> str | None:
+    """What a permute carries; None where it is not between stages."""
+    try:
+        groups = parse_groups(site.instruction.attributes, devices)
+    except UserError:
+        return None
+    if groups is None or axes_of(groups, mesh) != along:
+        return None
+    return direction(groups, mesh, along[0])
+
+
+def direction(groups: Groups, mesh: Mapping[str, int], axis: str) -> str:
+    """Where the pairs of a permute send along a mesh axis.
+
+    Args:
+      groups: the pairs, as places in the mesh.
+      mesh: ways of each mesh axis, outermost first.
+      axis: along which stages follow each other.
+    """
+    place = list(mesh).index(axis)
+    pairs = np.array(groups.members)
+    stage = np.stack([np.unravel_index(ids, tuple(mesh.values()))[place] for ids in pairs.T])
+    steps = {int(step) for step in stage[1] - stage[0]}  # where the last stage sends to the first, also 1 - ways
+    return {(True, False): ONWARD, (False, True): BACK}.get((1 in steps, -1 in steps), EITHER_WAY)
+
+
+def _hiding_phases(site: Site) -> list[str]:
+    """Phases of layers of which something is computed while a permute travels."""
+    holder = starter(site)
+    if not is_started(holder.instruction):
+        return []
+    window = overlap_window(holder.computation, holder.instruction)
+    phases = {locate(holder.computation, i)[0] for i in window if computes(i)}
+    return [phase for phase in LAYER_PHASES if phase in phases]

@@ -1,0 +1,106 @@
+"""Timetables drawn in characters: a line for each stage, a column for each half tick that is run.
+
+All stages are in the same half of the same tick at any time, so the heads of the columns say which are forward and
+which backward, and a cell needs only the microbatch and, where stages have several, the chunk:
+
+             F F B F B F B B
+    stage 0  0 1 . 2 0 . 1 2
+    stage 1  . 0 0 1 1 2 2 .
+
+Stages and microbatches are counted from 0, as ranks are.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from rich.text import Text
+
+from mtjax.theory.timetable import Half, Timetable, Work
+
+IDLE = "\N{MIDDLE DOT}"
+LEFT_OUT = "\N{HORIZONTAL ELLIPSIS}"
+MOST_STAGES = 16
+"""Rows of a drawing; of more stages the middle ones are left out."""
+FORWARD_STYLES = ("blue", "bright_blue", "cyan", "bright_cyan")
+BACKWARD_STYLES = ("green", "bright_green", "yellow", "bright_yellow")
+"""By chunk; beyond the last they repeat."""
+
+Item = TypeVar("Item")
+
+
+class Column(NamedTuple):
+    """Half a tick in which some stage works."""
+
+    tick: int
+    is_backward: bool
+    half: Half
+
+
+def columns(table: Timetable) -> list[Column]:
+    """The halves that are run, in the order of time."""
+    pairs = enumerate(zip(table.forward, table.backward, strict=True))
+    both = (Column(tick, bool(i), half) for tick, pair in pairs for i, half in enumerate(pair))
+    return [column for column in both if any(column.half)]
+
+
+def abridged(items: Sequence[Item], most: int) -> list[Item | None]:
+    """At most so many items, the first and the last; one None stands for those left out between them."""
+    if len(items) <= most:
+        return list(items)
+    first = most // 2
+    last = most - 1 - first
+    return [*items[:first], None, *items[len(items) - last :]]
+
+
+def describe(work: Work, chunks: int) -> str:
+    """ "3" for the fourth microbatch, or "3b" where a stage has several chunks."""
+    return f"{work.microbatch}{chunk_name(work.chunk) if chunks > 1 else ''}"
+
+
+def chunk_name(chunk: int) -> str:
+    """a, b, ..., z, aa, ab, ..."""
+    before, letter = divmod(chunk, 26)
+    return (chunk_name(before - 1) if before else "") + chr(ord("a") + letter)
+
+
+def lines(table: Timetable, width: int) -> list[Text]:
+    """The drawing: heads, and a line for each stage.
+
+    Args:
+      table: of a training step or a forward pass.
+      width: characters in a line. What does not fit is left out in the middle, where a steady state repeats itself.
+    """
+    work = [turn for half in (*table.forward, *table.backward) for turn in half if turn is not None]
+    cell = 1 + max(len(describe(turn, table.chunks)) for turn in work)
+    label = len(f"stage {table.stages - 1} ")
+    shown = abridged(columns(table), max((width - label) // cell, 3))
+    heads = Text(" " * label)
+    for column in shown:
+        name = LEFT_OUT if column is None else "B" if column.is_backward else "F"
+        heads.append(f" {name}".ljust(cell), style="bold")
+    rows = [heads]
+    for stage in abridged(range(table.stages), MOST_STAGES):
+        if stage is None:
+            rows.append(Text(LEFT_OUT.ljust(label)))
+            continue
+        rows.append(Text(f"stage {stage}".ljust(label)))
+        for column in shown:
+            rows[-1].append(*_cell(column, stage, table.chunks, cell))
+    return rows
+
+
+def _cell(column: Column | None, stage: int, chunks: int, width: int) -> tuple[str, str]:
+    """Text and style."""
+    if column is None:
+        return LEFT_OUT.rjust(2).ljust(width), "dim"
+    work = column.half[stage]
+    if work is None:
+        return IDLE.rjust(2).ljust(width), "dim"
+    styles = BACKWARD_STYLES if column.is_backward else FORWARD_STYLES
+    return f" {describe(work, chunks)}".ljust(width), styles[work.chunk % len(styles)]
+
+
+def legend(table: Timetable) -> str:
+    """What the characters of `lines` mean."""
+    chunks = f"; the letter is the chunk of its layers, of {table.chunks} on each stage" if table.chunks > 1 else ""
+    return f"F forward, B backward: a stage works on the microbatch of this number{chunks}; {IDLE} idle"

@@ -1,0 +1,177 @@
+"""Stages of a pipeline: the same losses and gradients as one device, whatever the schedule, layout and family."""
+
+import itertools
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.models.placed import Placed
+from mtjax.theory.stages import order_of
+from mtjax.train.checkpoint import Checkpoints, fingerprints
+from mtjax.train.sample import continue_text
+from mtjax.train.step import Program
+from mtjax.train.weights import check_same_weights, find_weights, restore_weights
+from tests.tiny import batch_of, forget_programs, program_of, run_steps
+
+MODEL = ("family", "num_layers", "num_decoder_layers", "tie_embeddings", "global_batch_size", "norm_placement")
+"""Settings that the model on one device has too; the rest is how it is spread."""
+
+# mesh, settings: every schedule, layout, ZeRO stage, kind of recompute and family is in one of them; in some layers are
+# unequal, microbatches no multiple of the stages, outputs untied.
+COVERING: list[tuple[str, dict[str, Any]]] = [
+    ("2x2x2", {"recompute": "full", "sequence_parallel": True, "zero": 1, "tie_embeddings": False}),
+    ("2x2x2", {"recompute": "none", "zero": 3, "num_layers": 5, "layers_per_stage": (3, 2)}),
+    ("1x4x2", {"recompute": "full", "schedule": "interleaved", "chunks": 2, "num_layers": 8, "global_batch_size": 6}),
+    ("2x4x1", {"recompute": "full", "schedule": "gpipe", "zero": 2}),
+    ("1x2x2", {"recompute": "selective", "schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
+    ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 4}),
+    ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
+]
+LONG: list[tuple[str, dict[str, Any]]] = [
+    ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0}),
+    ("2x2x2", {"recompute": "full", "family": "t5", "schedule": "interleaved", "chunks": 2, "zero": 3}),
+    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
+    ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
+]
+SCHEDULES = ({}, {"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2})
+PRODUCT = [
+    (mesh, {"family": family, "recompute": kept, "sequence_parallel": split, "zero": zero, **schedule})
+    for family, mesh, kept, split, zero, schedule in itertools.product(
+        ("gpt", "bert", "t5"), ("2x2x2", "1x2x4"), ("none", "full"), (False, True), (0, 1, 2, 3), SCHEDULES
+    )
+]
+CASES = [
+    *COVERING,
+    *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs(request):
+    yield
+    if request.node.get_closest_marker("exhaustive"):
+        forget_programs()
+        jax.clear_caches()
+
+
+def staged(mesh: str, fields: dict[str, Any]) -> Program:
+    return program_of(mesh, **({"num_layers": 4, "microbatch_size": 1} | fields))
+
+
+def alone(fields: dict[str, Any]) -> Program:
+    return program_of("1x1", **({"num_layers": 4} | {name: fields[name] for name in MODEL if name in fields}))
+
+
+def by_name(placed: Placed, tree: Any) -> dict[str, np.ndarray]:
+    """Arrays by dotted names, their layers in their own order."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name, array = jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)
+        if order := order_of(name, placed.layer_orders):
+            array = array[[order.flat.index(number) for number in range(1 + max(order.flat))]]
+        named[name] = array
+    return named
+
+
+@cache
+def losses_and_gradients(program: Program) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The loss of the first batch with dropout, gradients, and initial parameters."""
+    state = program.initialize(0)
+    key = jax.random.wrap_key_data(state.random)
+    loss, _, gradients = program.on_mesh(jax.jit(program.gradients), state.parameters, batch_of(program, 0), key)
+    return float(loss), by_name(program, gradients), by_name(program, state.parameters)
+
+
+@pytest.mark.parametrize(("mesh", "fields"), CASES)
+def test_stages_change_nothing(mesh, fields):
+    """The initial parameters, the loss and each gradient are those of one device that takes the batch in one piece."""
+    loss, gradients, parameters = losses_and_gradients(staged(mesh, fields))
+    expected_loss, expected, initial = losses_and_gradients(alone(fields))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for name, known in expected.items():
+        np.testing.assert_allclose(parameters[name], initial[name], atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(gradients[name], known, rtol=0, atol=1e-5 * np.abs(known).max(), err_msg=name)
+
+
+def test_steps_and_evaluation_on_stages():
+    """Whole steps - the norm over all stages, the optimizer, what ZeRO gathers - and a forward pass alone."""
+    program, one = staged(*COVERING[0]), alone(COVERING[0][1])
+    (state, found), (expected_state, expected) = run_steps(program, 3), run_steps(one, 3)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-5)
+    np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in expected], rtol=1e-5)
+    (loss, weight), (known, same) = (
+        p.evaluate(s.parameters, batch_of(p, 9))["loss"] for p, s in ((program, state), (one, expected_state))
+    )
+    np.testing.assert_allclose((loss, weight), (known, same), rtol=1e-5)
+
+
+def test_padding_stays_zero():
+    """Where a stage has fewer layers than others, nothing is learned, and nothing counts."""
+    program = staged(*COVERING[1])
+    state, _ = run_steps(program, 2)
+    (order,) = program.layer_orders.values()
+    padding = [place for place, number in enumerate(order.flat) if number < 0]
+    assert len(padding) == 1
+    for tree in (state.parameters, state.optimizer):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if "layers" in jax.tree_util.keystr(path):
+                assert not np.asarray(leaf)[padding].any()
+
+
+def test_a_checkpoint_of_stages_resumes_on_any_mesh(tmp_path):
+    """Every array bit for bit, whatever the order of its layers, and as weights; on the same mesh also the next step."""
+    program = staged(*COVERING[1])
+    state, _ = run_steps(program, 2)
+    saved = fingerprints(state, program.layer_orders)
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(state, program.config, 16)
+    checkpoints.close()
+    going_on = run_steps(program, 1, state)[1]
+    other_stages = staged("2x2x2", {**COVERING[1][1], "layers_per_stage": (2, 3)})
+    restored = None
+    for other in (program_of("2x4", num_layers=5), other_stages, program):
+        restored = Checkpoints(tmp_path, keep_last=1).restore(other.abstract_state, other.config)
+        assert restored is not None and fingerprints(restored.state, other.layer_orders) == saved
+        weights = find_weights(tmp_path)
+        check_same_weights(weights, other.abstract_parameters, other.config, other.layer_orders)
+        parameters = by_name(other, restore_weights(weights, other.restore_target, other.layer_orders))
+        for name, known in by_name(other, restored.state.parameters).items():
+            np.testing.assert_array_equal(parameters[name], known, err_msg=name)
+    assert restored is not None and run_steps(program, 1, restored.state)[1] == going_on
+
+
+def test_a_sample_is_the_same_on_stages():
+    """Layers in another order, sequences split, parameters of ZeRO-3: a continuation is that of one device."""
+
+    class Letters:
+        eod, vocab_size = 0, 250
+
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) for letter in text]
+
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    def sample(program: Program) -> str:
+        tokenizer: Any = Letters()
+        return continue_text(program, program.initialize(0).parameters, tokenizer, "hello", length=5)
+
+    program = staged("2x2x2", {**COVERING[1][1], "sequence_parallel": True})
+    assert sample(program) == sample(alone(COVERING[1][1]))
+
+
+def test_an_overflow_on_one_stage_skips_the_step_on_all():
+    """float16: the scale is much too large, so that gradients overflow; parameters stay, and the scale shrinks."""
+    fields = {**COVERING[0][1], "compute_dtype": "float16", "initial_loss_scale": 2.0**40, "hysteresis": 1}
+    program = staged("2x2x2", fields)
+    before = program.initialize(0)
+    kept = fingerprints(before)
+    state, (metrics,) = run_steps(program, 1, before)
+    after = fingerprints(state)
+    assert metrics["skipped"] == 1 and metrics["loss_scale"] == 2.0**40
+    assert state.loss_scale is not None and float(state.loss_scale.scale) == 2.0**39
+    assert all(after[name] == number for name, number in kept.items() if name.startswith(("parameters", "optimizer")))
