@@ -15,21 +15,16 @@ from mtjax.theory.layout import Layout
 from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
-from mtjax.theory.stages import layer_order
+from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
 
 
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """The contract of a model on a plan's layout."""
-    pipeline = "" if not is_staged(plan) else "recomputed" if plan.recompute == "full" else "kept"
+    pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
     scattered = plan.mesh.model > 1 and all(stack.tokens % plan.mesh.model == 0 for stack in anatomy.stacks)
     settings = (plan.label_smoothing, plan.drops_last_reduction, pipeline, scattered)
     return _contract(anatomy, plan.layout(anatomy.model), *settings)
-
-
-def is_staged(plan: Plan) -> bool:
-    """Whether a plan's program is that of a pipeline, by `mtjax.theory.timetable`."""
-    return plan.mesh.stage > 1 and plan.residuals == "jax"
 
 
 @cache
@@ -126,7 +121,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "outside_matrices": held.outside_matrices,
         "outside_vectors": held.outside_vectors,
     }
-    staged = is_staged(plan)
+    staged = plan.is_staged
     if staged:
         chunks = plan.chunks * len(anatomy.stacks)
         symbols |= {
@@ -136,9 +131,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
     for stack in anatomy.stacks:
-        layers = stack.layers // plan.mesh.stage
-        if staged:
-            layers = layer_order(stack.layers, plan.mesh.stage, plan.chunks).places
+        layers = layers_in_chunk(stack.layers, plan)
         symbols |= {
             f"{stack.side}sequence": stack.tokens,
             f"{stack.side}layers": layers,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.communication import contract_of, is_staged, symbols_of
+from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import GRADIENTS, PARAMETERS, Expectation, requirements
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
@@ -71,7 +71,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
         for required in requirements(contract_of(anatomy, plan), symbols_of(anatomy, plan), plan.mesh, "float32")
         if required.elements
     ]
-    return sent if is_staged(plan) else [*sent, *_between_stages(anatomy, plan)]
+    return sent if plan.is_staged else [*sent, *_between_stages(anatomy, plan)]
 
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:
