@@ -280,7 +280,7 @@ def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) 
 
 
 def _alike(plan: Plan) -> Plan:
-    """The plan as far as computing a microbatch depends on it, so that plans which differ in the rest share its time."""
+    """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
     mesh = MeshShape(stage=min(plan.mesh.stage, 2), model=plan.mesh.model)
     return replace(plan, mesh=mesh, global_batch_size=1, zero=0, schedule="1f1b", chunks=1, layers_per_stage=None)
 

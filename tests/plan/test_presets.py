@@ -5,13 +5,14 @@ import re
 import pytest
 
 from mtjax import config
+from mtjax.plan import published
 from mtjax.theory import counts, memory, plans
-from mtjax.theory.divisibility import check
+from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
+PRESETS = [p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -26,7 +27,19 @@ def test_every_published_model_is_there():
     table_4 = {"bert-336m", "bert-1.3b", "bert-3.9b"}
     family = {"bert-base", "bert-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
     llama = {"llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
-    assert table_1 | table_2 | table_4 | family | llama <= names
+    stages = {f"gpt-{size}" for size in ("39b", "76b", "145b", "175b", "310b", "530b", "1t")}
+    assert table_1 | table_2 | table_4 | family | llama | stages <= names
+
+
+@pytest.mark.parametrize("row", published.STAGED, ids=lambda row: row.name)
+def test_configs_with_stages_are_the_rows_of_the_table(row):
+    """Sizes, mesh and batch of Table 1 of arXiv 2104.04473, whose parameters are published too."""
+    runs = [config.load(path) for path in PRESETS if path.stem.startswith("gpt-")]
+    sizes = (row.num_layers, row.hidden_size, row.num_heads)
+    (run,) = (run for run in runs if (run.model.num_layers, run.model.hidden_size, run.model.num_heads) == sizes)
+    assert parse_mesh(run.parallel.mesh) == row.mesh
+    assert run.training.global_batch_size == row.global_batch_size
+    assert counts.parameters(anatomy_of(run.model)) / 1e9 == pytest.approx(float(row.name[:-1]), rel=0.001)
 
 
 @pytest.mark.parametrize(("name", "published"), [("bert-336m", 336e6), ("bert-1.3b", 1.3e9), ("bert-3.9b", 3.9e9)])
@@ -45,7 +58,7 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     run = config.load(path)
     shape = anatomy_of(run.model)
     plan = plans.Plan.of(run, parse_mesh(run.parallel.mesh))
-    check(run.model, plan)
+    check_config(run, parse_mesh(run.parallel.mesh))
     header = path.read_text()
     stated = re.search(r"# Parameters: ([\d,]+)", header)
     assert stated and int(stated[1].replace(",", "")) == counts.parameters(shape)
