@@ -6,10 +6,14 @@ import pytest
 
 from mtjax import config
 from mtjax.plan import published
-from mtjax.theory import counts, memory, plans
+from mtjax.theory import counts, flops, memory, plans
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import SERVERS
 from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.schedules import bubble
+from mtjax.theory.timetable import num_ticks
+from mtjax.theory.timing import step_time
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
 PRESETS = [p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
@@ -80,3 +84,20 @@ def test_divides_over_its_mesh_and_states_its_size(path):
 )
 def test_t5_is_as_large_as_hugging_faces(name, published):
     assert counts.parameters(anatomy_of(config.load(name).model)) == published
+
+
+@pytest.mark.parametrize("path", [p for p in PRESETS if p.stem.startswith("gpt-")], ids=lambda p: p.stem)
+def test_the_predictions_of_stages_stand_in_header_and_docs(path):
+    """Ticks, bubbles, memory and the time of a step on A100 and H100."""
+    run = config.load(path)
+    anatomy, plan = anatomy_of(run.model), plans.Plan.of(run, parse_mesh(run.parallel.mesh))
+    shape = plan.stages, plan.microbatches
+    ticks, idle, plain = num_ticks(*shape, plan.chunks), bubble(*shape, plan.chunks), bubble(*shape)
+    size = memory.fullest_stage(anatomy, plan).total / 2**30
+    done = flops.hardware_flops(anatomy, plan.recompute) * plan.global_batch_size / plan.mesh.size / 1e12
+    a100, h100 = (step_time(anatomy, plan, SERVERS[kind]).total for kind in ("a100-80", "h100"))
+    speeds = f"{a100:.1f} s, {done / a100:.0f} | {h100:.1f} s, {done / h100:.0f}"
+    name = f"{path.stem} | {run.parallel.mesh} | {plan.microbatch_size} x {plan.microbatches} | {plan.chunks}"
+    docs = (path.parents[1] / "docs" / "plan.md").read_text()
+    assert f"| {name} | {ticks} | {idle:.1%} | {plain:.1%} | {size:.1f} | {speeds} |" in docs
+    assert f"{a100:.1f} s on A100, {done / a100:.0f} TFLOP/s" in path.read_text()
