@@ -25,7 +25,8 @@ class Space:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     sequence: tuple[bool, ...] = (False, True)
     max_stages: int = 64
-    chunks: tuple[int, ...] = (1, 2, 4)
+    chunks: tuple[int, ...] | None = None
+    """Chunks of a stage's layers; all numbers that divide them when None."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -99,9 +100,14 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
     return rejected
 
 
-def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
-    """Everything the search may choose on a mesh, without settings that change nothing."""
+def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
+    """Everything the search may choose on a mesh, without settings that change nothing.
+
+    Of schedules it leaves out GPipe: with the bubble of 1F1B it keeps more.
+    """
     base = replace(base, mesh=mesh)
+    fitting = chunk_counts(anatomy, mesh.stage)
+    allowed = [n for n in fitting if space.chunks is None or n in space.chunks]
     per_rank = base.global_batch_size // base.data_ways
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
@@ -111,7 +117,7 @@ def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.model_ways > 1 else (False,):
                 for zero in space.zeros if base.data_ways > 1 else (0,):
-                    for chunks in space.chunks if base.stages > 1 else (1,):
+                    for chunks in allowed:
                         yield replace(
                             base,
                             microbatch_size=microbatch,
@@ -121,6 +127,11 @@ def variants(base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
                             schedule="interleaved" if chunks > 1 else "1f1b",
                             chunks=chunks,
                         )
+
+
+def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
+    """Numbers of chunks that divide a stage's layers of every stack; 1 without stages."""
+    return divisors(math.gcd(*(stack.layers // stages for stack in anatomy.stacks))) if stages > 1 else [1]
 
 
 def search(
@@ -135,7 +146,7 @@ def search(
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for mesh in meshes(anatomy, base, gpus, server, space):
-        for plan in variants(base, mesh, space):
+        for plan in variants(anatomy, base, mesh, space):
             if next(problems(anatomy.model, plan), None):
                 continue
             candidate = Candidate(plan, fullest_stage(anatomy, plan), step_time(anatomy, plan, server, software))

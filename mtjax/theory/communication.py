@@ -16,7 +16,7 @@ from mtjax.theory.parts.embedding import Lookup, Positions
 from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
-from mtjax.theory.stages import layer_order
+from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
 
 
@@ -137,9 +137,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
     for stack in anatomy.stacks:
-        layers = stack.layers // plan.mesh.stage
-        if staged:
-            layers = layer_order(stack.layers, plan.mesh.stage, plan.chunks).places
+        layers = layers_in_chunk(stack.layers, plan)
         symbols |= {
             f"{stack.side}sequence": stack.tokens,
             f"{stack.side}layers": layers,

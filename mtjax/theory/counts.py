@@ -53,6 +53,11 @@ class Counts:
 
 def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts:
     """The elements of some parameters by what ZeRO does with them."""
+    return _counts(tuple(weights), layout, mesh)
+
+
+@cache
+def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Counts:
     sums = dict.fromkeys(Counts.__dataclass_fields__, 0)
     for weight in weights:
         elements, stacked = on_device(weight, layout, mesh), weight.names[0] == LAYERS

@@ -7,7 +7,7 @@ speeds are per GPU and per direction: NVIDIA prints NVLink in both directions to
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from mtjax.errors import UserError, nearest
@@ -24,7 +24,7 @@ class Gpu:
     """What the command line calls it."""
     description: str
     """What the vendor calls it, as in jax's `device_kind`."""
-    peak: Mapping[str, float]
+    peak: Mapping[str, float] = field(hash=False)
     """Dense FLOP/s by type of the operands; accumulated in float32."""
     memory: int
     """Bytes that the device reports, a little below the rounded number of the datasheet."""

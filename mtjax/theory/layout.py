@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
@@ -50,10 +51,14 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
     Grouped-query attention may have fewer key and value heads than the mesh has model ways: then each rank has all of
     them, and `mtjax.sharding.kv_heads` is what ranks do with them.
     """
+    shares_heads = num_kv_heads(model) % mesh.ways(TENSOR_RULES.kv_heads) != 0
+    return _layout(sequence_parallel, shares_heads, zero)
+
+
+@cache
+def _layout(sequence_parallel: bool, shares_heads: bool, zero: int) -> Layout:
     rules = dataclasses.replace(TENSOR_RULES, act_seq=(MODEL,) if sequence_parallel else ())
-    if num_kv_heads(model) % mesh.ways(rules.kv_heads):
-        rules = dataclasses.replace(rules, kv_heads=())
-    return Layout(rules, zero)
+    return Layout(dataclasses.replace(rules, kv_heads=()) if shares_heads else rules, zero)
 
 
 def is_matrix(names: tuple[str, ...]) -> bool:

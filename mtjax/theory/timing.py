@@ -10,13 +10,14 @@ published points that the planner predicts.
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, GRADIENTS, LOSS_BACKWARD, LOSS_FORWARD
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
-from mtjax.theory.mesh import AXES
+from mtjax.theory.mesh import AXES, MeshShape
 from mtjax.theory.parts.part import Product, Scores, Touched
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
@@ -145,6 +146,9 @@ class Machine:
         return entry.count * (entry.size * ring_factor(entry.operation, entry.ways) / bandwidth + steps * latency)
 
 
+_machine = cache(Machine)
+
+
 def members_inside(plan: Plan, axis: str, server: Server) -> int:
     """How many ranks of one group of a mesh axis sit in the same server: inner axes vary fastest."""
     stride = plan.mesh.ways(AXES[AXES.index(axis) + 1 :])
@@ -155,13 +159,13 @@ def step_time(
     anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
 ) -> StepTime:
     """Seconds of one optimizer step, by cause."""
-    machine = Machine(server, plan.element_bytes, constants)
+    machine = _machine(server, plan.element_bytes, constants)
     if plan.is_staged:
         return _lock_step_time(anatomy, plan, machine, software)
     plan = replace(plan, drops_last_reduction=software.drops_last_reduction)
     m = plan.microbatches
     products, attention, element_wise = (m * x for x in _layers(anatomy, plan, machine, software))
-    head = m * _head(anatomy, plan, machine, software)
+    head = m * _head(anatomy, _alike(plan), machine, software)
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
         spent[entry.axis] += machine.transfer(entry, members_inside(plan, entry.axis, server))
@@ -190,11 +194,13 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     """
     stacks, m = len(anatomy.stacks), plan.microbatches
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * stacks)
-    chunks = [_chunk(stack, plan, machine, software) for stack in anatomy.stacks]
+    alike, layers = _alike(plan), [layers_in_chunk(stack.layers, plan) for stack in anatomy.stacks]
+    each = [_layer(stack, alike, machine, software) for stack in anatomy.stacks]
+    chunks = [[n * seconds for seconds in layer] for n, layer in zip(layers, each, strict=True)]
     products, attention, element_wise = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(3))
     work = products + attention + element_wise
     longest = max(sum(chunk) for chunk in chunks)
-    ahead = _forward_half(anatomy.stacks[-1], plan, machine, software)
+    ahead = layers[-1] * _layer_forward(anatomy.stacks[-1], alike, machine, software)
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" else 0.0
     spent = _spent(anatomy, plan, machine)
     on_layers, counts = spent[MODEL] / stacks, m * plan.chunks * stacks / ticks
@@ -203,7 +209,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         products=products,
         attention=attention,
         element_wise=element_wise,
-        logits=m * max(0.0, _head(anatomy, plan, machine, software) - skipped),
+        logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
         model_axis=on_layers * counts + m / ticks * spent[LOSS_FORWARD],
         stage_axis=sent + spent[GRADIENTS],
         bubble=ticks * longest - work + on_layers * (1 - counts),
@@ -219,6 +225,7 @@ def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
     Those of the embedding, which only the first stage has, pass behind the losses of the last.
     """
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
+    inside = {axis: members_inside(plan, axis, machine.server) for axis in (DATA, STAGE, MODEL)}
     for entry in transfers(anatomy, plan):
         kind = entry.axis
         if kind == MODEL and entry.phase in (LOSS_FORWARD, LOSS_BACKWARD):
@@ -226,7 +233,7 @@ def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
         elif kind == STAGE and entry.phase == GRADIENTS:
             kind = GRADIENTS
         if entry.phase not in (EMBEDDING_FORWARD, EMBEDDING_BACKWARD):
-            spent[kind] += machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
+            spent[kind] += machine.transfer(entry, inside[entry.axis])
     return spent
 
 
@@ -248,23 +255,6 @@ def _exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back
     return (ticks - full) * both + full * (max(0.0, one - ahead) + max(0.0, one - back))
 
 
-def _chunk(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
-    """Seconds of a chunk and microbatch, both halves: products, attention, element-wise."""
-    products, attention, element_wise = _layer(stack, plan, machine, software)
-    layers = layers_in_chunk(stack.layers, plan)
-    return layers * products, layers * attention, layers * element_wise
-
-
-def _forward_half(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of a chunk and microbatch, forward."""
-    products = sum(
-        _forward(product, plan, machine) for part in stack.parts for product in part.products(plan.mesh.model)
-    )
-    cores = sum(_core(part.scores, plan, machine, software.kernels)[0] for part in stack.parts if part.scores)
-    moved = _bytes(software.kernels.forward, [part.touched for part in stack.parts], plan)
-    return layers_in_chunk(stack.layers, plan) * (products + cores + machine.passes(moved))
-
-
 def _exposed(
     spent: dict[str, float], plan: Plan, software: Software, products: float, compute: float
 ) -> dict[str, float]:
@@ -283,11 +273,19 @@ def _exposed(
 
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
-    each = [(stack.layers // plan.mesh.stage, _layer(stack, plan, machine, software)) for stack in anatomy.stacks]
+    alike = _alike(plan)
+    each = [(stack.layers // plan.mesh.stage, _layer(stack, alike, machine, software)) for stack in anatomy.stacks]
     products, attention, element_wise = (sum(n * times[i] for n, times in each) for i in range(3))
     return products, attention, element_wise
 
 
+def _alike(plan: Plan) -> Plan:
+    """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
+    mesh = MeshShape(stage=min(plan.mesh.stage, 2), model=plan.mesh.model)
+    return replace(plan, mesh=mesh, global_batch_size=1, zero=0, schedule="1f1b", chunks=1, layers_per_stage=None)
+
+
+@cache
 def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
     sizes = [product for part in stack.parts for product in part.products(plan.mesh.model)]
@@ -304,6 +302,17 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     moves, touched = software.kernels, [part.touched for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     return sum(forward) + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
+
+
+@cache
+def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of one layer and microbatch, forward."""
+    products = sum(
+        _forward(product, plan, machine) for part in stack.parts for product in part.products(plan.mesh.model)
+    )
+    cores = sum(_core(part.scores, plan, machine, software.kernels)[0] for part in stack.parts if part.scores)
+    moved = _bytes(software.kernels.forward, [part.touched for part in stack.parts], plan)
+    return products + cores + machine.passes(moved)
 
 
 def _forward(product: Product, plan: Plan, machine: Machine) -> float:
@@ -342,6 +351,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     )
 
 
+@cache
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch; with stages, on the last one only."""
     sizes = [product for part in anatomy.head for product in part.products(plan.mesh.model)]

@@ -5,13 +5,18 @@ import re
 import pytest
 
 from mtjax import config
-from mtjax.theory import counts, memory, plans
-from mtjax.theory.divisibility import check
+from mtjax.plan import published
+from mtjax.theory import counts, flops, memory, plans
+from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import SERVERS
 from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.schedules import bubble
+from mtjax.theory.timetable import num_ticks
+from mtjax.theory.timing import step_time
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith(("gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
+PRESETS = [p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -26,7 +31,19 @@ def test_every_published_model_is_there():
     table_4 = {"bert-336m", "bert-1.3b", "bert-3.9b"}
     family = {"bert-base", "bert-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
     llama = {"llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
-    assert table_1 | table_2 | table_4 | family | llama <= names
+    stages = {f"gpt-{size}" for size in ("39b", "76b", "145b", "175b", "310b", "530b", "1t")}
+    assert table_1 | table_2 | table_4 | family | llama | stages <= names
+
+
+@pytest.mark.parametrize("row", published.STAGED, ids=lambda row: row.name)
+def test_configs_with_stages_are_the_rows_of_the_table(row):
+    """Sizes, mesh and batch of Table 1 of arXiv 2104.04473, whose parameters are published too."""
+    runs = [config.load(path) for path in PRESETS if path.stem.startswith("gpt-")]
+    sizes = (row.num_layers, row.hidden_size, row.num_heads)
+    (run,) = (run for run in runs if (run.model.num_layers, run.model.hidden_size, run.model.num_heads) == sizes)
+    assert parse_mesh(run.parallel.mesh) == row.mesh
+    assert run.training.global_batch_size == row.global_batch_size
+    assert counts.parameters(anatomy_of(run.model)) / 1e9 == pytest.approx(float(row.name[:-1]), rel=0.001)
 
 
 @pytest.mark.parametrize(("name", "published"), [("bert-336m", 336e6), ("bert-1.3b", 1.3e9), ("bert-3.9b", 3.9e9)])
@@ -45,7 +62,7 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     run = config.load(path)
     shape = anatomy_of(run.model)
     plan = plans.Plan.of(run, parse_mesh(run.parallel.mesh))
-    check(run.model, plan)
+    check_config(run, parse_mesh(run.parallel.mesh))
     header = path.read_text()
     stated = re.search(r"# Parameters: ([\d,]+)", header)
     assert stated and int(stated[1].replace(",", "")) == counts.parameters(shape)
@@ -67,3 +84,20 @@ def test_divides_over_its_mesh_and_states_its_size(path):
 )
 def test_t5_is_as_large_as_hugging_faces(name, published):
     assert counts.parameters(anatomy_of(config.load(name).model)) == published
+
+
+@pytest.mark.parametrize("path", [p for p in PRESETS if p.stem.startswith("gpt-")], ids=lambda p: p.stem)
+def test_the_predictions_of_stages_stand_in_header_and_docs(path):
+    """Ticks, bubbles, memory and the time of a step on A100 and H100."""
+    run = config.load(path)
+    anatomy, plan = anatomy_of(run.model), plans.Plan.of(run, parse_mesh(run.parallel.mesh))
+    shape = plan.stages, plan.microbatches
+    ticks, idle, plain = num_ticks(*shape, plan.chunks), bubble(*shape, plan.chunks), bubble(*shape)
+    size = memory.fullest_stage(anatomy, plan).total / 2**30
+    done = flops.hardware_flops(anatomy, plan.recompute) * plan.global_batch_size / plan.mesh.size / 1e12
+    a100, h100 = (step_time(anatomy, plan, SERVERS[kind]).total for kind in ("a100-80", "h100"))
+    speeds = f"{a100:.1f} s, {done / a100:.0f} | {h100:.1f} s, {done / h100:.0f}"
+    name = f"{path.stem} | {run.parallel.mesh} | {plan.microbatch_size} x {plan.microbatches} | {plan.chunks}"
+    docs = (path.parents[1] / "docs" / "plan.md").read_text()
+    assert f"| {name} | {ticks} | {idle:.1%} | {plain:.1%} | {size:.1f} | {speeds} |" in docs
+    assert f"{a100:.1f} s on A100, {done / a100:.0f} TFLOP/s" in path.read_text()

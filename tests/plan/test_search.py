@@ -34,13 +34,12 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
         for micro in range(1, base.global_batch_size + 1):
             if base.global_batch_size % (data * micro):
                 continue
-            count = base.global_batch_size // (data * micro)
             for recompute, zero, split, chunks in itertools.product(
-                ("none", "selective", "full"), range(4), (False, True), (1, 2, 4)
+                ("none", "selective", "full"), range(4), (False, True), range(1, 7)
             ):
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue
-                if shape.model.num_layers % (stage * chunks) or (chunks > 1 and count % stage):
+                if shape.model.num_layers % (stage * chunks):
                     continue
                 is_power = micro & (micro - 1) == 0
                 if not is_power and micro != base.global_batch_size // data:
