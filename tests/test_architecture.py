@@ -32,7 +32,7 @@ PLACES_MODELS = {"models.placed"}
 COMMANDS = {"train.__main__": {"cli", "inspect"}, "plan.__main__": {"cli", "inspect"}}
 """What a command hands to its package, which knows nothing of it: `train --inspect`, `plan --verify`."""
 
-IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "families", "placed")
+IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "cut", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_THEORY = (
     *("rules", "mesh", "layout", "timetable", "schedules", "attention", "plans", "contract", "parts"),

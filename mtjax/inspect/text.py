@@ -34,7 +34,7 @@ def heading(report: Report) -> str:
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
         f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}; "
         f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}\n"
-        f"mesh {step.mesh}{' (data x model)' if '=' not in str(step.mesh) else ''}, "
+        f"mesh {step.mesh.in_words}, "
         f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
         f"samples on each data rank; target {step.target.name}\n"
         f"{asked_of_xla(step.program.xla)}"

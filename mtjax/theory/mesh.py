@@ -37,6 +37,16 @@ class MeshShape:
         """The axes that a mesh of this shape is made with: data and model always, others of more than one way."""
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether layers are spread over the stages of a pipeline."""
+        return self.stage > 1
+
+    @property
+    def in_words(self) -> str:
+        """As it is shown to people: "64x8 (data x model)", or with the name of each axis."""
+        return f"{self} ({' x '.join(POSITIONAL[2])})" if self.axes == POSITIONAL[2] else str(self)
+
     def ways(self, axes: Axes) -> int:
         """The number of parts into which these axes together split a dimension; 1 for ()."""
         return math.prod(getattr(self, axis) for axis in axes)

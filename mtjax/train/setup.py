@@ -109,7 +109,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
         f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
         f"vocabulary {model.vocab_size}\n"
-        f"mesh    {shape} (data x model): {kind}{processes}\n"
+        f"mesh    {shape.in_words}: {kind}{processes}\n"
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
