@@ -133,3 +133,12 @@ def test_all_processes_refuse_damaged_weights(launcher: Launcher, converted: Pat
     for finished in refused:
         assert "parameters.positions are not what was saved" in finished.stderr
         assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.long
+def test_each_process_may_be_a_stage(launcher: Launcher) -> None:
+    """Two processes of four devices: permutes go from one to the other, and both load the same samples."""
+    stages = ("--steps", "5", "--mesh", "1x2x4", "--microbatch-size", "2")
+    one = launcher.train("one-stage", "--steps", "5", "--mesh", "1x8")
+    two = launcher.train_together("two-stages", *stages)
+    assert relative_difference(two[0].losses, one.losses) < 1e-5
