@@ -16,7 +16,7 @@ from mtjax.models.context import Context
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import Recompute, scan_layers
-from mtjax.sharding.axes import spec, ways
+from mtjax.sharding.axes import on_stage, spec, ways
 from mtjax.sharding.parameters import materialize
 from mtjax.theory.stages import PADDING, layer_order
 
@@ -101,10 +101,13 @@ def run_layers(
     """
 
     def run(x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
-        layer, keys = materialize(layer), context.dropout_keys
+        keys = context.dropout_keys
         own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-        after, state = layer(x, dataclasses.replace(context, dropout_keys=own), state)
-        return jnp.where(number == PADDING, x, after) if is_padded else after, state
+
+        def one(x: Array) -> tuple[Array, State]:
+            return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
+
+        return on_stage(number == PADDING, lambda x: (x, state), one, x) if is_padded else one(x)
 
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,12 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
 def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """A vector, split as the first dimension of `like` is."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
+
+
+def on_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
+    """Branches of which a stage takes one: all ranks of a stage the same."""
+    with jax.named_scope("stages"):
+        return lax.cond(holds, then, otherwise, *arguments)
 
 
 def of_first_rank(x: jax.Array, besides: Axes) -> jax.Array:

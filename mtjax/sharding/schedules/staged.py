@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mtjax.sharding.axes import varying_like
+from mtjax.sharding.axes import on_stage, varying_like
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import vary_with
@@ -295,9 +295,3 @@ class _Run:
 
     def _send(self, wire: Tree, by: int) -> Tree:
         return send(wire, by, wraps=self.table.chunks > 1)
-
-
-def on_stage(holds: Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
-    """Branches of which a stage takes one: all ranks of a stage the same."""
-    with jax.named_scope("stages"):
-        return lax.cond(holds, then, otherwise, *arguments)
