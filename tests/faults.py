@@ -66,14 +66,14 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "return gradient if self._adds_up(record) else total + gradient.astype(jnp.float32)",
-        "return gradient if self._adds_up(record) else gradient.astype(jnp.float32)",
+        "return gradient if adds_up(record) else total + gradient.astype(jnp.float32)",
+        "return gradient if adds_up(record) else gradient.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),
     Fault(
         "theory: the contract forgets the gradient of the hidden states",
-        'return [*lines, over_model(LOSS_BACKWARD, "all-reduce", "microbatches", f"{tokens}*hidden", why)]',
+        'return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{tokens}*hidden", why)]',
         "return lines",
         "inspect",
         "test_the_whole_program_holds",
@@ -270,6 +270,13 @@ FAULTS = (
         "count, exact and known",
         "inspect",
         "test_a_loop_multiplies",
+    ),
+    Fault(
+        "inspect: between stages, activations are taken for gradients",
+        ".get((1 in steps, -1 in steps), EITHER_WAY)",
+        ".get((-1 in steps, 1 in steps), EITHER_WAY)",
+        "inspect",
+        "test_directions_along_a_line_and_a_ring",
     ),
     Fault(
         "inspect: a product costs one FLOP for each multiplication and addition",

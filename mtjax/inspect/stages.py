@@ -10,8 +10,9 @@ from mtjax.errors import UserError
 from mtjax.inspect.collectives import collective_kind, computes, is_started, overlap_window, starter
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.groups import Groups, axes_of, parse_groups
-from mtjax.inspect.hlo import Array, Module
+from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
+from mtjax.inspect.products import product_of
 from mtjax.inspect.walk import Site, walk
 from mtjax.sharding.schedules.staged import Staged
 from mtjax.theory.contract import LAYER_PHASES
@@ -35,9 +36,9 @@ class Permutes:
     payload_bytes: int
     """Of one execution."""
     hidden: int
-    """Executions in a step that layers' work hides: with computation of a layer between start and done."""
+    """Executions in a step that layers' work hides: with a product of a layer between start and done."""
     behind: Mapping[str, int]
-    """Phase of such work -> executions that travel behind it."""
+    """Phase of such products -> executions that travel behind them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Stage:
 
     layers: int
     in_flight: int
-    """Microbatches' chunks that it keeps at its fullest moment."""
+    """Microbatches' chunks that it keeps at its fullest moment: slots that it uses, of those that all stages have."""
     memory: Memory
     """By formula."""
 
@@ -103,7 +104,7 @@ def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...
     for (carries, arrays), sites in alike.items():
         hidden, behind = 0, Counter[str]()
         for site in sites:
-            phases = _hiding_phases(site)
+            phases = _hiding_phases(module, site)
             hidden += site.count if phases else 0
             behind.update(dict.fromkeys(phases, site.count))
         yield Permutes(
@@ -137,11 +138,20 @@ def direction(groups: Groups, mesh: Mapping[str, int], axis: str) -> str:
     return {(True, False): ONWARD, (False, True): BACK}.get((1 in steps, -1 in steps), EITHER_WAY)
 
 
-def _hiding_phases(site: Site) -> list[str]:
-    """Phases of layers of which something is computed while a permute travels."""
+def _hiding_phases(module: Module, site: Site) -> list[str]:
+    """Phases of layers whose products are computed while a permute travels; less would hide nothing of it."""
     holder = starter(site)
     if not is_started(holder.instruction):
         return []
     window = overlap_window(holder.computation, holder.instruction)
-    phases = {locate(holder.computation, i)[0] for i in window if computes(i)}
+    phases = {phase for i in window if computes(i) for phase in _product_phases(module, holder.computation, i)}
     return [phase for phase in LAYER_PHASES if phase in phases]
+
+
+def _product_phases(module: Module, computation: Computation, instruction: Instruction) -> Iterator[str]:
+    """The phase of each product in an instruction, also in loops and branches that it runs."""
+    if product_of(computation, instruction) is not None:
+        yield locate(computation, instruction)[0]
+    for callee in module.callees(instruction):
+        for inner in callee.instructions:
+            yield from _product_phases(module, callee, inner)

@@ -140,11 +140,11 @@ PERMUTE_HEADS: dict[str, str] = {
     "shape": "left",
     "bytes each": "right",
     "sent a step": "right",
-    "behind layers": "right",
+    "behind products": "right",
     "behind": "left",
 }
 STAGE_HEADS: dict[str, str] = dict.fromkeys(
-    ("stage", "layers", "kept in flight", "states", "activations", "logits", "together"), "right"
+    ("stage", "layers", "slots used", "states", "activations", "logits", "together"), "right"
 )
 """Heads of tables, and on which side their columns stand."""
 
@@ -175,7 +175,7 @@ def permutes_row(permutes: Permutes, report: StagesReport) -> list[str]:
 
 
 def stages_table(report: StagesReport) -> Table:
-    """What stages hold."""
+    """What stages hold; a slot is what a chunk keeps of a microbatch, and all stages have as many."""
     table = _table("On each stage, by formula", STAGE_HEADS)
     for number in timeline.abridged(range(len(report.stages)), timeline.MOST_STAGES):
         cells = [timeline.LEFT_OUT] * len(STAGE_HEADS) if number is None else stage_row(report, number)
@@ -192,13 +192,12 @@ def _table(title: str, heads: Mapping[str, str]) -> Table:
 
 def stage_row(report: StagesReport, number: int) -> list[str]:
     """Cells of a stage."""
-    stage, table = report.stages[number], report.table
+    stage = report.stages[number]
     memory = stage.memory
-    of = "chunks of microbatches" if table.chunks > 1 else "microbatches"
     return [
         str(number),
         str(stage.layers),
-        f"{stage.in_flight} of {table.microbatches * table.chunks} {of}",
+        f"{stage.in_flight} of {report.table.slots}",
         *(size(n) for n in (memory.states, memory.kept + memory.working, memory.logits, memory.total)),
     ]
 

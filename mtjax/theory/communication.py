@@ -12,6 +12,7 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.contract import GRADIENTS, PARAMETERS, STAGES, Contract, Dtype, Expectation, Kind, Symbols, add_up
 from mtjax.theory.counts import counts, fullest_counts
 from mtjax.theory.layout import Layout
+from mtjax.theory.parts.embedding import Lookup, Positions
 from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
@@ -91,17 +92,21 @@ def over_data_lines(zero: int, staged: bool = False) -> list[Expectation]:
     split, turns = "parameters - unsplit_parameters", "ticks" if staged else "microbatches"
     times = turns if zero >= 2 else "1"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
-    scatter = line(GRADIENTS, "reduce-scatter", times, split, f"each rank sums its part of the gradients, {often}")
+    scatters = [line(GRADIENTS, "reduce-scatter", times, split, f"each rank sums its part of the gradients, {often}")]
+    if staged and zero >= 2:
+        why = "once more where embeddings and head, each a branch of its own, have a table in common"
+        scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
     if zero < 3:
-        return [whole, scatter, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
+        return [whole, *scatters, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
     times = f"parameter_gathers*{turns}"
     often = "forward and again backward; layers of a group also when their group is computed again"
     vectors = "layer_vectors + outside_vectors"
+    outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
     return [
         whole,
-        scatter,
+        *scatters,
         line(PARAMETERS, "all-gather", times, "layer_matrices", f"matrices of the layers, {often}", "compute"),
-        line(PARAMETERS, "all-gather", turns, "outside_matrices", "matrices outside the layers", "compute", True),
+        line(PARAMETERS, "all-gather", turns, outside, "matrices outside the layers", "compute", True),
         line(PARAMETERS, "all-gather", times, vectors, "biases and norms, as often as they are needed", hoisted=True),
     ]
 
@@ -128,6 +133,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "ticks": num_ticks(plan.mesh.stage, plan.microbatches, chunks),
             "model_ways": plan.mesh.model,
             "shared_parameters": _shared_parameters(anatomy, plan),
+            "parameters_used_again": _used_again(anatomy, plan),
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
     for stack in anatomy.stacks:
@@ -148,3 +154,15 @@ def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
     layout = plan.layout(anatomy.model)
     held = counts([weight for part in anatomy.outside for weight in part.weights], layout, plan.mesh)
     return held.all if not layout.zero else held.unsplit + (held.all - held.unsplit) // plan.mesh.data
+
+
+def _used_again(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
+    layout, again = plan.layout(anatomy.model), 0
+    lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
+    for part in anatomy.embed:
+        uses = len(part.sides) if isinstance(part, Positions) else 1
+        uses = lookups + anatomy.model.tie_embeddings if isinstance(part, Lookup) else uses
+        held = counts(part.weights, layout, plan.mesh)
+        again += (uses - 1) * (held.all - held.unsplit)
+    return again

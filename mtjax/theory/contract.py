@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mtjax.errors import UserError, nearest
 from mtjax.theory.mesh import AXES, MeshShape
-from mtjax.theory.rules import DATA
+from mtjax.theory.rules import DATA, STAGE
 
 EMBEDDING_FORWARD = "embedding forward"
 EMBEDDING_BACKWARD = "embedding backward"
@@ -153,7 +153,10 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
 
 
 def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
-    """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`."""
+    """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`, and nothing but
+    gradients and what goes from stage to stage crosses `stage`."""
+    if axes == (STAGE,):
+        return STAGES if kind == "collective-permute" else GRADIENTS
     if axes != (DATA,):
         return None
     return PARAMETERS if kind == "all-gather" else GRADIENTS

@@ -43,12 +43,12 @@ TICKS = f"""{HEADER}
   %i = s32[] get-tuple-element(%state), index=0
   %x = bf16[4,8]{{1,0}} get-tuple-element(%state), index=1
   %onward = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}) collective-permute-start(%x), channel_id=2, source_target_pairs={{{{0,2}},{{1,3}},{{2,4}},{{3,5}},{{4,6}},{{5,7}}}}, metadata={{op_name="jit(step)/while/body/stages/ppermute"}}
-  %slot = bf16[4,8]{{1,0}} negate(%x), metadata={{op_name="jit(step)/while/body/neg"}}
+  %slot = bf16[4,8]{{1,0}} negate(%x), metadata={{op_name="jit(step)/while/body/jvp(layers)/neg"}}
   %arrived = bf16[4,8]{{1,0}} collective-permute-done(%onward)
   %back = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}) collective-permute-start(%slot), channel_id=3, source_target_pairs={{{{2,0}},{{3,1}},{{4,2}},{{5,3}},{{6,4}},{{7,5}}}}, metadata={{op_name="jit(step)/while/body/stages/ppermute"}}
-  %mlp = bf16[4,8]{{1,0}} multiply(%arrived, %arrived), metadata={{op_name="jit(step)/while/body/jvp(layers)/mlp/mul"}}
+  %mlp = bf16[4,4]{{1,0}} dot(%arrived, %arrived), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}, metadata={{op_name="jit(step)/while/body/jvp(layers)/mlp/dot_general"}}
   %gradient = bf16[4,8]{{1,0}} collective-permute-done(%back)
-  %out = bf16[4,8]{{1,0}} add(%gradient, %mlp)
+  %out = bf16[4,8]{{1,0}} dot(%mlp, %gradient), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   ROOT %next = (s32[], bf16[4,8]{{1,0}}) tuple(%i, %out)
 }}
 

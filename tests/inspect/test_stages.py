@@ -153,8 +153,8 @@ def test_in_a_ring_of_two_directions_are_the_same():
     assert direction(pairs(1, 2, True, mesh), mesh, "stage") == "either way"
 
 
-def test_what_hides_a_permute_is_the_layers_work_in_its_window():
-    """A loop of five ticks: gradients travel behind a layer's forward pass, activations behind nothing of a layer."""
+def test_what_hides_a_permute_are_the_layers_products_in_its_window():
+    """A loop of five ticks: gradients travel behind a layer's product, activations behind a layer's trivial work."""
     onward, back = find_permutes(hlo.parse(TICKS), {"data": 1, "stage": 4, "model": 2}, ("stage",))
     assert (onward.carries, onward.count, onward.hidden, dict(onward.behind)) == ("activations", 5, 0, {})
     assert (back.carries, back.count, back.hidden, dict(back.behind)) == ("gradients", 5, 5, {"layer forward": 5})

@@ -123,7 +123,7 @@ def test_padding_stays_zero():
 
 
 def test_a_checkpoint_of_stages_resumes_on_any_mesh(tmp_path):
-    """Every array bit for bit, whatever the order of its layers, and as weights; on the same mesh also the next step."""
+    """Every array bit for bit, whatever the order of layers, and as weights; on the same mesh also the next step."""
     program = staged(*COVERING[1])
     state, _ = run_steps(program, 2)
     saved = fingerprints(state, program.layer_orders)
