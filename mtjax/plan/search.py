@@ -106,7 +106,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     Of schedules it leaves out GPipe: with the bubble of 1F1B it keeps more.
     """
     base = replace(base, mesh=mesh)
-    fitting = chunk_counts(anatomy, mesh.stage)
+    fitting = chunk_counts(anatomy, base.stages)
     allowed = [n for n in fitting if space.chunks is None or n in space.chunks]
     per_rank = base.global_batch_size // base.data_ways
     for microbatch in divisors(per_rank):
