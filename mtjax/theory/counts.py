@@ -113,6 +113,11 @@ def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
     return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
 
 
+def largest_part(stack: Stack, layout: Layout, mesh: MeshShape) -> int:
+    """Elements that a device holds of the part of a layer that has most."""
+    return max(counts(part.weights, layout, mesh).all for part in stack.parts)
+
+
 def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     """Those of the stage that holds most."""
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import Counts, layer_counts, stage_counts
+from mtjax.theory.counts import Counts, largest_part, layer_counts, stage_counts
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
@@ -85,11 +85,14 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
     gradients = g / mesh.data if plan.zero == 1 and plan.reduces_at_once else g
+    # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
+    whole = counts.unsplit if plan.residuals == "jax" else 0
+    split, full = counts.all - whole, plan.precision
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
     return Memory(
-        weights=w * counts.all,
-        gradients=gradients * counts.all + g * _added_whole(plan, counts),
-        optimizer=k * counts.all,
+        weights=w * split + full.weights * whole,
+        gradients=gradients * split + full.gradients * whole + g * _added_whole(plan, counts),
+        optimizer=k * split + full.optimizer * whole,
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
@@ -181,7 +184,10 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     if plan.residuals == "megatron":
         held = {} if plan.recompute == "full" else _kept(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in held) + _group(plan, kinds)
-    return gathered + _jax_working(stack, plan, kinds) + _group(plan, kinds)
+    layout = plan.layout(anatomy.model)
+    # At the fullest moment of stages, gradients of a part's weights wait to be added to the sums.
+    own = plan.precision.gradients * largest_part(stack, layout, plan.mesh) if plan.is_staged else 0
+    return gathered + own + _jax_working(stack, plan, kinds) + _group(plan, kinds)
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

@@ -141,11 +141,17 @@ def test_every_stage_of_mtjax_holds_what_is_outside_and_as_many_layers_as_the_fu
     assert len({memory.stage_memory(GPT_8B, plan, i).total for i in range(4)}) == 1
 
 
-def test_zero_splits_what_a_stage_holds_over_its_data_ways():
-    plan = Plan(parse_mesh("4x2x8"), 64, 1, zero=3)
-    held = memory.stage_memory(GPT_8B, plan)
-    one = memory.stage_memory(GPT_8B, dataclasses.replace(plan, zero=0))
-    assert held.weights == one.weights / 4 == counts.stage_counts(GPT_8B, plan).all
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_splits_what_a_stage_holds_over_data_ways_that_divide_a_dimension(zero):
+    plan = Plan(parse_mesh("4x2x8"), 64, 1, zero=zero)
+    held, one = (memory.stage_memory(GPT_8B, dataclasses.replace(plan, zero=z)) for z in (zero, 0))
+    parts = [("optimizer", 1), ("gradients", 2), ("weights", 3)]
+    for name, stage in parts:
+        share = getattr(held, name) / getattr(one, name)
+        assert share == (pytest.approx(1 / 4, rel=0.05) if zero >= stage else 1)
+    odd = Plan(parse_mesh("7x2x8"), 56, 1, zero=zero)  # 7 divides neither 3072 nor 12,288 nor the padded vocabulary
+    held, one = (memory.stage_memory(GPT_8B, dataclasses.replace(odd, zero=z)) for z in (zero, 0))
+    assert (held.weights, held.optimizer) == (one.weights, one.optimizer)
 
 
 @pytest.mark.parametrize(
