@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "train: two runs share a folder",
-        "stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))",
+        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)",
         "pass",
         "end_to_end",
         "test_a_folder_in_use_is_left_alone",
@@ -226,6 +226,27 @@ FAULTS = (
         "return",
         "train",
         "test_who_was_stopped_for_too_long_does_not_go_on",
+    ),
+    Fault(
+        "train: a silent process is not lost",
+        "if now - self._heard[process] > self._silence",
+        "if now < self._heard[process]",
+        "train",
+        "test_a_process_whose_pulse_stands_still_is_lost",
+    ),
+    Fault(
+        "train: a process that is ahead is late",
+        "if pulse.step < overdue]",
+        "if pulse.step >= overdue]",
+        "train",
+        "test_who_has_not_come_to_a_step_that_takes_too_long_is_late",
+    ),
+    Fault(
+        "train: a validation counts as a step that takes too long",
+        "self._watched = False\n        self._peers",
+        "self._peers",
+        "train",
+        "test_stacks_are_written_once",
     ),
     # --- data
     Fault(
@@ -340,6 +361,35 @@ FAULTS = (
         "next(n for n in range(len(held) + 1) if n not in taken or n == 2)",
         "theory",
         "test_a_ring_of_mailboxes_and_slots_runs_the_table",
+    ),
+    Fault(
+        "plan: --mesh auto takes what does not fit",
+        "fitting = [plan for plan in inside if needed[plan] <= limit]",
+        "fitting = inside",
+        "plan",
+        "test_what_fits_on_no_mesh_says_what_it_needs",
+    ),
+    # --- interrupt and launch
+    Fault(
+        "interrupt: nobody hears a second Ctrl-C while C++ computes",
+        "if count >= 2 or (count and",
+        "if count >= 99 or (count and",
+        "",
+        "test_it_ends_within_three_seconds",
+    ),
+    Fault(
+        "launch: wrong input is started again",
+        "ended.code in (0, 2, 130)",
+        "ended.code in (0, 130)",
+        "launch",
+        "test_what_is_not_started_again",
+    ),
+    Fault(
+        "launch: a restart begins anew",
+        'arguments = [*arguments, "--resume"]',
+        "arguments = [*arguments]",
+        "launch",
+        "test_a_failure_is_resumed_in_the_same_folder_with_the_devices_that_are_left",
     ),
     # --- convert
     Fault(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.setting import at_least
+from mtjax.config.setting import at_least, seconds
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,8 @@ class Parallel:
     """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
-    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8."""
+    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8; auto (train and
+    launch) takes the planner's fastest mesh of all devices."""
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     """Order of microbatches on the stages of a pipeline: 1f1b begins each backward pass as soon as it can; interleaved
     does so with several chunks of layers on each stage, which makes the bubble smaller; gpipe runs all forward passes
@@ -34,3 +35,8 @@ class Parallel:
     """Number of processes; goes with --coordinator."""
     process_id: int | None = None
     """Number of this process, from 0; goes with --coordinator."""
+    peer_timeout: float = seconds(30.0)
+    """Seconds within which all processes of a run end when one of them is lost."""
+    step_timeout: float | None = seconds(None)
+    """Seconds that a step may take before every process writes its Python stacks to the run's folder; ten times the
+    median step, and at least 60, when not given."""

@@ -134,6 +134,7 @@ class Checkpoints:
             steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
             return steps, [name for name in names if name.startswith(SET_ASIDE)]
 
+        self._manager.wait_until_finished()
         seen = together(str(self.folder), self.folder, look)
         return tuple(json.loads(exchange("the list of checkpoints", json.dumps(seen))[0]))
 
