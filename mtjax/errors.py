@@ -17,3 +17,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def install_extra(extra: str) -> str:
     """How to install an extra of mtjax, for a message: from a checkout, since no package index has mtjax."""
     return f"pip install '.[{extra}]' in a checkout of mtjax"
+
+
+def first_line(error: BaseException, length: int = 200) -> str:
+    """What an error says, short enough for a sentence: of a file, its path and why."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error).strip()
+    return text.splitlines()[0][:length] if text else repr(error)

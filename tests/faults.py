@@ -173,8 +173,8 @@ FAULTS = (
     ),
     Fault(
         "train: a checkpoint's page is not checked",
-        'if page.pop("checksum", None) != page_checksum(page):',
-        'if page.pop("checksum", None) is None:',
+        'page.pop("checksum", None) != page_checksum(page)',
+        'page.pop("checksum", None) is None',
         "train",
         "test_page_of_metadata_is_checked",
     ),
@@ -184,6 +184,27 @@ FAULTS = (
         'return state, page["consumed_samples"] + 1',
         "train",
         "test_any_mesh_restores_every_bit",
+    ),
+    Fault(
+        "train: a file of another user is a damaged one",
+        "if problem := next(unreadable_files(folder), None):",
+        "if problem := None:",
+        "train",
+        "test_what_only_can_not_be_read_stays_where_it_is",
+    ),
+    Fault(
+        "train: a run whose checkpoints are all damaged begins anew",
+        "if damaged or set_aside:",
+        "if set_aside:",
+        "train",
+        "test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew",
+    ),
+    Fault(
+        "train: a start at step 0 overwrites the metrics of an earlier one",
+        "if from_step == 0:",
+        "if from_step < 0:",
+        "train",
+        "test_a_run_that_begins_anew_drops_nothing",
     ),
     # --- data
     Fault(

@@ -20,7 +20,8 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_files, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.errors import UserError
-from mtjax.train.checkpoint import fingerprint_of_part, page_checksum
+from mtjax.train.checkpoint import fingerprint_of_part
+from mtjax.train.checkpoint_damage import page_checksum
 from mtjax.train.weights import CONVERTED, PREFIX, find_weights
 
 LARGEST_CHUNK = 64 << 20

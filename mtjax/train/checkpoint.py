@@ -5,10 +5,9 @@ fingerprint of every array. Fingerprints are computed where the arrays live and 
 compares what it has with what was saved: a flipped bit or a missing chunk (which reads as zeros) does not pass.
 """
 
-import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, auto_axes
 
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
-from mtjax.errors import UserError
+from mtjax.errors import UserError, first_line
 from mtjax.sharding.axes import WHOLE
 from mtjax.train.checkpoint_arrays import array_handler
+from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
+from mtjax.train.exchange import exchange
 from mtjax.train.step import State
 
 TIMEOUT = 600
 """Seconds that a process waits for the others at a checkpoint before it says who is missing."""
+
+SET_ASIDE = "damaged-"
+"""What the name of a checkpoint begins with that was set aside."""
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +48,27 @@ class Restored:
     """Newer checkpoints that were damaged, with what was wrong."""
 
 
-class Damaged(Exception):
-    """A checkpoint does not hold what was saved."""
-
-
 class Checkpoints:
     """The checkpoints of one run, in `folder`."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_every: int | None = None) -> None:
+        """Makes the folder where there is none.
+
+        Raises:
+          UserError: it can't be made or read.
+        """
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,
             async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT),
         )
         handlers = {"state": array_handler(), "page": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
+        except OSError as e:
+            raise UserError(f"{folder} can't be used for checkpoints: {first_line(e)}") from e
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns."""
@@ -78,23 +85,33 @@ class Checkpoints:
         self._manager.save(step, args=arguments, force=True)
 
     def restore(self, abstract: State, config: Config) -> Restored | None:
-        """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there is none.
+        """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
 
-        A damaged one is named in a warning and renamed, so that the run can write its step again.
+        Newer ones that are damaged are named in a warning and renamed, so that the run can write their steps again.
 
         Raises:
-          UserError: the checkpoint is of another model.
+          UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
+            been renamed then.
         """
-        passed_over = []
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        steps, set_aside = self._listed()
+        damaged: dict[int, str] = {}
+        for step in steps:
             try:
-                restored = self._restore_step(step, abstract, config)
+                state, consumed = self._read(step, abstract, config)
             except Damaged as e:
-                passed_over.append(f"{self.folder / str(step)}: {e}")
-                log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(step), e)
-                self._set_aside(step)
+                damaged[step] = str(e)
                 continue
-            return Restored(step, *restored, tuple(passed_over))
+            for bad, reason in damaged.items():
+                log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(bad), reason)
+                self._set_aside(bad)
+            passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in damaged.items())
+            return Restored(step, state, consumed, passed_over)
+        if damaged or set_aside:
+            listed = "; ".join(f"{step}: {reason}" for step, reason in damaged.items()) or ", ".join(set_aside)
+            raise UserError(
+                f"all checkpoints in {self.folder} are damaged ({listed}), and nothing was changed: "
+                "put a good copy in their place, or begin anew in another --out"
+            )
         return None
 
     def latest(self) -> int | None:
@@ -105,17 +122,46 @@ class Checkpoints:
         """Waits until everything is written."""
         self._manager.close()
 
-    def _restore_step(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
-        page = together(lambda: self._page(step))
-        check_same_model(page["config"], config, f"checkpoint {self.folder / str(step)}")
+    def _listed(self) -> tuple[list[int], list[str]]:
+        """The steps saved, newest first, and what was set aside, as the first process sees them."""
+
+        def look() -> tuple[list[int], list[str]]:
+            names = sorted(path.name for path in self.folder.iterdir())
+            steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
+            return steps, [name for name in names if name.startswith(SET_ASIDE)]
+
+        self._manager.wait_until_finished()
+        seen = together(str(self.folder), self.folder, look)
+        return tuple(json.loads(exchange("the list of checkpoints", json.dumps(seen))[0]))
+
+    def _read(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
+        """A checkpoint's state and position in the data.
+
+        It is damaged only if it is so twice: what a network or memory got wrong for a moment is right the next time.
+        """
+        try:
+            return self._read_once(step, abstract, config)
+        except Damaged:
+            pass  # its traceback, which holds what was read, ends here
+        return self._read_once(step, abstract, config)
+
+    def _read_once(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
+        folder = self.folder / str(step)
+        name = f"checkpoint {folder}"
+        tree = present(abstract)
 
         def read() -> State:
-            tree = present(abstract)
+            if not (folder / "state" / "_METADATA").is_file():
+                raise Damaged("its state lacks _METADATA")
             placed = ocp.checkpoint_utils.construct_restore_args(tree)
             arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
-            return State(**self._items(step, arguments)["state"])
+            items: Any = self._manager.restore(step, args=arguments)
+            return State(**items["state"])
 
-        state = together(read)
+        page = together(name, folder, lambda: read_page(folder))
+        check_same_model(page["config"], config, name)
+        check_same_names(page["fingerprints"], tree, name)
+        state = together(name, folder, read)
         now = fingerprints(state)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
@@ -124,45 +170,17 @@ class Checkpoints:
             )
         return state, page["consumed_samples"]
 
-    def _page(self, step: int) -> Mapping[str, Any]:
-        page = dict(self._items(step, ocp.args.Composite(page=ocp.args.JsonRestore()))["page"])
-        if page.pop("checksum", None) != page_checksum(page):
-            raise Damaged("its page of metadata is not what was saved")
-        return page
-
-    def _items(self, step: int, arguments: ocp.args.Composite) -> Mapping[str, Any]:
-        items: Any = self._manager.restore(step, args=arguments)
-        return items
-
     def _set_aside(self, step: int) -> None:
         self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            source = self.folder / str(step)
-            number = sum(1 for _ in self.folder.glob(f"damaged-{step}*"))
-            source.rename(self.folder / (f"damaged-{step}" + (f"-{number}" if number else "")))
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"set aside checkpoint {step}")
+
+        def rename() -> None:
+            if jax.process_index() == 0:
+                number = sum(1 for _ in self.folder.glob(f"{SET_ASIDE}{step}*"))
+                new = f"{SET_ASIDE}{step}" + (f"-{number}" if number else "")
+                (self.folder / str(step)).rename(self.folder / new)
+
+        together(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
         self._manager.reload()
-
-
-def together(read: Any) -> Any:
-    """What `read` returns, if it succeeded in every process.
-
-    Raises:
-      Damaged: in all processes, when it failed in any: each must go on to the same checkpoint.
-    """
-    result, failure = None, None
-    try:
-        result = read()
-    except Exception as e:  # tensorstore, zlib, JSON, missing files: whatever a broken file may cause
-        failure = e
-    good = failure is None
-    if jax.process_count() > 1:
-        good = bool(np.all(multihost_utils.process_allgather(np.array(good))))
-    if not good:
-        reason = str(failure).strip().splitlines()[0][:200] if failure and str(failure).strip() else repr(failure)
-        raise Damaged(reason if failure else "another process could not read it") from failure
-    return result
 
 
 def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> None:
@@ -174,6 +192,25 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
     theirs = configs.from_dict({"model": saved["model"]}, source=source).model
     if differing := differences(theirs, config.model):
         raise UserError(f"{source} is of another model: {'; '.join(differing)}")
+
+
+def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
+    """Checks that a checkpoint has the arrays of a state, by dotted names, and no others.
+
+    Raises:
+      UserError: names the first that only one of them has.
+    """
+    wanted = set(_names(tree))
+    for names, there, here in ((wanted - set(saved), "lacks", "has"), (set(saved) - wanted, "has", "lacks")):
+        if names:
+            raise UserError(
+                f"{source} {there} {min(names)}, which this run {here}: resume with the settings it was saved with"
+            )
+
+
+def _names(tree: Any) -> list[str]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
 
 def present(state: State) -> dict[str, Any]:
@@ -190,8 +227,7 @@ def fingerprints_of(tree: Any, mesh: Mesh) -> dict[str, int]:
     """`fingerprints` of any tree of arrays on a mesh, by dotted names."""
     with jax.set_mesh(mesh):
         numbers = _fingerprint(tree)
-    flat = jax.tree_util.tree_leaves_with_path(numbers)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): int(n) for path, n in flat}
+    return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
 @jax.jit
@@ -220,8 +256,3 @@ def fingerprint_of_part(part: np.ndarray, offset: int) -> int:
         odd = index * np.uint32(2654435761) * np.uint32(2) + np.uint32(1)
         total += int((piece * odd).sum(dtype=np.uint64))
     return total % 2**32
-
-
-def page_checksum(page: Mapping[str, Any]) -> str:
-    """Of a page without its `checksum`."""
-    return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()

@@ -87,6 +87,8 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
             configs.save(shareable(config), folder / "config.toml")
             text.tokenizer.save(folder)
             metrics = MetricsLog(folder, from_step=start.step)
+            if metrics.kept_as:
+                progress.say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
             stack.callback(metrics.close)
 
         # --- Steps

@@ -1,6 +1,7 @@
 """What a run reports: rates from step times, and `metrics.jsonl`, TensorBoard events and a plot in its folder."""
 
 import contextlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -61,25 +62,29 @@ class MetricsLog:
 
     Args:
       folder: of the run.
-      from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped.
+      from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped; those
+        of a run that begins anew, at step 0, are kept under another name.
     """
 
     def __init__(self, folder: Path, from_step: int) -> None:
         self.path = folder / "metrics.jsonl"
+        self.kept_as: Path | None = None
+        """Where the entries of an earlier start are, when this one begins at step 0."""
+        if from_step == 0:
+            self.kept_as = _keep(self.path)
         kept = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        temporary.write_text("".join(_line(entry) for entry in kept))
         temporary.replace(self.path)
         self._lines = self.path.open("a")
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Appends one entry; it is on disk when this returns. NaN and infinity become null: JSON has neither."""
-        finite = {name: value for name, value in entry.items() if math.isfinite(value)}
-        self._lines.write(json.dumps(dict.fromkeys(entry) | finite) + "\n")
+        self._lines.write(_line(entry))
         self._lines.flush()
-        for name, value in finite.items():
-            if name != "step":
+        for name, value in entry.items():
+            if name != "step" and math.isfinite(value):
                 self._events.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
@@ -88,13 +93,30 @@ class MetricsLog:
         self._events.close()
 
 
+def _line(entry: dict[str, Any]) -> str:
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: plain(value) for name, value in entry.items()}) + "\n"
+
+
+def _keep(path: Path) -> Path | None:
+    """Gives a file that has content a name of its own, with the first free number; returns it."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `metrics.jsonl`, null as NaN; a last line that a kill cut short is left out."""
+    """The entries of a `metrics.jsonl`, null as NaN; lines that are no entry are left out, like one cut by a kill."""
     entries = []
-    with contextlib.suppress(FileNotFoundError), path.open() as lines:
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
         for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                entries.append({k: math.nan if v is None else v for k, v in json.loads(line).items()})
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                    entries.append({k: math.nan if v is None else v for k, v in entry.items()})
     return entries
 
 
@@ -102,7 +124,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
     """Draws the losses of a `metrics.jsonl` over the steps."""
     from matplotlib.figure import Figure  # half a second to import: not before the first step
 
-    entries = read_metrics(metrics)
+    entries = [entry for entry in read_metrics(metrics) if "loss" in entry]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot([e["step"] for e in entries], [e["loss"] for e in entries], label="training", linewidth=1)

@@ -18,8 +18,9 @@ import tensorstore as ts
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
-from mtjax.errors import UserError
-from mtjax.train.checkpoint import Damaged, fingerprints_of, page_checksum, together
+from mtjax.errors import UserError, first_line
+from mtjax.train.checkpoint import fingerprints_of
+from mtjax.train.checkpoint_damage import Damaged, read_page, together
 
 Tree = Any
 
@@ -56,25 +57,26 @@ class Weights:
         try:
             return ts.open(_spec(self.folder / "state", f"{PREFIX}.{name}"), read=True).result()
         except (ValueError, OSError) as e:
-            raise UserError(f"{self.folder}: {name} can't be read: {_first_line(e)}") from e
+            raise UserError(f"{self.folder}: {name} can't be read: {first_line(e)}") from e
 
 
 def find_weights(folder: Path) -> Weights:
     """The weights in `folder`: a converted folder, a run's folder (its newest checkpoint), or one checkpoint.
 
     Raises:
-      UserError: there are none, they are in another format (says how to convert them), or their page is damaged.
+      UserError: there are none, they are in another format (says how to convert them), they can't be read, or their
+        page is damaged.
     """
-    path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
-    if path is None:
-        raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
     try:
-        page = json.loads((path / "page" / "metadata").read_text())
-        checksum = page.pop("checksum", None)
-    except (ValueError, AttributeError):
-        page, checksum = {}, None
-    if not page or checksum != page_checksum(page):
-        raise UserError(f"{path} is damaged: its page of metadata is not what was saved")
+        path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
+        if path is None:
+            raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
+        try:
+            page = read_page(path)
+        except Damaged as e:
+            raise UserError(f"{path} is damaged: {e}") from e
+    except OSError as e:
+        raise UserError(f"the weights in {folder} can't be read: {first_line(e)}") from e
     return Weights(path, page)
 
 
@@ -105,21 +107,22 @@ def restore_weights(weights: Weights, abstract: Tree) -> Tree:
       abstract: tree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-      UserError: they are damaged.
+      UserError: they are damaged, or can't be read.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    source = f"the weights in {weights.folder}"
 
     def read() -> list[jax.Array]:
         return [_place(weights.open(_name(path)), leaf) for path, leaf in leaves]
 
     try:
-        tree = jax.tree_util.tree_unflatten(structure, together(read))
+        tree = jax.tree_util.tree_unflatten(structure, together(source, weights.folder, read))
     except Damaged as e:
-        raise UserError(f"the weights in {weights.folder} can't be read: {e}") from e
+        raise UserError(f"{source} are damaged: {e}") from e
     now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh)
     wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]
     if wrong:
-        raise UserError(f"the weights in {weights.folder} are damaged: {', '.join(wrong)} are not what was saved")
+        raise UserError(f"{source} are damaged: {', '.join(wrong)} are not what was saved")
     return tree
 
 
@@ -167,8 +170,3 @@ def _spec(state: Path, name: str) -> dict[str, Any]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else repr(error)

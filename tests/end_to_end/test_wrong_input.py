@@ -117,6 +117,18 @@ def test_another_model_than_the_checkpoints_is_refused_by_field(launcher: Launch
     assert listing(folder) == before
 
 
+def test_a_run_that_can_not_be_restored_does_not_begin_anew(launcher: Launcher, folder: Path) -> None:
+    first = launcher.train_here("all-damaged", "--steps", "2", "--checkpoint-every", "1")
+    for page in first.out.glob("checkpoints/*/page/metadata"):
+        page.write_bytes(page.read_bytes()[:100])
+    before = listing(folder)
+    again = launcher.run_here("all-damaged", "--steps", "2", "--resume")
+    assert again.code == 2
+    check_error(again.stderr, r"all checkpoints in all-damaged/checkpoints are damaged \(2: .*; 1: .*nothing was")
+    assert "starting" not in again.stdout
+    assert listing(folder) == before
+
+
 def test_a_wrong_option_ends_with_code_2(launcher: Launcher) -> None:
     wrong = launcher.run_here("nothing", "--hiden-size", "128")
     assert wrong.code == 2

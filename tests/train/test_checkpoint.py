@@ -1,16 +1,23 @@
 """Saved on one mesh, restored on any; a damaged one never passes for whole."""
 
+import errno
 import gc
 import json
+import os
 import random
 import shutil
+import tempfile
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
+from mtjax.train import checkpoint, checkpoint_damage
 from mtjax.train.checkpoint import Checkpoints, check_same_model, fingerprints
 from tests.tiny import program_of, run_steps, tiny_config
 
@@ -180,13 +187,128 @@ def test_page_of_metadata_is_checked(saved, tmp_path, caplog):
     passed_over(folder, saved[1], caplog)
 
 
-def test_all_damaged_leaves_nothing(saved, tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(saved, tmp_path):
+    """In two ways, and nothing is renamed: who cleans up may still find what went wrong."""
     folder = copy_of(saved, tmp_path)
+    page = folder / "3" / "page" / "metadata"
+    page.write_bytes(page.read_bytes()[:100])
+    (folder / "2" / "state" / "manifest.ocdbt").write_bytes(b"")
+    before = listing(folder)
+    with pytest.raises(
+        UserError, match=r"all checkpoints in \S+ are damaged \(3: its page .* not what was .*; 2: DATA"
+    ):
+        restore(folder)
+    assert listing(folder) == before
     for step in ("2", "3"):
-        shutil.rmtree(folder / step / "state" / "d", ignore_errors=True)
-        for path in (folder / step / "state").rglob("d/*"):
-            path.unlink()
-    assert restore(folder) is None
+        (folder / step).rename(folder / f"damaged-{step}")
+    with pytest.raises(UserError, match=r"are damaged \(damaged-2, damaged-3\), and nothing was changed: put a good"):
+        restore(folder)
+
+
+def listing(folder):
+    return {str(path.relative_to(folder)): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def of_another_user(path):
+    path.chmod(0o600 if os.geteuid() == 0 else 0)
+
+
+def a_broken_disk(path):
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # opens, and reading its beginning is an input/output error
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@contextmanager
+def as_another_user():
+    """Without the rights of root, who may read everything."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "path", "cause"),
+    [
+        (of_another_user, "state/manifest.ocdbt", "Permission denied"),
+        (of_another_user, "page/metadata", "Permission denied"),
+        (a_broken_disk, "state/d/*", "Input/output error"),
+        (a_broken_disk, "page/metadata", "Input/output error"),
+        (a_folder, "page/metadata", "Is a directory"),
+    ],
+)
+def test_what_only_can_not_be_read_stays_where_it_is(saved, spoil, path, cause):
+    """To TensorStore and Orbax most of these look like damage, or like nothing at all."""
+    with tempfile.TemporaryDirectory() as temporary:  # pytest's own folders are closed to other users
+        Path(temporary).chmod(0o755)
+        folder = copy_of(saved, Path(temporary))
+        spoilt = next((folder / "3").glob(path))
+        spoil(spoilt)
+        before = listing(folder)
+        user = as_another_user() if spoil is of_another_user else nullcontext()
+        with user, pytest.raises(UserError) as refused:
+            restore(folder)
+        assert f"checkpoint {folder / '3'} can't be read: {spoilt}: {cause}; nothing was changed" in str(refused.value)
+        assert listing(folder) == before
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory for 8 GB"), TimeoutError("timed out"), ValueError("odd")])
+def test_what_went_wrong_outside_of_the_files_is_no_damage(saved, tmp_path, monkeypatch, error):
+    folder = copy_of(saved, tmp_path)
+    before = listing(folder)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", fail)
+    with pytest.raises(UserError, match=f"checkpoint {folder / '3'} can't be read: {error}; nothing was changed"):
+        restore(folder)
+    assert listing(folder) == before
+
+
+def test_what_is_damaged_only_the_first_time_is_not(saved, monkeypatch):
+    real, calls = checkpoint_damage.read_page, []
+
+    def fail_once(folder):
+        calls.append(folder)
+        if len(calls) == 1:
+            raise checkpoint_damage.Damaged("a bit flipped on the way")
+        return real(folder)
+
+    monkeypatch.setattr(checkpoint, "read_page", fail_once)
+    assert restore(saved[0]).step == 3
+    assert calls == [saved[0] / "3"] * 2
+
+
+def test_a_state_with_other_arrays_is_refused_and_not_damaged(saved):
+    """float16 keeps its loss scale in the state."""
+    before = listing(saved[0])
+    with pytest.raises(UserError, match=r"/3 lacks loss_scale\S+, which this run has: resume with the settings"):
+        restore(saved[0], compute_dtype="float16")
+    assert listing(saved[0]) == before
+
+
+def test_a_folder_that_can_not_be_listed_is_an_error(saved, tmp_path, monkeypatch):
+    folder = copy_of(saved, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/checkpoints can't be used for checkpoints: .*Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints", keep_last=1)
+    checkpoints = Checkpoints(folder, keep_last=1)
+
+    def stale(self):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    with pytest.raises(UserError, match=f"^{folder} can't be read: {folder}: Stale file handle; nothing was changed"):
+        checkpoints.restore(None, None)
+    checkpoints.close()
 
 
 def test_step_of_a_damaged_one_can_be_saved_again(saved, tmp_path):

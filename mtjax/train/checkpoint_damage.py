@@ -1,0 +1,131 @@
+"""What a failed read proves: that a checkpoint is damaged, or only that it could not be read here and now.
+
+A checkpoint is set aside for damage alone, so damage must be proven: all of its files can be read, and what they hold
+is wrong. TensorStore and Orbax are no witnesses of the first: a folder without permission is "not found" to them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mtjax.errors import UserError, first_line
+from mtjax.train.exchange import exchange
+
+T = TypeVar("T")
+
+_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND")
+"""TensorStore's words for contents that are wrong. Others speak of the machine: PERMISSION_DENIED, UNAVAILABLE,
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED."""
+
+
+class Damaged(Exception):
+    """A checkpoint does not hold what was saved."""
+
+
+def together(name: str, folder: Path, read: Callable[[], T]) -> T:
+    """What `read` returns, if it succeeded in every process.
+
+    Args:
+      name: of what is read, for messages.
+      folder: whose files `read` reads.
+      read: raises whatever a broken file, disk or network may cause.
+
+    Raises:
+      Damaged: in all processes, when it is proven in one: each must go on to the same checkpoint.
+      UserError: in all processes, when one refuses what may be good, or could not read it.
+    """
+    result, failure = None, None
+    try:
+        result = read()
+    except Exception as e:
+        failure = _meaning(e, folder)
+    failures = [json.loads(word) for word in exchange(f"reading {name}", json.dumps(failure))]
+    reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
+    if _REFUSED in reasons:
+        raise UserError(reasons[_REFUSED])
+    if _UNREADABLE in reasons:
+        raise UserError(
+            f"{name} can't be read: {reasons[_UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
+        )
+    if _DAMAGED in reasons:
+        raise Damaged(reasons[_DAMAGED])
+    return result  # pyright: ignore[reportReturnType]  (no process failed: it is what `read` returned)
+
+
+_REFUSED, _UNREADABLE, _DAMAGED = "refused", "unreadable", "damaged"
+
+
+def _meaning(error: Exception, folder: Path) -> dict[str, str]:
+    """What kind of failure an error is, and its reason."""
+    if isinstance(error, UserError):
+        return {"kind": _REFUSED, "reason": str(error)}
+    if problem := next(unreadable_files(folder), None):
+        return {"kind": _UNREADABLE, "reason": first_line(problem)}
+    chain = list(_causes(error))
+    if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
+        for e in chain:
+            if isinstance(e, Damaged | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(_DAMAGE):
+                return {"kind": _DAMAGED, "reason": first_line(e)}
+    return {"kind": _UNREADABLE, "reason": first_line(error)}
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def unreadable_files(folder: Path) -> Iterator[OSError]:
+    """What keeps the files of a folder, and those below it, from being read: one error for each that can't be."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as e:
+        yield e
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from unreadable_files(Path(entry.path))
+        elif problem := _unreadable(Path(entry.path)):
+            yield problem
+
+
+def _unreadable(path: Path) -> OSError | None:
+    """Opens a file and reads its first and last byte: a whole one may be large, and each process may have to look."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+            if size := os.fstat(file.fileno()).st_size:
+                file.seek(size - 1)
+                file.read(1)
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        return e
+    return None
+
+
+def read_page(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's page of metadata, without its checksum.
+
+    Raises:
+      Damaged: it is missing, or not what was saved.
+      OSError: it can't be read.
+    """
+    try:
+        page = json.loads((checkpoint / "page" / "metadata").read_bytes())
+    except FileNotFoundError:
+        raise Damaged("its page of metadata is missing") from None
+    except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8
+        raise Damaged("its page of metadata is not what was saved") from e
+    if not isinstance(page, dict) or page.pop("checksum", None) != page_checksum(page):
+        raise Damaged("its page of metadata is not what was saved")
+    if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
+        raise Damaged(f"its page of metadata lacks {', '.join(sorted(missing))}")
+    return page
+
+
+def page_checksum(page: Mapping[str, Any]) -> str:
+    """Of a page without its `checksum`."""
+    return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
