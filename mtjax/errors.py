@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+LOST = 75
+"""Exit code of a run that ended for what happened around it, and that can be resumed (EX_TEMPFAIL of sysexits.h)."""
+
 
 class UserError(Exception):
     """Input that can't be used: the message says what was wrong, with the values, and what to do."""

@@ -206,6 +206,27 @@ FAULTS = (
         "train",
         "test_a_run_that_begins_anew_drops_nothing",
     ),
+    Fault(
+        "train: two runs share a folder",
+        "stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))",
+        "pass",
+        "end_to_end",
+        "test_a_folder_in_use_is_left_alone",
+    ),
+    Fault(
+        "train: a heartbeat from another machine is not heard",
+        "elif _renewed(path) != renewed:",
+        "elif path.parent == path:",
+        "train",
+        "test_a_holder_on_another_machine_is_known_by_its_heartbeat",
+    ),
+    Fault(
+        "train: a run goes on in a folder that another has taken over",
+        "os._exit(LOST)",
+        "return",
+        "train",
+        "test_who_was_stopped_for_too_long_does_not_go_on",
+    ),
     # --- data
     Fault(
         "data: labels are the tokens themselves",

@@ -21,6 +21,7 @@ from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.progress import ProgressLine
+from mtjax.train.run_folder import claim_folder
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.setup import (
     Place,
@@ -77,6 +78,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
         if show is not None:
             show(program, progress.console)
         output, folder = config.output, place.folder
+        stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)
 

@@ -1,6 +1,7 @@
 """The folder of a run: which one it is, and what it may already hold."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -9,8 +10,11 @@ from jax.experimental import multihost_utils
 
 from mtjax.config import Output
 from mtjax.errors import UserError
+from mtjax.train.checkpoint_damage import together
+from mtjax.train.lock import lock_folder
 
 RUNS = Path("runs")
+ADVICE = "add --resume to continue it, or name another folder"
 
 
 def choose_folder(output: Output, name: str) -> Path:
@@ -29,10 +33,34 @@ def choose_folder(output: Output, name: str) -> Path:
         raise UserError(
             f"--out {output.out} holds converted weights: start from them with --init-from, and name another folder"
         )
-    used = _agree(int((output.out / "metrics.jsonl").exists() or (output.out / "checkpoints").exists()))
+    used = _agree(int(holds_run(output.out)))
     if used and not output.resume:
-        raise UserError(f"--out {output.out} holds a run already: add --resume to continue it, or name another folder")
+        raise UserError(f"--out {output.out} holds a run already: {ADVICE}")
     return output.out
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written to a folder."""
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+
+
+def claim_folder(folder: Path, *, resume: bool, say: Callable[[str], object]) -> Callable[[], object]:
+    """Makes the run's folder this run's alone, in the name of all of its processes; returns what gives it back.
+
+    Raises:
+      UserError: another run that lives has it, or began there since it was chosen; it can't be written to.
+    """
+
+    def claim() -> Callable[[], object]:
+        if jax.process_index() != 0:
+            return lambda: None
+        lock = lock_folder(folder, say)
+        if not resume and holds_run(folder):
+            lock.release()
+            raise UserError(f"another run began in {folder}: {ADVICE}")
+        return lock.release
+
+    return together(f"the lock of {folder}", folder, claim)
 
 
 def _numbers(name: str) -> list[int]:

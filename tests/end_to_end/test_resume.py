@@ -1,9 +1,11 @@
 """A run that was stopped in any way and resumed equals one that never was, to the bit."""
 
+import os
 import signal
 
 import pytest
 
+from mtjax.train.lock import lock_folder
 from tests.end_to_end.runs import Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
 
 STEPS = ["--steps", "40"]
@@ -54,6 +56,29 @@ def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrup
     again = launcher.train_here("uninterrupted", *STEPS, "--resume")
     assert again.metrics == uninterrupted.metrics
     assert again.checkpoints == {40}
+
+
+def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finished) -> None:
+    """Two runs would drop each other's metrics and checkpoints."""
+    lock = lock_folder(uninterrupted.out, print)
+    second = launcher.run_here("uninterrupted", *STEPS, "--resume")
+    lock.release()
+    assert second.code == 2
+    assert f"error: uninterrupted is in use: process {os.getpid()} on " in second.stderr
+    assert (second.metrics, second.checkpoints) == (uninterrupted.metrics, {40})
+
+
+@pytest.mark.long
+def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher) -> None:
+    out = launcher.folder / "two-starts"
+    with ended([launcher.start("--out", "two-starts", "--steps", "400", "--checkpoint-every", "50")]) as started:
+        wait_for_step(out, 60, started[0])
+        second = finish(launcher.start("--out", "two-starts", "--steps", "400", "--resume"), out)
+        first = finish(started[0], out)
+    assert second.code == 2
+    assert f"error: two-starts is in use: process {started[0].pid} on " in second.stderr
+    assert first.code == 0
+    assert list(first.losses) == list(range(1, 401))
 
 
 @pytest.mark.long

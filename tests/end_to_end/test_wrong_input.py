@@ -100,9 +100,9 @@ def check_error(stderr: str, message: str) -> None:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """All files but those of the cache, with their times of change."""
+    """All files but those of the cache, with their times of change, and all folders."""
     files = [p for p in folder.rglob("*") if "cache" not in p.parts]
-    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in files}
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns if p.is_file() else 0 for p in files}
 
 
 def test_another_model_than_the_checkpoints_is_refused_by_field(launcher: Launcher, folder: Path) -> None:
