@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "train: two runs share a folder",
-        "stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))",
+        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)",
         "pass",
         "end_to_end",
         "test_a_folder_in_use_is_left_alone",
@@ -226,6 +226,27 @@ FAULTS = (
         "return",
         "train",
         "test_who_was_stopped_for_too_long_does_not_go_on",
+    ),
+    Fault(
+        "train: a silent process is not lost",
+        "if now - self._heard[process] > self._silence",
+        "if now < self._heard[process]",
+        "train",
+        "test_a_process_whose_pulse_stands_still_is_lost",
+    ),
+    Fault(
+        "train: a process that is ahead is late",
+        "if pulse.step < overdue]",
+        "if pulse.step >= overdue]",
+        "train",
+        "test_who_has_not_come_to_a_step_that_takes_too_long_is_late",
+    ),
+    Fault(
+        "train: a validation counts as a step that takes too long",
+        "self._watched = False\n        self._peers",
+        "self._peers",
+        "train",
+        "test_stacks_are_written_once",
     ),
     # --- data
     Fault(

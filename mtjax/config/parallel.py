@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mtjax.config.setting import seconds
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -24,3 +26,8 @@ class Parallel:
     """Number of processes; goes with --coordinator."""
     process_id: int | None = None
     """Number of this process, from 0; goes with --coordinator."""
+    peer_timeout: float = seconds(30.0)
+    """Seconds within which all processes of a run end when one of them is lost."""
+    step_timeout: float | None = seconds(None)
+    """Seconds that a step may take before every process writes its Python stacks to the run's folder; ten times the
+    median step, and at least 60, when not given."""

@@ -76,6 +76,12 @@ def above_zero(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     return setting(default, bound=bound, shapes=shapes)
 
 
+def seconds(default: T) -> T:
+    """A field for a time from 1 second to a week."""
+    bound = Bound(lambda value: 1 <= value <= 604_800, "from 1 to 604800 seconds")
+    return setting(default, bound=bound)
+
+
 def multiple_of(divisor: int, default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """A field for `divisor`, twice `divisor`, and so on."""
     bound = Bound(lambda value: value >= divisor and value % divisor == 0, f"a multiple of {divisor}")

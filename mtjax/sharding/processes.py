@@ -7,10 +7,12 @@ from pathlib import Path
 import jax
 
 from mtjax.config import Parallel
-from mtjax.errors import UserError
+from mtjax.errors import UserError, first_line
 
 START_TIMEOUT = 300
 """Seconds that process 0 waits for the others to appear."""
+HEARTBEAT_TIMEOUT = 3600
+"""Seconds after which jax ends a run that lost a process, with a stack. Training has a quicker watch of its own."""
 
 
 def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> int:
@@ -23,8 +25,7 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
       UserError: --coordinator, --num-processes and --process-id are not given together or don't fit, or a
         process did not appear in time.
     """
-    given = (parallel.coordinator, parallel.num_processes, parallel.process_id)
-    if any(v is not None for v in given):
+    if any(v is not None for v in (parallel.coordinator, parallel.num_processes, parallel.process_id)):
         return _from_options(parallel)
     launcher, count = detect_launcher(environment)
     if count == 1:
@@ -32,6 +33,12 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
     method = "mpi4py" if launcher == "MPI" else None
     _initialize(local_device_ids=local_devices(environment), cluster_detection_method=method)
     return jax.process_count()
+
+
+def several_expected(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether options or a launcher say that there are other processes."""
+    given = (parallel.coordinator, parallel.num_processes, parallel.process_id)
+    return any(v is not None for v in given) or detect_launcher(environment)[1] != 1
 
 
 def detect_launcher(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -62,9 +69,13 @@ def _from_options(parallel: Parallel) -> int:
 
 def _initialize(**options: object) -> None:
     try:
-        jax.distributed.initialize(initialization_timeout=START_TIMEOUT, **options)  # pyright: ignore[reportArgumentType]
+        jax.distributed.initialize(
+            initialization_timeout=START_TIMEOUT,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            **options,  # pyright: ignore[reportArgumentType]
+        )
     except (RuntimeError, ValueError) as e:
-        raise UserError(f"the processes of this run did not find each other: {e}") from e
+        raise UserError(f"the processes of this run did not find each other: {first_line(e)}") from e
 
 
 def local_devices(environment: Mapping[str, str]) -> list[int] | None:

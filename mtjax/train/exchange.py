@@ -26,20 +26,36 @@ def exchange(name: str, word: str, timeout: float = TIMEOUT) -> list[str]:
     Raises:
       UserError: not all processes came in time; says which.
     """
-    if jax.process_count() == 1:
+    if num_processes() == 1:
         return [word]
-    client = distributed.global_state.client
-    assert client is not None, "several processes have a client"
+    client = service()
     place = f"mtjax/{next(_meetings)}/{name.replace(' ', '_')}"
-    client.key_value_set(f"{place}/{jax.process_index()}", word)
+    client.key_value_set(f"{place}/{this_process()}", word)
     try:
         client.wait_at_barrier(place, int(timeout * 1000))
     except jax.errors.JaxRuntimeError as e:
-        missing = sorted(set(range(jax.process_count())) - set(_words(client, place)))
+        missing = sorted(set(range(num_processes())) - set(_words(client, place)))
         who = f"process {', '.join(map(str, missing))} did not come" if missing else "the processes lost each other"
         raise UserError(f"at the meeting '{name}' {who} within {timeout:.0f} s: {first_line(e)}") from e
     words = _words(client, place)
-    return [words[process] for process in range(jax.process_count())]
+    return [words[process] for process in range(num_processes())]
+
+
+def num_processes() -> int:
+    """How many processes the run has; unlike `jax.process_count` it does not need devices, which come later."""
+    return distributed.global_state.num_processes
+
+
+def this_process() -> int:
+    """The number of this process, from 0."""
+    return distributed.global_state.process_id
+
+
+def service() -> Any:
+    """The client of jax's coordination service, which keeps words under keys and holds barriers."""
+    client = distributed.global_state.client
+    assert client is not None, "only several processes have a client"
+    return client
 
 
 def _words(client: Any, place: str) -> dict[int, str]:

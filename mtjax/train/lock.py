@@ -39,7 +39,9 @@ def lock_folder(
       UserError: a process that lives holds it, or the folder can't be written to.
     """
     path = folder / NAME
-    lock = SoftFileLease(path, lease_duration=lease, heartbeat_interval=heartbeat, on_compromise=_end)
+    lock = SoftFileLease(
+        path, lease_duration=lease, heartbeat_interval=heartbeat, on_compromise=_end, thread_local=False
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         holder = _wait(lock, path, say)

@@ -1,11 +1,10 @@
 """A training run from its config to its summary: the one long story, read it from top to bottom."""
 
 import contextlib
-import dataclasses
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
 from mtjax.train.run_folder import claim_folder
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
@@ -34,6 +34,7 @@ from mtjax.train.setup import (
 )
 from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
+from mtjax.train.step_clock import StepClock
 from mtjax.train.weights import check_same_weights
 
 
@@ -63,8 +64,16 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
     """
+    with Peers(config.parallel) as peers:
+        train_with(peers, config, name, show)
+
+
+def train_with(
+    peers: Peers, config: Config, name: str, show: Callable[[Program, Console], object] | None = None
+) -> None:
+    """`train`, once the processes of the run have found each other."""
     # --- Devices and text
-    place = find_place(config, name)
+    place = find_place(config, name, peers)
     config, text = open_text(config, place.folder)
 
     # --- Model: abstract until there is a checkpoint or a seed
@@ -78,7 +87,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
         if show is not None:
             show(program, progress.console)
         output, folder = config.output, place.folder
-        stack.callback(claim_folder(folder, resume=output.resume, say=progress.say))
+        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)
 
@@ -94,6 +103,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
             stack.callback(metrics.close)
 
         # --- Steps
+        peers.advice = resume_command(folder)
         bad_steps = BadSteps(config.training, program.tensors)
         run = Run(config, place, text, program, progress, checkpoints, metrics, bad_steps)
         stack.enter_context(progress)
@@ -101,7 +111,7 @@ def train(config: Config, name: str, *, show: Callable[[Program, Console], objec
 
     # --- Results
     if stopped:
-        progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {resume_command(run)}")
+        progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {peers.advice}")
     else:
         summarise(run, state)
 
@@ -113,56 +123,42 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """
     training, output = run.config.training, run.config.output
     state, consumed = start.state, start.consumed_samples
-    timer = StepTimer(start.step)
     signal_name = None
-    with StopRequest() as stop, open_batches(run, run.text.train, consumed) as batches:
+    clock = StepClock(start.step, run.place.folder, run.config.parallel.step_timeout, run.place.peers, run.progress.say)
+    with StopRequest() as stop, open_batches(run, run.text.train, consumed) as batches, clock:
         for step in range(start.step + 1, training.steps + 1):
             size = run.place.schedule.batch_size(consumed)
-            state, results = run.program.step(state, next_batch(run, batches, size))
+            batch = next_batch(run, batches, size)
+            clock.begin(step)
+            state, results = run.program.step(state, batch)
             run.bad_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
             last = step == training.steps
             validate = run.text.held_out is not None and (step % output.valid_every == 0 or last)
             if step % output.log_every == 0 or step == start.step + 1 or validate or last:
-                entry = measure(step, jax.device_get(results), timer)
+                entry = measure(step, jax.device_get(results), clock)
                 check_steps(run, state)
                 if validate:
+                    clock.pause("the validation")
                     entry |= validation_losses(run, state)
-                    timer.restart(step)
+                    clock.restart(step)
                 report(run, entry, compiled=step == start.step + 1)
             elif run.bad_steps.is_full:
                 check_steps(run, state)
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
+                clock.pause("the save")
                 run.checkpoints.save(state, run.config, consumed)
-                timer.restart(step)
+                clock.restart(step)
             if signal_name:
                 break
     return state, signal_name
 
 
-@dataclass
-class StepTimer:
-    """Seconds per step since something last stopped the clock; the first step, which compiles, is timed on its own."""
-
-    step: int
-    since: float = dataclasses.field(default_factory=time.perf_counter)
-
-    def lap(self, step: int) -> float:
-        """Mean seconds of the steps since the last lap or restart."""
-        seconds = (time.perf_counter() - self.since) / (step - self.step)
-        self.restart(step)
-        return seconds
-
-    def restart(self, step: int) -> None:
-        """Leaves out what happened since the last lap."""
-        self.step, self.since = step, time.perf_counter()
-
-
-def measure(step: int, results: dict[str, Any], timer: StepTimer) -> dict[str, Any]:
+def measure(step: int, results: dict[str, Any], clock: StepClock) -> dict[str, Any]:
     """A step's entry in the metrics."""
-    seconds = timer.lap(step)
+    seconds = clock.lap(step)
     entry = {"step": step} | {name: float(value) for name, value in results.items() if name != "first_bad"}
     return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
 
@@ -227,9 +223,9 @@ def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
     return global_batch(run.program.batch_sharding, {name: local[name] for name in run.program.batch_names}, size)
 
 
-def resume_command(run: Run, extra: str = "") -> str:
-    """What to type to resume this run."""
-    return f"mtjax train --config {run.place.folder / 'config.toml'} --resume{extra}"
+def resume_command(folder: Path, extra: str = "") -> str:
+    """What to type to resume the run in a folder."""
+    return f"mtjax train --config {folder / 'config.toml'} --resume{extra}"
 
 
 def summarise(run: Run, state: State) -> None:
@@ -241,7 +237,7 @@ def summarise(run: Run, state: State) -> None:
     run.progress.say(
         f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {run.place.folder}\n"
         f"{sample}"
-        f"next    {resume_command(run, f' --steps {2 * steps}')}\n"
+        f"next    {resume_command(run.place.folder, f' --steps {2 * steps}')}\n"
         f"        mtjax inspect --config {run.place.folder / 'config.toml'}"
     )
 

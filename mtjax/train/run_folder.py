@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from mtjax.config import Output
 from mtjax.errors import UserError
 from mtjax.train.checkpoint_damage import together
+from mtjax.train.exchange import exchange
 from mtjax.train.lock import lock_folder
 
 RUNS = Path("runs")
@@ -70,6 +69,4 @@ def _numbers(name: str) -> list[int]:
 
 def _agree(number: int) -> int:
     """Process 0's number, in all processes: another may have looked after the folder was made."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return int(exchange("the choice of the folder", str(number))[0])

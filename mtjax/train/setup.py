@@ -12,13 +12,13 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.processes import start_processes
 from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import CONVENTION
+from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
 from mtjax.train.run_folder import choose_folder
 from mtjax.train.step import Program
@@ -36,6 +36,8 @@ class Place:
     weights: Weights | None
     """What the run starts from; None for random weights."""
     is_first_process: bool
+    peers: Peers
+    """The processes of the run."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,21 @@ class Text:
     """What validation reads; None when there is none."""
 
 
-def find_place(config: Config, name: str) -> Place:
-    """Joins the other processes, takes the devices and chooses the folder of a run called `name`.
+def find_place(config: Config, name: str, peers: Peers) -> Place:
+    """Takes the devices and chooses the folder of a run called `name`.
 
     Raises:
       UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
     """
-    num_processes = start_processes(config.parallel)
     shape = parse_mesh(config.parallel.mesh)
     check_implemented(shape)
     check_config(config, shape)
     schedule = data.batch_schedule(config.training)
     check_ramp(config, schedule.batch_sizes(), shape)
-    mesh = attach_devices(shape, num_processes)
+    mesh = attach_devices(shape, peers.count)
     folder = choose_folder(config.output, name)
     weights = find_weights(config.training.init_from) if config.training.init_from else None
-    return Place(shape, mesh, schedule, folder, weights, jax.process_index() == 0)
+    return Place(shape, mesh, schedule, folder, weights, jax.process_index() == 0, peers)
 
 
 def open_text(config: Config, folder: Path) -> tuple[Config, Text]:

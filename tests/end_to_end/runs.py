@@ -162,6 +162,7 @@ def ended(processes: "Sequence[subprocess.Popen[str]]") -> "Iterator[Sequence[su
         for process in processes:
             if process.poll() is None:
                 process.kill()
+            if process.stdout and not process.stdout.closed:
                 process.communicate()
 
 

@@ -1,0 +1,254 @@
+"""The processes of a run watch each other: when one is lost, the others say which one and end.
+
+Each process leaves a pulse at jax's coordination service, which runs in process 0. Process 0 reads them all and leaves
+a verdict, which the others read: so a beat costs a process three small messages, however many processes there are.
+Silence is measured by the listener's clock. What jax does when a process is lost is slower, and ends in a C++ stack.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+
+from mtjax.config import Parallel
+from mtjax.errors import LOST, UserError, first_line
+from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
+from mtjax.train.exchange import exchange, num_processes, service, this_process
+from mtjax.train.native_stderr import NativeStderr
+
+PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
+SILENCE = 0.6
+"""Share of the time-out after which a silent process counts as lost: the rest is for telling the others."""
+BEATS = 30
+"""Beats in a time-out."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a process says of itself."""
+
+    count: int = 0
+    """Grows with each beat."""
+    where: str = "the start"
+    step: int = 0
+    overdue: bool = False
+    """Whether its step takes far longer than others did."""
+    ended: str | None = None
+    """Why it ended; None while it runs."""
+    code: int = LOST
+    """With which exit code it ended."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What process 0 makes of the pulses."""
+
+    count: int = 0
+    """Grows with each beat."""
+    where: str = "the start"
+    """Of process 0."""
+    lost: tuple[tuple[int, str, int], ...] = ()
+    """Processes that are lost, what became of them, and the exit code for the others."""
+    overdue_step: int = 0
+    """The step that takes too long; every process writes its stacks once."""
+    late: tuple[int, ...] = ()
+    """Processes that have not come to that step."""
+
+
+class Roll:
+    """When each process was last heard. Used by process 0.
+
+    Args:
+      who: of each process, host and process id.
+      silence: seconds after which a process is lost.
+    """
+
+    def __init__(self, who: list[str], silence: float) -> None:
+        self._who, self._silence = who, silence
+        self._pulses: dict[int, Pulse] = {}
+        self._heard: dict[int, float] = {}
+
+    def verdict(self, pulses: dict[int, Pulse], now: float) -> Verdict:
+        """What to make of the pulses that the service has at a time, in seconds."""
+        for process in range(len(self._who)):
+            pulse = pulses.get(process, Pulse())
+            if process not in self._heard or pulse != self._pulses[process]:
+                self._pulses[process], self._heard[process] = pulse, now
+        running = {process: pulse for process, pulse in self._pulses.items() if pulse.ended is None}
+        ended = [(process, f"ended: {p.ended}", p.code) for process, p in self._pulses.items() if p.ended]
+        silent = [
+            (process, f"stopped answering at {pulse.where}", LOST)
+            for process, pulse in running.items()
+            if now - self._heard[process] > self._silence
+        ]
+        overdue = max((pulse.step for pulse in running.values() if pulse.overdue), default=0)
+        late = [process for process, pulse in running.items() if pulse.step < overdue]
+        here = self._pulses[0]
+        return Verdict(here.count, here.where, tuple(ended or silent), overdue, tuple(late))
+
+
+class Peers:
+    """This process among those of its run; use as a context manager around all that they do together.
+
+    Args:
+      parallel: how the processes find each other, and the seconds within which all end when one is lost.
+
+    Attributes:
+      count: how many processes there are.
+      advice: what to type to go on.
+      at_end: called when this process leaves the others, however that comes.
+      on_overdue: called once for each step that takes too long, with the step and the names of those who have not come
+        to it.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self._timeout, self._beat_seconds = parallel.peer_timeout, parallel.peer_timeout / BEATS
+        self._me, self.count = 0, 1
+        self.advice = "start the run again"
+        self.at_end: Callable[[], object] = lambda: None
+        self.on_overdue: Callable[[int, str], object] = lambda step, late: None
+        self._who = [""]
+        self._pulse, self._verdict, self._heard = Pulse(), Verdict(), time.monotonic()
+        self._service_lost, self._closed, self._beaten = threading.Event(), threading.Event(), threading.Event()
+
+    def __enter__(self) -> "Peers":
+        """Joins the other processes.
+
+        Raises:
+          UserError: what says how they find each other is wrong.
+        """
+        if not several_expected(self._parallel):
+            return self
+        self._stderr = NativeStderr(self._given_up)
+        try:
+            start_processes(self._parallel)
+        except UserError:
+            self._stderr.close()
+            raise
+        self._me, self.count = this_process(), num_processes()
+        if self.count == 1:
+            self._stderr.close()
+        else:
+            self._who = exchange("the start of the run", f"{socket.gethostname()}, pid {os.getpid()}")
+            self._roll, self._heard = Roll(self._who, SILENCE * self._timeout), time.monotonic()
+            for body in (self._beat, self._watch):
+                threading.Thread(target=body, name=f"peers {body.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.count > 1 and error is not None:
+            self._leave(error)
+        if self.count > 1:
+            exchange("the end of the run", "")
+            self._closed.set()
+            self._stderr.close()
+        self.at_end()
+
+    def _leave(self, error: BaseException) -> NoReturn:
+        """Tells the others why this process ends, and ends it: jax's own goodbye would wait for them."""
+        if not isinstance(error, UserError | KeyboardInterrupt):
+            time.sleep(0.8 * self._timeout)  # does it come from a lost process? Then `_watch` ends this one meanwhile
+        self._stderr.flush()
+        code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        said = "interrupted" if code == 130 else first_line(error, 1000)
+        self._pulse = replace(self._pulse, ended=said, code=code)
+        self._beaten.clear()
+        self._beaten.wait(self._timeout / 2)
+        if code == 1:
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            print(f"error: {said}", file=sys.stderr)
+        self._exit(code)
+
+    def _given_up(self) -> None:
+        """Called where jax's client would abort this process."""
+        if self.count == 1:
+            where = f" at {self._parallel.coordinator}" if self._parallel.coordinator else ""
+            print(
+                f"error: not all processes of this run met{where} within {START_TIMEOUT} s: "
+                "is each of them started, and can it reach the first one's host?",
+                file=sys.stderr,
+            )
+            os._exit(LOST)
+        self._service_lost.set()
+        while True:
+            time.sleep(1)  # `_watch` says who is lost, and ends this process
+
+    def at(self, where: str, step: int = 0, *, overdue: bool = False) -> None:
+        """Notes where this process is: `step 12`."""
+        self._pulse = Pulse(0, where, step, overdue)
+
+    def _exit(self, code: int) -> NoReturn:
+        with contextlib.suppress(Exception):
+            self.at_end()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self._me == 0:
+            time.sleep(4 * self._beat_seconds)  # the service goes with this process: the others must hear the verdict
+        os._exit(code)
+
+    def _beat(self) -> None:
+        """Leaves this process' pulse and reads the verdict, again and again. Hangs when the service does."""
+        for count in itertools.count(1):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` counts the seconds without a verdict
+                pulse = replace(self._pulse, count=count)
+                service().key_value_set(f"{PULSES}{self._me}", json.dumps(asdict(pulse)), allow_overwrite=True)
+                if self._me == 0:
+                    self._judge()
+                verdict = Verdict(**json.loads(service().key_value_try_get(VERDICT)))
+                if verdict.count != self._verdict.count:
+                    self._verdict, self._heard = verdict, time.monotonic()
+                if pulse.ended is not None:
+                    self._beaten.set()
+            if self._closed.wait(self._beat_seconds):
+                return
+
+    def _judge(self) -> None:
+        pulses = {
+            int(key.removeprefix(PULSES)): Pulse(**json.loads(word))
+            for key, word in service().key_value_dir_get(PULSES)
+        }
+        verdict = self._roll.verdict(pulses, time.monotonic())
+        service().key_value_set(VERDICT, json.dumps(asdict(verdict)), allow_overwrite=True)
+
+    def _watch(self) -> None:
+        """Ends this process when the verdict, or its absence, says that another is lost."""
+        told = 0
+        while not self._closed.wait(self._beat_seconds / 2):
+            verdict = self._verdict
+            if self._pulse.ended is not None:
+                return  # `_leave` ends this process
+            lost = list(verdict.lost)
+            if self._service_lost.is_set() or time.monotonic() - self._heard > SILENCE * self._timeout:
+                lost = lost or [(0, f"stopped answering at {verdict.where}", LOST)]
+            if lost:
+                self._say_and_exit(lost)
+            if verdict.overdue_step > told:
+                told = verdict.overdue_step
+                with contextlib.suppress(OSError):  # stacks are a help, and the disk may be what is slow
+                    self.on_overdue(told, self._names(verdict.late))
+
+    def _say_and_exit(self, lost: list[tuple[int, str, int]]) -> None:
+        process, what, code = lost[0]
+        others = f", and so did {len(lost) - 1} more" if lost[1:] else ""
+        advice = f"; go on with: {self.advice}" if code == LOST else ""
+        print(f"error: {self._names((process,))} {what}{others}{advice}", file=sys.stderr)
+        self._exit(code)
+
+    def _names(self, processes: tuple[int, ...]) -> str:
+        named = [f"process {process} ({self._who[process]})" for process in processes[:3]]
+        return ", ".join(named) + (f" and {len(processes) - 3} more" if processes[3:] else "")

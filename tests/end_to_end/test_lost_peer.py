@@ -1,0 +1,145 @@
+"""Processes that are killed, frozen, late or wrong: each of the others says so in one sentence, and none waits on."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mtjax.errors import LOST
+from tests.end_to_end.runs import Launcher, ended, finish, free_port, wait_for_checkpoint
+
+pytestmark = pytest.mark.long
+
+TIMEOUT = 10
+LONG_RUN = ["--steps", "100000", "--checkpoint-every", "5", "--peer-timeout", str(TIMEOUT)]
+
+
+def the_error(stderr: str) -> str:
+    """The one line of stderr that is no progress of preparing data."""
+    (line,) = [line for line in stderr.splitlines() if not re.match("preparing|training a tokenizer", line)]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (1, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        (0, signal.SIGKILL),  # the first process has jax's coordination service
+        (0, signal.SIGSTOP),
+    ],
+)
+def test_the_other_names_who_is_lost(victim: int, number: signal.Signals, launcher: Launcher) -> None:
+    name = f"lost-{victim}-{number.name}"
+    out = launcher.folder / name
+    with ended(launcher.start_together(name, *LONG_RUN)) as started:
+        wait_for_checkpoint(out, 5, started[0])
+        lost, begun = started[victim], time.monotonic()
+        lost.send_signal(number)
+        finished = finish(started[1 - victim], out)
+        assert time.monotonic() - begun < TIMEOUT
+    assert finished.code == LOST
+    said = re.fullmatch(
+        rf"error: process {victim} \(\S+, pid {lost.pid}\) stopped answering at (?:step|the save after step) \d+; "
+        "go on with: (mtjax .*)",
+        the_error(finished.stderr),
+    )
+    assert said, finished.stderr
+    if (victim, number) == (1, signal.SIGKILL):
+        words = shlex.split(said[1])[2:]
+        again = finish(launcher.start(*words, "--steps", str(max(finished.losses) + 2)), out)
+        assert again.code == 0, again.stderr
+        assert "resumed from step" in again.stdout
+        assert "took" not in again.stdout  # the folder was given back
+
+
+def test_one_process_with_wrong_input_ends_all(launcher: Launcher) -> None:
+    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", "one-wrong"]
+    right = launcher.start(*together, "--process-id", "0", "--steps", "3")
+    wrong = launcher.start(*together, "--process-id", "1", "--steps", "3", data="missing.txt")
+    with ended([right, wrong]) as started:
+        finished = [finish(process, launcher.folder / "one-wrong") for process in started]
+    assert [end.code for end in finished] == [2, 2]
+    assert the_error(finished[1].stderr) == "error: no file matches 'missing.txt'"
+    said = rf"error: process 1 \(\S+, pid {wrong.pid}\) ended: no file matches 'missing.txt'"
+    assert re.fullmatch(said, the_error(finished[0].stderr))
+
+
+LATE = """
+import sys, time
+from mtjax.train import loop
+from mtjax.train.__main__ import main
+load, calls = loop.next_batch, []
+def load_slowly(*arguments):
+    calls.append(1)
+    if len(calls) == 6:
+        time.sleep(12)
+    return load(*arguments)
+loop.next_batch = load_slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_step_that_takes_too_long_leaves_stacks_and_a_name(launcher: Launcher) -> None:
+    out = launcher.folder / "late"
+    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", "late", "--steps", "8"]
+    command = launcher.command("--data", "text.txt", *together, "--step-timeout", "3", "--process-id", "1")
+    prompt = launcher.start(*together, "--step-timeout", "3", "--process-id", "0")
+    late = subprocess.Popen([sys.executable, "-c", LATE, *command[3:]], cwd=launcher.folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    with ended([prompt, late]) as started:
+        finished = [finish(process, out) for process in started]
+    assert [end.code for end in finished] == [0, 0], [end.stderr for end in finished]
+    name = rf"process 1 \(\S+, pid {late.pid}\)"
+    assert re.search(rf"step 6 takes far longer than those before it; {name} did not come to it", finished[0].stdout)
+    assert "load_slowly" in (out / "stacks/step-6-process-1.txt").read_text()
+    assert (out / "stacks/step-6-process-0.txt").stat().st_size > 0
+
+
+ALONE = """
+import sys
+from mtjax.config import Parallel
+from mtjax.sharding import processes
+from mtjax.train import exchange, peers
+from mtjax.cli import run_main
+peers.START_TIMEOUT = processes.START_TIMEOUT = 5
+port, number, meets = sys.argv[1:]
+def body():
+    with peers.Peers(Parallel(coordinator=f"localhost:{port}", num_processes=2, process_id=int(number))):
+        if meets == "yes":
+            exchange.exchange("the tea", "milk", timeout=2)
+        else:
+            import time; time.sleep(5)
+sys.exit(run_main(body))
+"""
+
+
+def alone(port: int, number: int, meets: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", ALONE, str(port), str(number), meets]
+    return subprocess.Popen(
+        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_nobody_joins_says_so(number: int, tmp_path: Path) -> None:
+    with ended([alone(port := free_port(), number, "no")]) as (process,):
+        finished = finish(process, tmp_path)
+    assert finished.code == LOST
+    assert the_error(finished.stderr).startswith(
+        f"error: not all processes of this run met at localhost:{port} within 5 s: is each of them started"
+    )
+
+
+def test_who_does_not_come_to_a_meeting_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    with ended([alone(port, 0, "no"), alone(port, 1, "yes")]) as started:
+        finished = [finish(process, tmp_path) for process in started]
+    assert finished[1].code == 2
+    assert "error: at the meeting 'the tea' process 0 did not come within 2 s: " in the_error(finished[1].stderr)
