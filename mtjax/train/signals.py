@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run after its next step, the same step in all processes."""
+"""SIGTERM, SIGHUP and Ctrl-C end a run after its next step, the same step in all processes."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ class StopRequest:
     """Watches for a request to stop; use as a context manager.
 
     In one process it handles the signals itself, and a second Ctrl-C interrupts at once. With several, jax's
-    coordination service catches SIGTERM and makes all of them agree on the step; Ctrl-C is passed on as SIGTERM.
+    coordination service catches SIGTERM and makes all of them agree on the step; the others are passed on as SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -20,9 +20,8 @@ class StopRequest:
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "StopRequest":
-        self._before = {signal.SIGINT: signal.signal(signal.SIGINT, self._handle)}
-        if not self._together:
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+        numbers = [signal.SIGINT, signal.SIGHUP] + ([] if self._together else [signal.SIGTERM])
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,7 +33,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self._signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._signal = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        self._signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def at(self, step: int) -> str | None:
         """The name of what asked the run to stop after this step; None if nothing did."""
