@@ -320,6 +320,28 @@ FAULTS = (
         "theory",
         "test_zero_1_moves_what_an_all_reduce_moves",
     ),
+    Fault(
+        "plan: --mesh auto takes what does not fit",
+        "fitting = [plan for plan in inside if needed[plan] <= limit]",
+        "fitting = inside",
+        "plan",
+        "test_what_fits_on_no_mesh_says_what_it_needs",
+    ),
+    # --- launch
+    Fault(
+        "launch: wrong input is started again",
+        "ended.code in (0, 2, 130)",
+        "ended.code in (0, 130)",
+        "launch",
+        "test_what_is_not_started_again",
+    ),
+    Fault(
+        "launch: a restart begins anew",
+        'arguments = [*arguments, "--resume"]',
+        "arguments = [*arguments]",
+        "launch",
+        "test_a_failure_is_resumed_in_the_same_folder_with_the_devices_that_are_left",
+    ),
     # --- convert
     Fault(
         "convert: pieces of an array have the fingerprint of its beginning",

@@ -26,11 +26,11 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BASE | {"theory", "sharding", "models", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
-TOOLS = {"evaluate", "finetune", "generate", "serve", "convert"}
+TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch"}
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
-COMMANDS = {"train.__main__": {"cli", "inspect"}, "plan.__main__": {"cli", "inspect"}}
-"""What a command hands to its package, which knows nothing of it: `train --inspect`, `plan --verify`."""
+COMMANDS = {"train.__main__": {"cli", "inspect", "plan"}, "plan.__main__": {"cli", "inspect"}}
+"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `plan --verify`."""
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""

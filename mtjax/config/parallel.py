@@ -11,7 +11,8 @@ class Parallel:
     """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
-    """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8."""
+    """Devices as DATAxMODEL, say 64x8, or by name: data=64,model=8; auto (train and launch) takes the planner's fastest
+    mesh of all devices."""
     sequence_parallel: bool = False
     """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
     take 1/model of the memory, for the same number of bytes sent."""

@@ -13,6 +13,9 @@ AXES: Axes = (*MANUAL, MODEL)
 IMPLEMENTED: Axes = (DATA, MODEL)
 """Axes over which mtjax trains; the planner counts with others too."""
 
+AUTO = "auto"
+"""What stands for the mesh of a run that takes the planner's fastest."""
+
 POSITIONAL: dict[int, Axes] = {2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
 """What the numbers of "64x8" and "8x4x8" stand for."""
 
@@ -56,6 +59,10 @@ def parse_mesh(text: str) -> MeshShape:
     Raises:
       UserError: the text is neither, names an unknown axis or one twice, or has a way below 1.
     """
+    if text == AUTO:
+        raise UserError(
+            "mesh auto is for mtjax train and mtjax launch, which know their devices: give a shape, like 64x8"
+        )
     if re.fullmatch(r"\s*\d+(x\d+){1,2}\s*", text):
         numbers = [int(word) for word in text.split("x")]
         ways = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))

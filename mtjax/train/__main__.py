@@ -3,27 +3,10 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mtjax.cli import parse, run_main
-
-DESCRIPTION = """Trains a GPT, Llama, BERT or T5.
-
-Without options: a small GPT, on the documentation that comes with Python, over 8 virtual CPU devices.
-
-Examples:
-  mtjax train --data book.txt --steps 500
-  mtjax train --config gpt2-small --mesh 4x2 --out runs/small
-  mtjax train --config runs/small/config.toml --resume
-"""
-
-
-@dataclass(frozen=True)
-class Options:
-    """For this start of the run only."""
-
-    inspect: bool = False
-    """Show what a step sends, as `mtjax inspect` does, before the first step."""
+from mtjax.theory.mesh import AUTO
+from mtjax.train.options import DESCRIPTION, Options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,20 +14,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         command = parse(argv, "mtjax train", DESCRIPTION, Options)
-        from mtjax.train.local import processes_needed, run_processes
+        from mtjax.train.local import Member, processes_needed, run_members, together
 
         count = processes_needed(command.config, os.environ)
         if count > 1:
-            print(
-                f"{command.config.parallel.mesh} virtual CPU devices need {count} processes: starting them", flush=True
-            )
-            return run_processes(list(sys.argv[1:] if argv is None else argv), count)
+            mesh = command.config.parallel.mesh
+            print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
+            words = list(sys.argv[1:] if argv is None else argv)
+            members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(together(words, count))]
+            return run_members(members, command.config.parallel.peer_timeout).code
         from mtjax.train.loop import train  # seconds to import: not before the options are right
 
         show = None
         if command.options.inspect:
             from mtjax.inspect.hook import show_program as show
-        train(command.config, command.name, show=show)
+        choose_mesh = None
+        if command.config.parallel.mesh == AUTO:
+            from mtjax.plan.auto import fastest_mesh as choose_mesh
+        train(command.config, command.name, show=show, choose_mesh=choose_mesh)
         return 0
 
     return run_main(body)

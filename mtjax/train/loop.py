@@ -24,6 +24,7 @@ from mtjax.train.progress import ProgressLine
 from mtjax.train.run_folder import claim_folder
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.setup import (
+    ChooseMesh,
     Place,
     Text,
     find_place,
@@ -31,6 +32,7 @@ from mtjax.train.setup import (
     open_text,
     restore_or_initialize,
     shareable,
+    with_mesh,
 )
 from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
@@ -53,24 +55,26 @@ class Run:
     bad_steps: BadSteps
 
 
-def train(config: Config, name: str, *, show: Callable[[Program, Console], object] | None = None) -> None:
+Show = Callable[[Program, Console], object]
+
+
+def train(config: Config, name: str, *, show: Show | None = None, choose_mesh: ChooseMesh | None = None) -> None:
     """Trains the model of `config`.
 
     Args:
       config: the run.
       name: what the run is called.
       show: called with the program before its first step.
+      choose_mesh: what `--mesh auto` asks.
 
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
     """
     with Peers(config.parallel) as peers:
-        train_with(peers, config, name, show)
+        train_with(peers, with_mesh(config, choose_mesh), name, show)
 
 
-def train_with(
-    peers: Peers, config: Config, name: str, show: Callable[[Program, Console], object] | None = None
-) -> None:
+def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> None:
     """`train`, once the processes of the run have found each other."""
     # --- Devices and text
     place = find_place(config, name, peers)

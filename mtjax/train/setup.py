@@ -1,5 +1,6 @@
 """What a run needs before its first step: devices, a folder, text, and its initial state."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
 from mtjax.errors import UserError
-from mtjax.sharding.mesh import attach_devices
+from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
+from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import CONVENTION
 from mtjax.train.peers import Peers
@@ -23,6 +24,9 @@ from mtjax.train.progress import ProgressLine
 from mtjax.train.run_folder import choose_folder
 from mtjax.train.step import Program
 from mtjax.train.weights import Weights, find_weights, restore_weights
+
+ChooseMesh = Callable[[Config, int, str], MeshShape]
+"""From a run, its number of devices and their kind to its mesh."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,19 @@ class Text:
     train: Dataset
     held_out: Dataset | None
     """What validation reads; None when there is none."""
+
+
+def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
+    """The config with a mesh of all devices in the place of `auto`. On CPUs each process has one device then.
+
+    Raises:
+      UserError: there is no such mesh.
+    """
+    if config.parallel.mesh != AUTO or choose is None:
+        return config
+    use_cpu_devices(1)
+    devices = jax.devices()
+    return configs.replace(config, mesh=str(choose(config, len(devices), devices[0].device_kind)))
 
 
 def find_place(config: Config, name: str, peers: Peers) -> Place:

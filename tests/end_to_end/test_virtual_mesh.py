@@ -29,3 +29,11 @@ def test_three_steps_on_16_devices_equal_those_of_one(launcher: Launcher) -> Non
     alone = launcher.train_here("alone-of-4x4", "--mesh", "1x1", "--steps", "3")
     cluster = launcher.train("cluster-4x4", "--mesh", "4x4", "--steps", "3")
     assert relative_difference(cluster.losses, alone.losses) < 1e-5
+
+
+@pytest.mark.long
+def test_a_mesh_of_the_planners_choice_takes_the_devices_of_all_processes(launcher: Launcher) -> None:
+    """One CPU device each; the run's config says which mesh it was."""
+    chosen = launcher.train_together("auto", "--mesh", "auto", "--steps", "1", "--global-batch-size", "8")[0]
+    assert "mesh    2x1 (data x model): 2 virtual CPU devices in 2 processes" in chosen.stdout
+    assert 'mesh = "2x1"' in (chosen.out / "config.toml").read_text()

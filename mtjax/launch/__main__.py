@@ -1,0 +1,55 @@
+"""`python -m mtjax.launch`, also `mtjax launch`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtjax import cli
+from mtjax.config.checks import check_bounds
+from mtjax.config.setting import at_least
+from mtjax.errors import UserError
+from mtjax.train import options as train_options
+
+DESCRIPTION = """Trains in several processes on this machine, and after a failure again from the last checkpoint.
+
+What comes after `--` are the options of `mtjax train`. Each line of output begins with the number of its process.
+
+Examples:
+  mtjax launch --restarts 10 -- --config gpt2-small --mesh 8x1 --data corpus.txt --out runs/small
+  mtjax launch --processes 2 -- --mesh 2x4
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the processes are started."""
+
+    processes: int | None = at_least(1, None)
+    """Number of processes; one per GPU when not given, and without GPUs as many as the virtual CPU devices take."""
+    restarts: int = at_least(0, 0)
+    """How often the run is started again after a failure, from its last checkpoint; with fewer devices where some are
+    gone and the batch divides. Wrong input and a request to stop are no failures."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+
+    def body() -> int:
+        words = list(sys.argv[1:] if argv is None else argv)
+        at = words.index("--") if "--" in words else len(words)
+        options: Options = cli.read(Options, words[:at], "mtjax launch", DESCRIPTION)
+        check_bounds(options)
+        if at == len(words):
+            raise UserError("the options of mtjax train go after `--`: mtjax launch --restarts 3 -- --config NAME")
+        train = words[at + 1 :]
+        command = cli.parse(train, "mtjax train", train_options.DESCRIPTION, train_options.Options)
+        from mtjax.launch.run import launch  # takes a second to import: not before the options are right
+
+        return launch(train, command.config, command.name, options.processes, options.restarts, os.environ)
+
+    return cli.run_main(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

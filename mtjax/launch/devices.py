@@ -1,0 +1,63 @@
+"""The devices of this machine, and the largest mesh of a run that they can hold."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.sharding.mesh import has_gpu
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.mesh import MeshShape, parse_mesh
+
+QUERY = ["--query-gpu=index", "--format=csv,noheader"]
+
+
+def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The GPUs that answer, as `CUDA_VISIBLE_DEVICES` names them; None on a machine without GPUs.
+
+    A GPU that fell off the bus keeps its file in /dev, and nvidia-smi leaves it out or names it in an error.
+    """
+    if not has_gpu():
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    allowed = visible.split(",") if visible else None
+    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if program is None:
+        return allowed
+    try:
+        said = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=60).stdout
+    except subprocess.TimeoutExpired:
+        return []
+    answering = [line.strip() for line in said.splitlines() if line.strip().isdigit()]
+    if allowed is None:
+        return answering
+    return [name for name in allowed if name in answering or not name.isdigit()]
+
+
+def mesh_within(config: Config, devices: int) -> MeshShape:
+    """The run's mesh, or with too few devices the largest with fewer data ways that divides the batch.
+
+    Raises:
+      UserError: there is none.
+    """
+    wanted = parse_mesh(config.parallel.mesh)
+    for data in range(wanted.data, 0, -1):
+        shape = replace(wanted, data=data)
+        if shape.size <= devices and _divides(config, shape):
+            return shape
+    raise UserError(
+        f"mesh {wanted} needs {wanted.size} devices, and there are {devices}; no mesh with fewer data ways divides "
+        f"global batch {config.training.global_batch_size} and fits them"
+    )
+
+
+def _divides(config: Config, shape: MeshShape) -> bool:
+    try:
+        check_config(configs.replace(config, mesh=str(shape)), shape)
+    except UserError:
+        return False
+    return True

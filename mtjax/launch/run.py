@@ -1,0 +1,137 @@
+"""A run in several processes on this machine, started again after failures."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.launch.devices import mesh_within, working_gpus
+from mtjax.sharding.mesh import MAX_CPU_DEVICES
+from mtjax.sharding.processes import several_expected
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
+from mtjax.train.local import MAX_PROCESSES, Ended, Member, processes_needed, run_members, together
+from mtjax.train.run_folder import choose_folder
+
+LONGEST_PAUSE = 60.0
+"""Seconds: pauses before a restart double up to this."""
+
+
+def launch(
+    arguments: Sequence[str],
+    config: Config,
+    name: str,
+    processes: int | None,
+    restarts: int,
+    environment: Mapping[str, str],
+    *,
+    gpus: Callable[[], list[str] | None] = working_gpus,
+) -> int:
+    """Runs `mtjax train` until it is done, asked to stop, wrong, or has failed once more than `restarts` times.
+
+    Args:
+      arguments: of `mtjax train`.
+      config: what they say.
+      name: of the config, for the run's folder.
+      processes: how many; None leaves it to the devices.
+      restarts: how many.
+      environment: of this process.
+      gpus: the working GPUs of this machine; asked before each start.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UserError: the run can't be started like this; nothing has been.
+    """
+    if several_expected(config.parallel, environment):
+        raise UserError("mtjax launch starts the processes itself: leave out --coordinator, --num-processes and srun")
+    devices = gpus()
+    mesh, size = _mesh(config, devices, processes)
+    count = processes or _count(config, devices, environment)
+    check_processes(mesh, size, count, devices)
+    if mesh != AUTO:
+        check_config(config, parse_mesh(mesh))
+    share = size // count
+    folder = choose_folder(config.output, name)
+    arguments = [*arguments, "--out", str(folder)]
+    for attempt in range(restarts + 1):
+        if attempt:
+            devices = gpus()
+            mesh, size = _mesh(_within(config, devices), devices, processes)
+        used = None if devices is None else devices[:size]
+        ended = _run([*arguments, "--mesh", mesh], max(1, size // share), used, config.parallel.peer_timeout)
+        if ended.asked or ended.code in (0, 2, 130) or attempt == restarts:
+            return ended.code
+        pause = min(LONGEST_PAUSE, 2.0**attempt)
+        _say(f"{reason(ended)}; restart {attempt + 1} of {restarts} in {pause:.0f} s")
+        time.sleep(pause)
+        arguments = [*arguments, "--resume"]
+    raise AssertionError("the last attempt returns")
+
+
+def _mesh(config: Config, gpus: Sequence[str] | None, processes: int | None) -> tuple[str, int]:
+    """The run's mesh and its number of devices; for `auto` those of the machine, on CPUs one in each process."""
+    if config.parallel.mesh == AUTO:
+        return AUTO, (processes or 1) if gpus is None else len(gpus)
+    shape = parse_mesh(config.parallel.mesh)
+    check_implemented(shape)
+    return str(shape), shape.size
+
+
+def _within(config: Config, gpus: Sequence[str] | None) -> Config:
+    """The run on the GPUs that are left."""
+    if gpus is None or config.parallel.mesh == AUTO:
+        return config
+    return configs.replace(config, mesh=str(mesh_within(config, len(gpus))))
+
+
+def check_processes(mesh: str, size: int, count: int, gpus: Sequence[str] | None) -> None:
+    """Checks that this machine can hold the processes of a run on a mesh of `size` devices.
+
+    Raises:
+      UserError: the devices don't divide over them, there are too many, or too few devices.
+    """
+    if count > MAX_PROCESSES:
+        raise UserError(f"{count} processes are more than one machine is for: at most {MAX_PROCESSES}")
+    if gpus is not None and size > len(gpus):
+        raise UserError(f"mesh {mesh} needs {size} devices, and this machine has {len(gpus)} GPUs that answer")
+    if size == 0 or size % count:
+        raise UserError(f"mesh {mesh} has {size} devices, which don't divide over --processes {count}")
+    if gpus is None and size // count > MAX_CPU_DEVICES:
+        raise UserError(
+            f"mesh {mesh} gives each of {count} processes {size // count} virtual CPU devices, and XLA runs at most "
+            f"{MAX_CPU_DEVICES}: take at least {-(-size // MAX_CPU_DEVICES)} processes"
+        )
+
+
+def reason(ended: Ended) -> str:
+    """Why a run failed, for people."""
+    words = {
+        number: f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        for number, code in enumerate(ended.codes)
+        if code
+    }
+    first = min(words, key=lambda number: (ended.codes[number] >= 0, number))  # who was killed made the others end
+    return f"process {first} {words[first]}"
+
+
+def _count(config: Config, gpus: Sequence[str] | None, environment: Mapping[str, str]) -> int:
+    return processes_needed(config, environment) if gpus is None else max(1, _mesh(config, gpus, None)[1])
+
+
+def _run(arguments: Sequence[str], count: int, gpus: Sequence[str] | None, peer_timeout: float) -> Ended:
+    each = together(arguments, count) if count > 1 else [list(arguments)]
+    share = len(gpus) // count if gpus else 0
+    members = [
+        Member(own, f"[{i}] ", {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})
+        for i, own in enumerate(each)
+    ]
+    return run_members(members, peer_timeout)
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""`--mesh auto`: the fastest mesh of a run, by the scaling model, on the devices that it has."""
+
+from mtjax.config import Config
+from mtjax.config.vocabulary import with_vocabulary
+from mtjax.errors import UserError
+from mtjax.plan.search import Space, divisors
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.divisibility import problems
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import SERVERS, Server, by_device_kind
+from mtjax.theory.memory import fullest_stage
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan
+from mtjax.theory.timing import step_time
+
+
+def fastest_mesh(config: Config, devices: int, kind: str) -> MeshShape:
+    """The mesh of all devices on which a step of the run, with its own recompute and ZeRO, takes the least time.
+
+    On devices that the planner does not know, like CPUs, it is the one with the most data ways, which sends the least.
+
+    Args:
+      config: the run; its `mesh` is not read.
+      devices: of all processes.
+      kind: jax's name for such a device.
+
+    Raises:
+      UserError: no mesh divides model and batch, or none fits the memory; says what each would take.
+    """
+    anatomy = anatomy_of(with_vocabulary(config, lambda said: None).model)
+    gpu = by_device_kind(kind)
+    server = SERVERS.get(gpu.name) if gpu else None
+    meshes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
+    plans = [Plan.of(config, mesh) for mesh in meshes]
+    reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}
+    possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]
+    if not possible:
+        listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(reasons.items())[:3])
+        raise UserError(f"no mesh of {devices} devices divides this run ({listed}): give --mesh, or change the batch")
+    return _fastest(anatomy, possible, server).mesh if server else possible[0].mesh
+
+
+def _fastest(anatomy: Anatomy, plans: list[Plan], server: Server) -> Plan:
+    limit = Space().usable * server.gpu.memory
+    inside = [plan for plan in plans if plan.model_ways <= server.gpus] or plans
+    needed = {plan: fullest_stage(anatomy, plan).total for plan in inside}
+    fitting = [plan for plan in inside if needed[plan] <= limit]
+    if not fitting:
+        least = min(inside, key=lambda plan: needed[plan])
+        size, gib = least.mesh.size, needed[least] / 2**30
+        raise UserError(
+            f"on {size} x {server.gpu.name} this run needs at least {gib:.1f} GiB on each, on the mesh {least.mesh}, "
+            f"and {limit / 2**30:.1f} are usable: raise --zero or --recompute, or ask mtjax plan --gpus {size}"
+        )
+    return min(fitting, key=lambda plan: step_time(anatomy, plan, server).total)
