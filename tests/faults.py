@@ -327,7 +327,14 @@ FAULTS = (
         "plan",
         "test_what_fits_on_no_mesh_says_what_it_needs",
     ),
-    # --- launch
+    # --- interrupt and launch
+    Fault(
+        "interrupt: nobody hears a second Ctrl-C while C++ computes",
+        "if count >= 2 or (count and",
+        "if count >= 99 or (count and",
+        "",
+        "test_it_ends_within_three_seconds",
+    ),
     Fault(
         "launch: wrong input is started again",
         "ended.code in (0, 2, 130)",

@@ -16,6 +16,7 @@ BASE = {"config", "errors"}
 ARROWS: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
+    "interrupt": set(),
     "cli": BASE,
     "theory": BASE,
     "sharding": BASE | {"theory"},
@@ -29,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch"}
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
-COMMANDS = {"train.__main__": {"cli", "inspect", "plan"}, "plan.__main__": {"cli", "inspect"}}
+COMMANDS = {"train.__main__": {"cli", "inspect", "interrupt", "plan"}, "plan.__main__": {"cli", "inspect"}}
 """What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `plan --verify`."""
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "families", "placed")

@@ -4,7 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mtjax.cli import parse, run_main
+from mtjax.cli import Command, parse, run_main
+from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO
 from mtjax.train.options import DESCRIPTION, Options
 
@@ -13,28 +14,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments; returns its exit code."""
 
     def body() -> int:
-        command = parse(argv, "mtjax train", DESCRIPTION, Options)
-        from mtjax.train.local import Member, processes_needed, run_members, together
+        with CtrlC():
+            command = parse(argv, "mtjax train", DESCRIPTION, Options)
+            from mtjax.train.local import Member, processes_needed, run_members, together
 
-        count = processes_needed(command.config, os.environ)
-        if count > 1:
-            mesh = command.config.parallel.mesh
-            print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
-            words = list(sys.argv[1:] if argv is None else argv)
-            members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(together(words, count))]
-            return run_members(members, command.config.parallel.peer_timeout).code
-        from mtjax.train.loop import train  # seconds to import: not before the options are right
-
-        show = None
-        if command.options.inspect:
-            from mtjax.inspect.hook import show_program as show
-        choose_mesh = None
-        if command.config.parallel.mesh == AUTO:
-            from mtjax.plan.auto import fastest_mesh as choose_mesh
-        train(command.config, command.name, show=show, choose_mesh=choose_mesh)
-        return 0
+            count = processes_needed(command.config, os.environ)
+            if count == 1:
+                return _train(command)
+        mesh = command.config.parallel.mesh
+        print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
+        words = list(sys.argv[1:] if argv is None else argv)
+        members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(together(words, count))]
+        return run_members(members, command.config.parallel.peer_timeout).code
 
     return run_main(body)
+
+
+def _train(command: Command[Options]) -> int:
+    from mtjax.train.loop import train  # seconds to import: not before the options are right
+
+    show = None
+    if command.options.inspect:
+        from mtjax.inspect.hook import show_program as show
+    choose_mesh = None
+    if command.config.parallel.mesh == AUTO:
+        from mtjax.plan.auto import fastest_mesh as choose_mesh
+    train(command.config, command.name, show=show, choose_mesh=choose_mesh)
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 class StopRequest:
     """Watches for a request to stop; use as a context manager.
 
-    In one process it handles the signals itself, and a second Ctrl-C interrupts at once. With several, jax's
-    coordination service catches SIGTERM and makes all of them agree on the step; the others are passed on as SIGTERM.
+    In one process it handles the signals itself. With several, jax's coordination service catches SIGTERM and makes all
+    of them agree on the step; the others are passed on as SIGTERM. A second Ctrl-C is `mtjax.interrupt`'s.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,6 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._together:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif self._signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
         self._signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def at(self, step: int) -> str | None:

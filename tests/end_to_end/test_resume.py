@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -79,6 +80,24 @@ def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher)
     assert f"error: two-starts is in use: process {started[0].pid} on " in second.stderr
     assert first.code == 0
     assert list(first.losses) == list(range(1, 401))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("delay", [0.7, 1.5, 2.5, 4.0, 6.0, 9.0])
+def test_ctrl_c_ends_a_run_that_is_starting_within_three_seconds(delay: float, launcher: Launcher) -> None:
+    """While it imports, looks for devices, prepares text, makes the model or compiles."""
+    with ended(
+        [launcher.start("--out", f"starting-{delay}", "--steps", "100000", "--cache-dir", f"cache-{delay}")]
+    ) as (process,):
+        time.sleep(delay)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        finished = finish(process, launcher.folder / f"starting-{delay}", timeout=60)
+        seconds = time.monotonic() - begun
+    if not finished.losses:  # else it saves first
+        assert seconds < 3
+        assert finished.code in (130, -signal.SIGINT)
+        assert "Traceback" not in finished.stderr or delay < 1
 
 
 @pytest.mark.long

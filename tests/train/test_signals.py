@@ -17,10 +17,3 @@ def test_a_signal_stops_the_run_after_its_step_and_is_then_as_before(number, nam
         signal.raise_signal(number)
         assert stop.at(2) == name
     assert signal.getsignal(number) == before
-
-
-def test_a_second_ctrl_c_interrupts_at_once():
-    with StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,57 @@
+"""Ctrl-C ends a program at any moment: also while C++ computes, and where a library swallows exceptions.
+
+Python runs a signal's handler only between two of its own instructions, and the `KeyboardInterrupt` that it raises
+there may come inside any `except`. So a thread waits for the signal itself, and whoever is first ends the process.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+
+CODE = 128 + signal.SIGINT
+"""Exit code of a program that Ctrl-C ended, as shells have it."""
+
+
+class CtrlC:
+    """Ends the process at Ctrl-C while it is entered; use as a context manager, in the main thread.
+
+    Where other code has a handler of its own meanwhile, the first Ctrl-C is that handler's, and the second one ends the
+    process.
+    """
+
+    def __enter__(self) -> "CtrlC":
+        self._before = signal.signal(signal.SIGINT, self._end)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="Ctrl-C", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._write)  # the listener reads the end
+        self._thread.join()
+        os.close(self._read)
+        signal.signal(signal.SIGINT, self._before)
+
+    def _listen(self) -> None:
+        """Reads the numbers of the signals that arrive, which C writes."""
+        count = 0
+        while numbers := os.read(self._read, 64):
+            count += numbers.count(signal.SIGINT)
+            if count >= 2 or (count and signal.getsignal(signal.SIGINT) == self._end):
+                self._end(signal.SIGINT, None)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
+        for stream, text in ((sys.stdout, show_cursor), (sys.stderr, "interrupted\n")):
+            with contextlib.suppress(Exception):
+                stream.write(text)
+                stream.flush()
+        os._exit(CODE)
