@@ -170,7 +170,7 @@ class Peers:
         if code == 1:
             sys.excepthook(type(error), error, error.__traceback__)
         else:
-            print(f"error: {said}", file=sys.stderr)
+            print(f"error: {error}" if code == 2 else said, file=sys.stderr)
         self._exit(code)
 
     def _given_up(self) -> None:

@@ -1,5 +1,8 @@
 """Who is lost, and what is said about it: from made-up pulses. Real processes are killed in end_to_end."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from mtjax.config import Parallel, validate
@@ -55,6 +58,19 @@ def test_one_process_has_no_peers_and_gives_its_folder_back():
         peers.at_end = lambda: given_back.append(True)
         raise UserError("no")
     assert given_back == [True, True]
+
+
+def test_a_long_error_is_said_in_full_here_and_in_short_to_the_others(monkeypatch, capsys):
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    peers = Peers(Parallel(peer_timeout=1.0))
+    peers._stderr = SimpleNamespace(flush=lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        peers._leave(UserError("weights of another model:\n  hidden_size is 64 there and 128 here"))
+    assert capsys.readouterr().err == "error: weights of another model:\n  hidden_size is 64 there and 128 here\n"
+    assert peers._pulse.ended == "weights of another model:"
 
 
 @pytest.mark.parametrize("wrong", [{"peer_timeout": 0.5}, {"step_timeout": 1e300}])
