@@ -23,6 +23,7 @@ class CtrlC:
     """
 
     def __enter__(self) -> "CtrlC":
+        self._ending = threading.Lock()
         self._before = signal.signal(signal.SIGINT, self._end)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -49,6 +50,8 @@ class CtrlC:
                 self._end(signal.SIGINT, None)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # the other thread is at it
         show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
         for stream, text in ((sys.stdout, show_cursor), (sys.stderr, "interrupted\n")):
             with contextlib.suppress(Exception):
