@@ -222,8 +222,8 @@ FAULTS = (
     ),
     Fault(
         "train: a run goes on in a folder that another has taken over",
-        "os._exit(LOST)",
-        "return",
+        "sys.stderr.flush()\n    os._exit(LOST)",
+        "sys.stderr.flush()",
         "train",
         "test_who_was_stopped_for_too_long_does_not_go_on",
     ),
