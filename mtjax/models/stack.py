@@ -54,8 +54,10 @@ class Stack(nnx.Module):
             # Where a stage has no layer, zeros: they stay zeros, and count for nothing in a fingerprint.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
 
-        place = spec("layers")
-        self.layers = jax.vmap(layer)(reshard(keys, place), reshard(jnp.asarray(numbers), place))
+        drawn_from = (keys, jnp.asarray(numbers))
+        if ways("layers") > 1:
+            drawn_from = jax.tree.map(lambda a: reshard(a, spec("layers")), drawn_from)
+        self.layers = jax.vmap(layer)(*drawn_from)
         self.recompute = recompute
 
     def __call__(

@@ -85,7 +85,7 @@ def _entry(axes: Axes) -> str | Axes | None:
 def ways(name: str) -> int:
     """The number of parts into which the mesh in force splits a dimension of this name, by the rules in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes[axis] for axis in _in_force.get().axes(name))
+    return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
 
 
 def explicit_axes() -> frozenset[str]:

@@ -7,7 +7,7 @@ from functools import cache
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import DATA, MODEL, STAGE, Rules
+from mtjax.theory.rules import DATA, MODEL, STAGE, Axes, Rules
 
 TENSOR_RULES = Rules(batch=(DATA,), layers=(STAGE,), heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
 """The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`; layers over the
@@ -52,12 +52,12 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
     them, and `mtjax.sharding.kv_heads` is what ranks do with them.
     """
     shares_heads = num_kv_heads(model) % mesh.ways(TENSOR_RULES.kv_heads) != 0
-    return _layout(sequence_parallel, shares_heads, zero)
+    return _layout(sequence_parallel, shares_heads, zero, mesh.axes)
 
 
 @cache
-def _layout(sequence_parallel: bool, shares_heads: bool, zero: int) -> Layout:
-    rules = dataclasses.replace(TENSOR_RULES, act_seq=(MODEL,) if sequence_parallel else ())
+def _layout(sequence_parallel: bool, shares_heads: bool, zero: int, axes: Axes) -> Layout:
+    rules = dataclasses.replace(TENSOR_RULES.over(axes), act_seq=(MODEL,) if sequence_parallel else ())
     return Layout(dataclasses.replace(rules, kv_heads=()) if shares_heads else rules, zero)
 
 

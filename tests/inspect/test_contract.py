@@ -184,8 +184,8 @@ def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
 
 def whole_sum(gradient, place, total):
     """Like `parameters.sum_gradient`, but sends everything to everyone first."""
-    gathered = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    whole = parameters._over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    gathered = parameters.over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
+    whole = parameters.over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
     if total.dim == UNSPLIT:
         return whole
     size = gradient.shape[total.dim] // 2

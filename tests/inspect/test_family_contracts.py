@@ -1,5 +1,6 @@
 """The contracts of BERT and T5 on compiled programs, in elements."""
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -43,8 +44,9 @@ def test_berts_loss_sends_the_masked_tokens_alone():
     whole, split = report_of(family="bert"), report_of(family="bert", sequence_parallel=True)
     assert whole.verdict.violations == split.verdict.violations == ()
     assert sent(whole, "loss forward") == scalars
-    assert sent(split, "loss forward") == scalars | {array: 2, first: 2}
-    assert sent(whole, "loss backward") == sent(split, "loss backward") == {array: 2}
+    assert sent(whole, "loss backward") == {array: 2}
+    together = Counter(sent(split, "loss forward")) + Counter(sent(split, "loss backward"))
+    assert together == Counter(scalars | {array: 2 + 2, first: 2})  # the compiler packs the first token's with either
 
 
 def test_a_t5_decoder_layer_has_three_sublayers():

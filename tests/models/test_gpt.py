@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtjax.config import Parallel
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
@@ -168,7 +169,9 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        stack = Stack(model, jnp.float32, kind="transformer", recompute=Recompute(), key=jax.random.key(0))
+        stack = Stack(
+            model, jnp.float32, kind="transformer", recompute=Recompute(), parallel=Parallel(), key=jax.random.key(0)
+        )
         x, _ = stack(jnp.zeros((1, 1, 1)), Context(key[None]))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

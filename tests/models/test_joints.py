@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import reshard
 
+from mtjax.config import Parallel
 from mtjax.config.families import FAMILIES
 from mtjax.models.context import Context
 from mtjax.models.embedding import embed_tokens, vocabulary_table
@@ -70,7 +71,9 @@ class Plain(GPT):
         table_key, stack_key = jax.random.split(key)
         model, recompute = config.model, Recompute.of(config.training)
         self.table = vocabulary_table(model, table_key)
-        self.layers_of_mine = Stack(model, jnp.float32, kind="plain", recompute=recompute, key=stack_key)
+        self.layers_of_mine = Stack(
+            model, jnp.float32, kind="plain", recompute=recompute, parallel=config.parallel, key=stack_key
+        )
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -183,7 +186,7 @@ RECOMPUTE = {
 def metered(recompute: Recompute) -> Any:
     """(layers, states) -> (the stream, the states), of a stack of metered layers; and its layers."""
     model = tiny_config(num_layers=LAYERS, attention="xla").model
-    stack = Stack(model, jnp.float32, kind="metered", recompute=recompute, key=jax.random.key(0))
+    stack = Stack(model, jnp.float32, kind="metered", recompute=recompute, parallel=Parallel(), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
 
     def run(layers: Any, states: Any) -> Any:

@@ -25,8 +25,10 @@ def test_places_must_divide_over_processes():
 
 
 def test_an_axis_that_is_not_implemented_is_refused():
-    with pytest.raises(UserError, match="asks for stage=2, and mtjax so far trains over data and model only"):
-        make_mesh(parse_mesh("2x2x2"), jax.devices())
+    with pytest.raises(
+        UserError, match="asks for expert=2, and mtjax so far trains over data and stage and model only"
+    ):
+        make_mesh(parse_mesh("data=2,expert=2,model=2"), jax.devices())
 
 
 def test_axes_of_one_way_are_left_out_but_data_and_model():
