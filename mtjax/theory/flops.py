@@ -11,6 +11,8 @@ from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.plans import Plan, Recompute
+from mtjax.theory.stages import layers_in_chunk
+from mtjax.theory.timetable import num_ticks
 
 SECONDS_PER_DAY = 86_400
 
@@ -74,7 +76,11 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
     model ways are computed on every rank. With flash attention the backward kernel computes the scores once more, and
     `mtjax.sharding.flash` runs the forward kernel once more.
+
+    On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
     """
+    if plan.is_staged:
+        return _staged_flops(computed_over(anatomy, plan.mesh.model), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh.model)
     flops = model_flops(anatomy, causal=causal)
     tokens = plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
@@ -90,6 +96,18 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         needed = again if stack.is_post_norm else grouped
         flops += again * layer_flops(stack, causal=causal) - (again - needed) * stack.parts[-1].products()[-1].flops
     return flops
+
+
+def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
+    """Every tick runs a chunk forward, and backward - full recompute: forward once more - and the losses."""
+    is_full, tokens = plan.recompute == "full", plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
+    tick = 3 * outside_flops(anatomy) + (logit_flops(anatomy) if tokens > (plan.loss_chunk or math.inf) else 0)
+    for stack in anatomy.stacks:
+        core, again = core_flops(stack, causal=causal), 0.5 if plan.recompute == "selective" else 0.0
+        each = (4 if is_full else 3) * layer_flops(stack, causal=causal)
+        tick += layers_in_chunk(stack.layers, plan) * (each + (1.5 if plan.flash_attention else again) * core)
+    ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.stacks))
+    return tick * ticks * plan.stages / plan.microbatches
 
 
 def computed_over(anatomy: Anatomy, model_ways: int) -> Anatomy:

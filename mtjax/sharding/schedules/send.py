@@ -12,28 +12,34 @@ from mtjax.theory.rules import MODEL, STAGE
 Tree = Any
 
 
-def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
-    """A wire of residual streams, from the stage `by` places before: 1 sends forward, -1 backward.
+def packed(wire: Tree) -> Tree:
+    """A wire of residual streams [batch, sequence, hidden] as it travels.
 
-    An array that all model ranks have travels in parts, split along its sequence, and is gathered on arrival: section
-    4.1 of arXiv 2104.04473.
+    An array that all model ranks have is split among them along its sequence, and gathered on arrival: section 4.1 of
+    arXiv 2104.04473.
+    """
+    with jax.named_scope("stages"):
+        return jax.tree.map(lambda x: reshard(x, _split(x, jax.typeof(x).sharding.spec)), wire)
+
+
+def send(wire: Tree, by: int, like: Tree, *, wraps: bool) -> Tree:
+    """A wire from the stage `by` places before: 1 sends forward, -1 backward.
 
     Args:
-      wire: arrays [batch, sequence, hidden].
+      wire: `packed`.
       by: 1 or -1.
+      like: arrays placed as those that arrive shall be.
       wraps: whether the last stage sends to the first, and the other way round; else they get zeros.
     """
     stages = lax.axis_size(STAGE)
     pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
 
-    def one(x: Array) -> Array:
-        here = jax.typeof(x).sharding.spec
-        moving = _split(x, here)
-        permute = over_the_rest(lambda part: lax.ppermute(part, STAGE, pairs), moving)
-        return reshard(permute(reshard(x, moving)), here)
+    def one(x: Array, like: Array) -> Array:
+        permute = over_the_rest(lambda part: lax.ppermute(part, STAGE, pairs), jax.typeof(x).sharding.spec)
+        return reshard(permute(x), jax.typeof(like).sharding.spec)
 
     with jax.named_scope("stages"):
-        return jax.tree.map(one, wire)
+        return jax.tree.map(one, wire, like)
 
 
 def from_one_stage(x: Array) -> Array:

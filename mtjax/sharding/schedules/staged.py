@@ -27,7 +27,7 @@ from mtjax.sharding.region import vary_with
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import from_one_stage, send
+from mtjax.sharding.schedules.send import from_one_stage, packed, send
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -88,7 +88,7 @@ class _Carry(NamedTuple):
     wire: Tree
     """Arrived from the chunk before."""
     gradient: Tree
-    """Of the wire that came in for this rank's last backward half; not yet sent."""
+    """Of the wire that came in for this rank's last backward half; packed, and not yet sent."""
     wires: Tree
     """By slot: each chunk's input; behind the first section, the wire from which it is made."""
     kept: Tree
@@ -120,7 +120,7 @@ class _Run:
             (wire, losses), turn = carry, self._turn(row)
             wire = self._through_chunk(wire, turn)
             own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: none)
-            return (self._send(wire, 1), jax.tree.map(jnp.add, losses, own)), None
+            return (self._send(packed(wire), 1), jax.tree.map(jnp.add, losses, own)), None
 
         (_, losses), _ = lax.scan(tick, (self.wire, none), self._rows(self.table.forward))
         return losses
@@ -132,7 +132,7 @@ class _Run:
             (wire, out), turn = carry, self._turn(row)
             wire, last = self._through_chunk(wire, turn), self._leaves(turn) & turn.counts
             out = jax.tree.map(lambda new, old: jnp.where(last, new.astype(jnp.float32), old), wire, out)
-            return (self._send(wire, 1), out), None
+            return (self._send(packed(wire), 1), out), None
 
         nothing = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), self.wire)
         (_, out), _ = lax.scan(tick, (self.wire, nothing), self._rows(self.table.forward))
@@ -157,7 +157,7 @@ class _Run:
         if not keeps_inputs:
             linearize = self._linearize(sums, self._turn(forward[0]))
             kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
-        carry = _Carry(self.wire, self.wire, wires, kept.empty(), sums, self._no_losses())
+        carry = _Carry(self.wire, packed(self.wire), wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
@@ -170,11 +170,11 @@ class _Run:
         if phase.forward:
             turn = self._turn(rows[0])
             wire, wires, arrays = self._in_section(turn, partial(self._forward, kept, turn), carry)
-            carry = carry._replace(wire=self._send(wire, 1), wires=wires, kept=arrays)
+            carry = carry._replace(wire=self._send(packed(wire), 1), wires=wires, kept=arrays)
         if phase.backward:
             turn = self._turn(rows[1])
             gradient, sums, losses = self._in_section(turn, partial(self._backward, kept, turn), carry)
-            carry = carry._replace(gradient=gradient, sums=sums, losses=losses)
+            carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
 
     def _forward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Tree]:
@@ -294,4 +294,4 @@ class _Run:
             return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
 
     def _send(self, wire: Tree, by: int) -> Tree:
-        return send(wire, by, wraps=self.table.chunks > 1)
+        return send(wire, by, self.wire, wraps=self.table.chunks > 1)
