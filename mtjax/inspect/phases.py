@@ -21,6 +21,8 @@ _SCOPES = {
     "stages": STAGES,
 }
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
+_BRANCH = re.compile(r"(?:transpose\(|jvp\()*stages\)*/cond(?=/branch_)")
+"""A branch on the stage: what stands in it belongs to the phase around it."""
 _NEIGHBOURS = 60
 """How many instructions are asked, nearest first, when one has lost its own name."""
 
@@ -48,7 +50,7 @@ def combined_paths(op_name: str) -> list[str]:
 
 
 def _phase_of_path(path: str) -> str | None:
-    scopes = _SCOPE.findall(path)
+    scopes = _SCOPE.findall(_BRANCH.sub("", path))
     if not scopes:
         return None
     scope = _SCOPES[scopes[-1]]

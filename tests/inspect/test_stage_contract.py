@@ -67,7 +67,7 @@ def test_contracts_hold_on_h100s(settings: dict[str, Any], halves: int) -> None:
 def test_permutes_travel_behind_layers_on_h100s() -> None:
     """In the steady state: gradients behind the forward half, activations behind the backward half."""
     report = inspect(
-        tiny(**{**ONE_BY_ONE, "mesh": "2x4x2", "hidden_size": 256, "num_layers": 8}, recompute="full"),
+        tiny(**{**ONE_BY_ONE, "mesh": "2x4x2", "hidden_size": 256, "num_layers": 8}, **SPLIT),
         find_target("h100x8"),
     )
     assert report.stages is not None

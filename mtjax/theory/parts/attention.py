@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, STAGES, Expectation
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
 from mtjax.theory.parts.part import Part, Product, Scores, Stream, Touched, Weight, linear, norm, over_model
 from mtjax.theory.parts.sublayer import own_token_sums, own_vector_sums, sublayer_keeps, sublayer_sends
 from mtjax.theory.plans import Plan
@@ -159,13 +159,13 @@ class CrossAttention(_Heads):
         if not stream.split:
             why = "f of what cross-attention reads, in each layer or once for their sum"
             return [*lines, over_model(LAYER_BACKWARD, "all-reduce", layers, every, why, **merged)]
-        what, outside = "what cross-attention reads", STAGES if stream.is_staged else OTHER
+        what = "what cross-attention reads"
         return [
             *lines,
             over_model(LAYER_RECOMPUTE, "all-gather", f"({layers} - {grouped})*{stream.turns}", read, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, read, f"gradient of {what}"),
             over_model(
-                LAYER_FORWARD, "all-gather", layers, every, f"{what}, in each layer or once", also=outside, **merged
+                LAYER_FORWARD, "all-gather", layers, every, f"{what}, in each layer or once", also=OTHER, **merged
             ),
             over_model(
                 LAYER_RECOMPUTE, "all-gather", f"2*{grouped}", every, "again, twice a layer or once a group", **merged

@@ -116,11 +116,6 @@ class Stream:
     """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
 
     @property
-    def is_staged(self) -> bool:
-        """Whether the model is spread over the stages of a pipeline."""
-        return self.turns == "ticks"
-
-    @property
     def elements(self) -> str:
         """Of a microbatch on a data rank."""
         return f"batch*{self.side}sequence*hidden"
