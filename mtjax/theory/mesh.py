@@ -108,8 +108,9 @@ def why_not_trained(mesh: MeshShape) -> str | None:
     missing = [axis for axis in mesh.axes if axis not in IMPLEMENTED]
     if not missing:
         return None
+    trained = f"{', '.join(IMPLEMENTED[:-1])} and {IMPLEMENTED[-1]}"
     asked = " and ".join(f"{axis}={getattr(mesh, axis)}" for axis in missing)
-    return f"mesh {mesh} asks for {asked}, and mtjax so far trains over {' and '.join(IMPLEMENTED)} only: leave it out"
+    return f"mesh {mesh} asks for {asked}, and mtjax so far trains over {trained} only: leave it out"
 
 
 def check_implemented(mesh: MeshShape) -> None:

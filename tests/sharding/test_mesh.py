@@ -25,9 +25,7 @@ def test_places_must_divide_over_processes():
 
 
 def test_an_axis_that_is_not_implemented_is_refused():
-    with pytest.raises(
-        UserError, match="asks for expert=2, and mtjax so far trains over data and stage and model only"
-    ):
+    with pytest.raises(UserError, match="asks for expert=2, and mtjax so far trains over data, stage and model only"):
         make_mesh(parse_mesh("data=2,expert=2,model=2"), jax.devices())
 
 
