@@ -69,6 +69,6 @@ def test_axes_together_split_by_their_product():
 def test_what_is_not_trained_yet_is_said_in_one_sentence():
     check_implemented(parse_mesh("8x4x8"))
     mesh = parse_mesh("data=8,context=4,model=8")
-    with pytest.raises(UserError, match=f"mesh {mesh} asks for context=4, and .* data and stage and model") as error:
+    with pytest.raises(UserError, match=f"mesh {mesh} asks for context=4, and .* data, stage and model") as error:
         check_implemented(mesh)
     assert str(error.value) == why_not_trained(mesh)
