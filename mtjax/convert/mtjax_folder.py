@@ -74,7 +74,7 @@ class MtjaxSource:
                 yield np.asarray(store.read().result(), np.float32)
                 return
             shape: Any = store.chunk_layout.read_chunk.shape
-            together = int(shape[0])
+            together = int(shape[0] or 1)  # where layers lie in another order, one by one
             for first in range(0, parameter.num_layers, together):
                 yield np.asarray(store[first : first + together].read().result(), np.float32)
         except ValueError as e:

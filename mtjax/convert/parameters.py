@@ -1,12 +1,13 @@
 """A model's parameters as a converter sees them: named, in layers, with named dimensions."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from mtjax.config import Config
+from mtjax.config import Config, Parallel
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.records import ParameterRecord
@@ -48,12 +49,13 @@ class Parameter:
 
 
 def parameters_of(config: Config) -> dict[str, Parameter]:
-    """The parameters of a config's model on one device: nothing is allocated.
+    """The parameters of a config's model on one device, however its run was spread: nothing is allocated.
 
     Raises:
       UserError: the config is not possible.
     """
-    placed = Placed(config, make_mesh(MeshShape(), jax.devices("cpu")))
+    alone = dataclasses.replace(config, parallel=Parallel())
+    placed = Placed(alone, make_mesh(MeshShape(), jax.devices("cpu")))
     return {record.name: _parameter(record) for record in jax.tree.leaves(placed.records)}
 
 
