@@ -9,7 +9,7 @@ Grammar: https://openxla.org/xla/hlo_to_json and `xla/hlo/parser` in the XLA sou
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtjax.errors import UserError
@@ -180,6 +180,7 @@ def parse(text: str) -> Module:
             computations[name], body = Computation(name, tuple(body)), None
         elif line.strip():
             body.append(_instruction(line, number))
+    computations = {name: _name_outputs(computation, computations) for name, computation in computations.items()}
     if entry not in computations:
         raise UserError("this HLO text has no ENTRY computation, or it is cut off")
     partitions = re.search(r"num_partitions=(\d+)", lines[0])
@@ -190,6 +191,23 @@ def parse(text: str) -> Module:
         is_scheduled="is_scheduled=true" in lines[0],
         num_partitions=int(partitions[1]) if partitions else 1,
     )
+
+
+def _name_outputs(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
+    """Gives every output of a fusion the name of what computes it: XLA prints the fusion's, which is one output's."""
+
+    def named(instruction: Instruction) -> Instruction:
+        if instruction.opcode != "get-tuple-element":
+            return instruction
+        fusion = computation.by_name.get(instruction.operands[0])
+        if fusion is None or fusion.opcode != "fusion" or not fusion.called or fusion.called[0] not in computations:
+            return instruction
+        body, index = computations[fusion.called[0]], instruction.attribute("index")
+        source = body.by_name.get(body.root.operands[int(index)]) if body.root.opcode == "tuple" and index else None
+        name = _OP_NAME.search(source.attributes) if source else None
+        return replace(instruction, attributes=f"index={index}, metadata={{{name[0]}}}") if name else instruction
+
+    return replace(computation, instructions=tuple(map(named, computation.instructions)))
 
 
 def _instruction(line: str, number: int) -> Instruction:

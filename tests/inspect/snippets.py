@@ -168,3 +168,22 @@ ENTRY %main (p: f32[4], q: f32[4]) -> f32[8] {{
   ROOT %combined = f32[8]{{0}} all-reduce(%joined), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add
 }}
 """
+
+FUSED_OUTPUTS = f"""{HEADER}
+{ADD}
+%fused (a: f32[4], b: f32[4]) -> (f32[4], f32[4]) {{
+  %a = f32[4]{{0}} parameter(0)
+  %b = f32[4]{{0}} parameter(1)
+  %logits = f32[4]{{0}} negate(%a), metadata={{op_name="jit(step)/transpose(jvp(loss))/neg"}}
+  %rows = f32[4]{{0}} negate(%b), metadata={{op_name="jit(step)/jvp(embedding)/gather"}}
+  ROOT %both = (f32[4]{{0}}, f32[4]{{0}}) tuple(%logits, %rows)
+}}
+
+ENTRY %main (p: f32[4], q: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %q = f32[4]{{0}} parameter(1)
+  %f = (f32[4]{{0}}, f32[4]{{0}}) fusion(%p, %q), kind=kLoop, calls=%fused, metadata={{op_name="jit(step)/transpose(jvp(loss))/neg"}}
+  %second = f32[4]{{0}} get-tuple-element(%f), index=1, metadata={{op_name="jit(step)/transpose(jvp(loss))/neg"}}
+  ROOT %combined = f32[4]{{0}} all-reduce(%second), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add
+}}
+"""

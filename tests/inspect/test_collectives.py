@@ -76,6 +76,12 @@ def test_a_lost_name_is_the_nearest_one():
     assert (c.phase, c.op_name, c.has_own_name) == ("gradients", "jit(step)/gradients/neg", False)
 
 
+def test_an_output_of_a_fusion_has_the_name_of_what_computes_it():
+    """XLA prints one name for them all: here the loss's, where the second is the embedding's rows."""
+    (c,) = found(snippets.FUSED_OUTPUTS)
+    assert (c.phase, c.op_name) == ("embedding forward", "jit(step)/jvp(embedding)/gather")
+
+
 @pytest.mark.parametrize(("per_server", "servers"), [(8, 1), (4, 1), (2, 2)])
 def test_crossing_servers(per_server, servers):
     assert found(snippets.LOOP, per_server)[0].servers == servers
