@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -166,19 +167,18 @@ def _listed(argv: Sequence[str]) -> Iterator[str]:
     """`argv`, in which a list may be one word: "--layers-per-stage 5,6,6,5"."""
     for before, word in zip(["", *argv], argv, strict=False):
         option, equals, value = word.partition("=")
-        is_list = (option if equals else before) in _LISTS
+        is_list = (option if equals else before) in _lists()
         yield from [option, *value.split(",")] if is_list and equals else word.split(",") if is_list else [word]
 
 
-def _lists() -> Iterator[str]:
-    for section in get_type_hints(config.Config).values():
-        for name, hint in get_type_hints(section).items():
-            if any(get_origin(kind) is tuple for kind in get_args(hint)):
-                yield f"--{name.replace('_', '-')}"
+@cache
+def _lists() -> frozenset[str]:
+    """Options that take several numbers."""
+    fields = [field for section in get_type_hints(config.Config).values() for field in get_type_hints(section).items()]
+    lists = [name for name, hint in fields if any(get_origin(kind) is tuple for kind in get_args(hint))]
+    return frozenset(f"--{name.replace('_', '-')}" for name in lists)
 
 
-_LISTS = frozenset(_lists())
-"""Options that take several numbers."""
 _CONFIG_HELP = "A TOML file, or the name of a config that ships with mtjax (see configs/)."
 
 

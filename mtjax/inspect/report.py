@@ -17,6 +17,7 @@ from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
 from mtjax.inspect.targets import Target
+from mtjax.sharding.records import dotted
 from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
 from mtjax.theory.flops import compiled_flops
@@ -179,7 +180,7 @@ def landmarks(step: CompiledStep) -> Landmarks:
 def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
     """Dotted name -> unsplit shape of each parameter."""
     leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+    return {dotted(path): leaf.shape for path, leaf in leaves}
 
 
 def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
@@ -190,7 +191,7 @@ def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     shapes = parameter_shapes(step)
     notes = []
     for path, names in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = dotted(path)
         array = local.get("state.parameters" + jax.tree_util.keystr(path))
         split = [axis for axis in names if axis in contract.split]
         if array is None or not split or ways == 1 or array.dims != shapes[name]:

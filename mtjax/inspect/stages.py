@@ -17,6 +17,7 @@ from mtjax.inspect.walk import Site, walk
 from mtjax.sharding.schedules.staged import Staged
 from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.memory import Memory, stage_memory
+from mtjax.theory.schedules import megatron_bubble
 from mtjax.theory.stages import layer_order
 from mtjax.theory.timetable import Timetable
 
@@ -64,8 +65,8 @@ class StagesReport:
 
     @property
     def bubble_formula(self) -> float:
-        """`(p-1)/(m v)`, section 2.2 of arXiv 2104.04473."""
-        return (self.table.stages - 1) / (self.table.microbatches * self.table.chunks)
+        """Megatron's; a schedule without chunks has one."""
+        return megatron_bubble("interleaved", self.table.stages, self.table.microbatches, self.table.chunks)
 
 
 def stages_report(step: CompiledStep) -> StagesReport | None:

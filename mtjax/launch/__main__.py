@@ -29,7 +29,7 @@ class Options:
     """Number of processes; one per GPU when not given, and without GPUs as many as the virtual CPU devices take."""
     restarts: int = at_least(0, 0)
     """How often the run is started again after a failure, from its last checkpoint; with fewer devices where some are
-    gone and the batch divides. Wrong input and a request to stop are no failures."""
+    gone and the batch divides. Wrong input and a request to stop are not failures."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

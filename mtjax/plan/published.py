@@ -101,7 +101,7 @@ _A100 = (
     Run("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
     Run("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
-STAGED = tuple(run for run in _A100 if run.mesh.is_staged)
+STAGED = tuple(run for run in _A100 if run.mesh.has_stages)
 """The rows of Table 1 of arXiv 2104.04473 that have stages."""
 _H100 = (
     Run("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),

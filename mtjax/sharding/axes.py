@@ -115,8 +115,13 @@ def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
 
 def sum_ranks(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
     """The sum of `x` over those of `axes` over which it varies; `x` itself where it is the same on all ranks."""
-    varying = tuple(axis for axis in axes if axis in _varying(x))
+    varying = tuple(axis for axis in varying_axes(x) if axis in axes)
     return lax.psum(x, varying) if varying else x
+
+
+def sum_parts(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum of `x`, of which each device may hold a part, over manual axes."""
+    return over_the_rest(lambda part: lax.psum(part, axes), jax.typeof(x).sharding.spec)(x)
 
 
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
@@ -146,8 +151,7 @@ def of_first_rank(x: jax.Array, besides: Axes) -> jax.Array:
     if not axes:
         return x
     is_first = sum(lax.axis_index(axis) for axis in axes) == 0
-    place = jax.typeof(x).sharding.spec
-    return over_the_rest(lambda part: lax.psum(part, axes), place)(jnp.where(is_first, x, 0))
+    return sum_parts(jnp.where(is_first, x, 0), axes)
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

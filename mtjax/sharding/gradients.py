@@ -45,7 +45,8 @@ def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: R
     """Losses of a global batch, as above; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Sums:
-        losses = schedule.losses(model, parameters, region.on_stages(batch), region.records)
+        batch = region.on_stages(batch)
+        losses = schedule.losses(model, vary_with(parameters, batch), batch, region.records)
         return jax.tree.map(sum_ranks, losses)
 
     return region.map(local, parameters, batch, PartitionSpec())
@@ -57,7 +58,8 @@ def staged_output(
     """What the last of a pipeline's sections puts out, placed as `places` says; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
-        wire = schedule.output(model, parameters, region.on_stages(batch), region.records)
+        batch = region.on_stages(batch)
+        wire = schedule.output(model, vary_with(parameters, batch), batch, region.records)
         return jax.tree.map(lambda a: of_first_rank(a, region.rules.batch), wire)
 
     return region.map(local, parameters, batch, places)

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh
 
 from mtjax.errors import UserError
 from mtjax.theory.mesh import MeshShape, check_implemented
-from mtjax.theory.rules import STAGE
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
@@ -31,11 +30,6 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     axes = shape.axes
     grid = np.array(devices[: shape.size], dtype=object).reshape([shape.ways((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
-
-
-def has_stages(mesh: Mesh) -> bool:
-    """Whether layers are spread over the stages of a pipeline."""
-    return mesh.shape.get(STAGE, 1) > 1
 
 
 def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:

@@ -72,6 +72,11 @@ class ParameterRecord:
         return replace(self.total, dim=self.total.dim - 1) if self.is_split_inside_layers else self.total
 
 
+def dotted(path: Any) -> str:
+    """A path in a tree as names are written everywhere, say `stack.layers.mlp.up.weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str) -> Tree:
     """A record of each parameter, in a tree like theirs.
 
@@ -84,8 +89,7 @@ def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape,
     """
 
     def record(path: Any, names: tuple[str, ...], array: Any) -> ParameterRecord:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return _record(name, names, array.shape, layout, mesh, compute_dtype)
+        return _record(dotted(path), names, array.shape, layout, mesh, compute_dtype)
 
     return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
 

@@ -63,10 +63,8 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool) -> list[
     """
     lines = []
     for stack in anatomy.stacks:
-        elements, why = (
-            f"batch*{stack.side}sequence*hidden",
-            "activations to the next chunk, gradients to the one before",
-        )
+        elements = f"batch*{stack.side}sequence*hidden"
+        why = "activations to the next chunk, gradients to the one before"
         each = f"{elements}/model_ways" if layout.sequence or scattered else elements
         lines.append(Expectation(STAGES, "collective-permute", STAGE, "2*ticks", each, why=why))
         if scattered and not layout.sequence:

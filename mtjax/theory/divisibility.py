@@ -97,7 +97,7 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
 
 def _settings_without_stages(plan: Plan) -> Iterator[str]:
     """Settings of stages on a mesh that has none."""
-    per_stage = plan.layers_per_stage and ",".join(map(str, plan.layers_per_stage))
+    per_stage = plan.layers_per_stage and _listed(plan.layers_per_stage)
     settings = {
         "schedule": (plan.schedule, "1f1b"),
         "chunks": (plan.chunks, 1),

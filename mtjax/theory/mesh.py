@@ -41,7 +41,7 @@ class MeshShape:
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
 
     @property
-    def is_staged(self) -> bool:
+    def has_stages(self) -> bool:
         """Whether layers are spread over the stages of a pipeline."""
         return self.stage > 1
 

@@ -88,7 +88,7 @@ class Plan:
     @property
     def is_staged(self) -> bool:
         """Whether stages work in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
-        return self.mesh.stage > 1 and self.residuals == "jax"
+        return self.mesh.has_stages and self.residuals == "jax"
 
     @property
     def model_ways(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 from mtjax.config import Model, Parallel
 from mtjax.theory.families.registry import anatomy_of
@@ -93,6 +94,9 @@ def layers_in_chunk(layers: int, plan: Plan) -> int:
 
 Orders = Mapping[str, LayerOrder]
 """By the dotted name of a stack's parameters."""
+
+PLAIN: Orders = MappingProxyType({})
+"""Every stack in the order of its layers."""
 
 
 def layer_orders(model: Model, parallel: Parallel) -> Orders:

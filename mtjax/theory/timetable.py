@@ -105,7 +105,7 @@ def timetable(schedule: ScheduleName, stages: int, microbatches: int, chunks: in
     depth = stages * chunks
     last = _forward_tick(microbatches - 1, stages, chunks)
     turn = last + depth if schedule == "gpipe" else depth - 1
-    forward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + k)
+    forward = _forward_line(stages, microbatches, chunks)
     backward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + turn + depth - 1 - k)
     return _with_slots(stages, microbatches, chunks, forward, backward, 1 + max(tick for tick, _ in backward))
 
@@ -113,7 +113,7 @@ def timetable(schedule: ScheduleName, stages: int, microbatches: int, chunks: in
 @cache
 def forward_timetable(stages: int, microbatches: int, chunks: int = 1) -> Timetable:
     """The timetable of a forward pass alone, as evaluation runs it."""
-    forward = _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + k)
+    forward = _forward_line(stages, microbatches, chunks)
     return _with_slots(stages, microbatches, chunks, forward, {}, 1 + max(tick for tick, _ in forward))
 
 
@@ -133,6 +133,10 @@ def _forward_tick(microbatch: int, stages: int, chunks: int) -> int:
     """In which tick a microbatch enters the first chunk: groups of `stages` microbatches go one after the other."""
     group, place = divmod(microbatch, stages)
     return place + group * stages * chunks
+
+
+def _forward_line(stages: int, microbatches: int, chunks: int) -> dict[_Place, tuple[int, int]]:
+    return _line(stages, microbatches, chunks, lambda i, k: _forward_tick(i, stages, chunks) + k)
 
 
 def _line(

@@ -288,15 +288,15 @@ def _alike(plan: Plan) -> Plan:
 @cache
 def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
-    sizes = [product for part in stack.parts for product in part.products(plan.mesh.model)]
-    forward = [_forward(product, plan, machine) for product in sizes]
-    backward = sum(_backward(product, plan, machine) for product in sizes)
+    products = _layer_products(stack, plan)
+    forward = [_forward(product, plan, machine) for product in products]
+    backward = sum(_backward(product, plan, machine) for product in products)
     again = 0.0
     if plan.recompute == "full":
         # What comes out of a layer is not needed again, but by a post-norm, or where the next one of a chunk reads it.
         drops_last = software.drops_last_reduction and not stack.is_post_norm and not plan.is_staged
         again = sum(forward) - (forward[-1] if drops_last else 0)
-    cores = [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
+    cores = _layer_cores(stack, plan, machine, software)
     times = 1 if plan.recompute == "none" else 2
     core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
     moves, touched = software.kernels, [part.touched for part in stack.parts]
@@ -307,12 +307,19 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
 @cache
 def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of one layer and microbatch, forward."""
-    products = sum(
-        _forward(product, plan, machine) for part in stack.parts for product in part.products(plan.mesh.model)
-    )
-    cores = sum(_core(part.scores, plan, machine, software.kernels)[0] for part in stack.parts if part.scores)
+    products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
+    cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
     moved = _bytes(software.kernels.forward, [part.touched for part in stack.parts], plan)
     return products + cores + machine.passes(moved)
+
+
+def _layer_products(stack: Stack, plan: Plan) -> list[Product]:
+    return [product for part in stack.parts for product in part.products(plan.mesh.model)]
+
+
+def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
+    """Seconds of the core of each attention, forward and backward."""
+    return [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
 
 
 def _forward(product: Product, plan: Plan, machine: Machine) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,7 +25,8 @@ from mtjax.config import Config
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.axes import WHOLE
-from mtjax.theory.stages import LayerOrder, Orders, layer_orders, order_of
+from mtjax.sharding.records import dotted
+from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoint_arrays import array_handler, read_reordered
 from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
 from mtjax.train.exchange import exchange
@@ -217,7 +217,7 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
 
 def _names(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    return [dotted(path) for path, _ in paths]
 
 
 def present(state: State) -> dict[str, Any]:
@@ -233,12 +233,12 @@ def saved_orders(saved: Mapping[str, Any]) -> Orders:
     return layer_orders(of.model, of.parallel)
 
 
-def fingerprints(state: State, orders: Orders = MappingProxyType({})) -> dict[str, int]:
+def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
     return fingerprints_of(present(state), state.step.sharding.mesh, orders)
 
 
-def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = MappingProxyType({})) -> dict[str, int]:
+def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
     """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
     with jax.set_mesh(mesh):
         numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in _names(tree)))

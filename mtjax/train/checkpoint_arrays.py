@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
+from mtjax.sharding.records import dotted
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 
 
@@ -84,7 +85,7 @@ def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) ->
     """A tree of arrays whose layers were saved in another order than they shall lie in."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = dotted(path)
         return place_array(open_array(state, name, order_of(name, saved)), leaf, order_of(name, wanted))
 
     return jax.tree_util.tree_map_with_path(one, abstract)

@@ -1,7 +1,7 @@
 """What a failed read proves: that a checkpoint is damaged, or only that it could not be read here and now.
 
 A checkpoint is set aside for damage alone, so damage must be proven: all of its files can be read, and what they hold
-is wrong. TensorStore and Orbax are no witnesses of the first: a folder without permission is "not found" to them.
+is wrong. TensorStore and Orbax are not witnesses of the first: a folder without permission is "not found" to them.
 """
 
 import hashlib

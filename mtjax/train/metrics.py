@@ -109,7 +109,7 @@ def _keep(path: Path) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `metrics.jsonl`, null as NaN; lines that are no entry are left out, like one cut by a kill."""
+    """The entries of a `metrics.jsonl`, null as NaN; a line that is not one, as a kill may leave, is left out."""
     entries = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
         for line in lines:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
-from mtjax.theory.stages import LayerOrder, Orders, order_of
+from mtjax.sharding.records import dotted
+from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.train.checkpoint import fingerprints_of, saved_orders
 from mtjax.train.checkpoint_arrays import open_array, place_array
 from mtjax.train.checkpoint_damage import Damaged, read_page, together
@@ -105,7 +105,7 @@ def _advice(folder: Path) -> str:
     return f", but {kind[0]}: convert them first, `mtjax convert --from {kind[1]}:{folder} --to mtjax:NEW`, and use NEW"
 
 
-def restore_weights(weights: Weights, abstract: Tree, orders: Orders = MappingProxyType({})) -> Tree:
+def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) -> Tree:
     """The parameters, each device's part read on its own and placed as `abstract` says.
 
     Args:
@@ -120,7 +120,7 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = MappingPr
     source = f"the weights in {weights.folder}"
 
     def read() -> list[jax.Array]:
-        named = [(_name(path), leaf) for path, leaf in leaves]
+        named = [(dotted(path), leaf) for path, leaf in leaves]
         return [place_array(weights.open(name), leaf, order_of(name, orders)) for name, leaf in named]
 
     try:
@@ -134,7 +134,7 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = MappingPr
     return tree
 
 
-def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders: Orders = MappingProxyType({})) -> None:
+def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders: Orders = PLAIN) -> None:
     """Checks that weights are of a run's model, in settings and in shapes.
 
     Raises:
@@ -142,7 +142,7 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
     """
     differing = differences(weights.config.model, config.model)
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
-    wanted = {_name(path): _shape(leaf, order_of(_name(path), orders)) for path, leaf in leaves}
+    wanted = {dotted(path): _shape(leaf, order_of(dotted(path), orders)) for path, leaf in leaves}
     saved = set(weights.names)
     differing += [f"{name} is missing" for name in wanted if name not in saved]
     if not differing:
@@ -158,7 +158,3 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
 def _shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
     """Without places for layers that a stage does not have."""
     return leaf.shape if order is None else (1 + max(order.flat), *leaf.shape[1:])
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtjax.config import Config
-from mtjax.sharding.mesh import has_stages
+from mtjax.theory.mesh import MeshShape
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
         return accepted(CPU, device)
     if not config.parallel.overlap:
         return Chosen({})
-    split, staged = config.parallel.sequence_parallel, has_stages(mesh)
+    split, staged = config.parallel.sequence_parallel, MeshShape(**mesh.shape).has_stages
     return accepted(OVERLAP + (SPLIT_SEQUENCES if split else ()) + (STAGES if staged else ()), device)
 
 

@@ -10,7 +10,6 @@ from jax import Array, lax
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.records import ParameterRecord
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import vary_with
 from mtjax.sharding.schedules.adding import accumulated, accumulating
 from mtjax.sharding.schedules.schedule import CutModel, Sums
 from mtjax.sharding.zero import for_use, materialize_outside_stacks
@@ -44,7 +43,7 @@ class Accumulate:
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says; the batch is one microbatch."""
-        return model.loss_sums(for_use(records, vary_with(parameters, batch)), batch)
+        return model.loss_sums(for_use(records, parameters), batch)
 
     def _adds_up(self, record: ParameterRecord) -> bool:
         return record.is_stacked and self.num_microbatches > 1

@@ -6,7 +6,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.sharding.axes import dimension_axes, explicit_axes, over_the_rest
+from mtjax.sharding.axes import dimension_axes, explicit_axes, over_the_rest, sum_parts, with_axes
 from mtjax.theory.rules import MODEL, STAGE
 
 Tree = Any
@@ -44,9 +44,8 @@ def send(wire: Tree, by: int, like: Tree, *, wraps: bool) -> Tree:
 
 def from_one_stage(x: Array) -> Array:
     """The array of the one stage where it is not zero, on all of them."""
-    place = jax.typeof(x).sharding.spec
     with jax.named_scope("stages"):
-        return over_the_rest(lambda part: lax.psum(part, STAGE), place)(x)
+        return sum_parts(x, (STAGE,))
 
 
 def _split(x: Array, here: PartitionSpec) -> PartitionSpec:
@@ -55,4 +54,4 @@ def _split(x: Array, here: PartitionSpec) -> PartitionSpec:
         return here
     if x.shape[1] % jax.typeof(x).sharding.mesh.shape[MODEL]:
         return here
-    return PartitionSpec(None, MODEL, None)
+    return with_axes(here, 1, (MODEL,))

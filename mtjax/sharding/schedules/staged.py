@@ -23,7 +23,6 @@ from jax import Array, lax
 from mtjax.sharding.axes import on_stage, varying_like
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import vary_with
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
@@ -58,12 +57,12 @@ class Staged:
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
-        wrapped = wrap_for_use(records, vary_with(parameters, batch))
+        wrapped = wrap_for_use(records, parameters)
         return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count)).losses()
 
     def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
         """The wire behind the last section, of a batch as one microbatch; every stage gets it."""
-        wrapped = wrap_for_use(records, vary_with(parameters, batch))
+        wrapped = wrap_for_use(records, parameters)
         return _Run(model, records, wrapped, _microbatches(batch, 1), self.evaluation(1)).output()
 
 
