@@ -139,9 +139,24 @@ def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
     return global_batch(program.batch_sharding, host_batch(program.config, step), size)
 
 
+def initial_state(program: Program) -> State:
+    """Seed 0's, on the program's mesh. The first program of a model makes it; the others are spared compiling that, for
+    initial parameters do not depend on the mesh (see `tests/models/test_gpt.py`)."""
+    like = program.abstract_state
+    kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like))
+    model = replace(program.config, hidden_dropout=0.0, attention_dropout=0.0).model
+    key = model, kinds, tuple(program.layer_orders.items())
+    if key not in _initial_states:
+        _initial_states[key] = jax.tree.map(np.array, program.initialize(0))
+    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), _initial_states[key], like)
+
+
+_initial_states: dict[Any, Any] = {}
+
+
 def run_steps(program: Program, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
     """Steps from `state`, or from seed 0; the last state and every step's metrics."""
-    state = state or program.initialize(0)
+    state = state or initial_state(program)
     metrics = []
     for step in range(int(state.step), int(state.step) + steps):
         state, results = program.step(state, batch_of(program, step))

@@ -10,7 +10,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.theory.attention import choose_kernel
 from mtjax.theory.counts import parameters
 from mtjax.theory.families.registry import anatomy_of
-from tests.tiny import batch_of, program_of, run_steps, tiny_config
+from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
 POST = {"norm_placement": "post", "norm_epsilon": 1e-12}
@@ -53,12 +53,12 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
 
 def test_the_loss_is_the_sum_of_two_means():
     program = bert("2x4")
-    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    parameters, batch = initial_state(program).parameters, batch_of(program, 0)
     sums = program.evaluate(parameters, batch)
     assert float(sums["masked_lm"][1]) == np.asarray(batch["loss_mask"]).sum()
     assert float(sums["sentence_order"][1]) == 8
     off = bert("2x4", hidden_dropout=0.0, attention_dropout=0.0)
-    metrics = off.step(off.initialize(0), batch)[1]
+    metrics = off.step(initial_state(off), batch)[1]
     for name, (total, count) in sums.items():
         np.testing.assert_allclose(metrics[name], total / count, rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], metrics["masked_lm"] + metrics["sentence_order"], rtol=1e-6)
@@ -88,7 +88,7 @@ def hidden_of(program, parameters, batch):
 
 def test_a_token_sees_both_sides_but_no_padding():
     program = bert("2x4")
-    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    parameters, batch = initial_state(program).parameters, batch_of(program, 0)
     mask = np.asarray(batch["padding_mask"]).astype(bool)
     before = hidden_of(program, parameters, batch)
 
@@ -107,14 +107,14 @@ def test_masked_positions_alone_count():
     batch = batch_of(program, 0)
     labels = np.where(np.asarray(batch["loss_mask"]) > 0, np.asarray(batch["labels"]), 3).astype(np.int32)
     other = batch | {"labels": jax.device_put(labels, batch["labels"].sharding)}
-    first, second = (program.step(program.initialize(0), b)[1] for b in (batch, other))
+    first, second = (program.step(initial_state(program), b)[1] for b in (batch, other))
     assert float(first["loss"]) == float(second["loss"])
 
 
 def test_a_masked_token_too_many_has_no_number():
     """Samples have no more than they may; if they had, the loss would not pass over them in silence."""
     program = bert("2x4")
-    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    parameters, batch = initial_state(program).parameters, batch_of(program, 0)
     place = batch["loss_mask"].sharding
     for masked, finite in ((2, True), (3, False)):
         mask = np.zeros((8, 16), np.float32)
@@ -125,7 +125,7 @@ def test_a_masked_token_too_many_has_no_number():
 
 def test_it_learns_one_batch():
     program = bert("2x4", hidden_dropout=0.0, attention_dropout=0.0)
-    state, losses = program.initialize(0), []
+    state, losses = initial_state(program), []
     for _ in range(20):
         state, metrics = program.step(state, batch_of(program, 0))
         losses.append([float(metrics["masked_lm"]), float(metrics["sentence_order"])])

@@ -33,11 +33,12 @@ def test_parameters_count_what_the_formula_says():
     assert counted == parameters(anatomy_of(program.config.model))
 
 
-@pytest.mark.parametrize("mesh", MESHES[1:])
-def test_initial_parameters_do_not_depend_on_the_mesh(mesh):
-    here, there = (flat(program_of(m).initialize(3).parameters) for m in ("1x1", mesh))
+@pytest.mark.parametrize(("mesh", "zero"), [("8x1", 0), ("1x8", 0), ("2x4", 3)])
+def test_initial_parameters_do_not_depend_on_the_mesh(mesh, zero):
+    here, there = (flat(p.initialize(3).parameters) for p in (program_of("1x1"), program_of(mesh, zero=zero)))
+    last_bit = 1e-6 if zero else 0  # of shorter rows XLA computes the normal distribution in another way
     for name, value in here.items():
-        np.testing.assert_array_equal(value, there[name], err_msg=name)
+        np.testing.assert_allclose(value, there[name], rtol=last_bit, atol=last_bit / 100, err_msg=name)
 
 
 def test_initialisation_is_the_papers():

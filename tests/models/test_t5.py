@@ -11,7 +11,7 @@ from mtjax.errors import UserError
 from mtjax.sharding.axes import use_rules
 from mtjax.theory.counts import parameters
 from mtjax.theory.families.registry import anatomy_of
-from tests.tiny import batch_of, program_of, run_steps
+from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
 RELATIVE = {"decoder_sequence_length": 8, "num_decoder_layers": 3, "relative_buckets": 8, "relative_max_distance": 12}
@@ -61,7 +61,7 @@ def hidden_of(program, parameters, batch):
 
 def test_the_decoder_sees_what_is_before_it_and_the_encoder_but_no_padding():
     program = t5("2x4", **RELATIVE)
-    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    parameters, batch = initial_state(program).parameters, batch_of(program, 0)
     before = hidden_of(program, parameters, batch)
 
     def after(name, change):
@@ -82,7 +82,7 @@ def test_the_decoder_sees_what_is_before_it_and_the_encoder_but_no_padding():
 
 def test_it_learns_one_batch():
     program = t5("2x4", recompute="full", microbatch_size=1, **RELATIVE)
-    state, losses = program.initialize(0), []
+    state, losses = initial_state(program), []
     for _ in range(20):
         state, metrics = program.step(state, batch_of(program, 0))
         losses.append(float(metrics["loss"]))

@@ -1,5 +1,7 @@
 """Which dimension ZeRO splits, what a device then holds, and checkpoints between layouts."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -68,24 +70,24 @@ def test_a_device_holds_its_part(zero):
     assert (DATA in axes) == (zero > 0)
 
 
+@cache
+def deep(zero: int) -> tuple[int, int]:
+    """Bytes of all gradients of a model, and of its step's temporaries; each of 8 ranks has 2 microbatches."""
+    fields = {"recompute": "full", "microbatch_size": 1, "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
+    program = program_of("8x1", zero=zero, **fields)
+    return counts_of(program).all * 4, program.lower_step().compile().memory_analysis().temp_size_in_bytes
+
+
 def test_full_gradients_never_live_with_zero_2():
     """Temporary memory of the compiled step falls by what the other half of the gradients takes."""
 
-    def temporaries(zero: int) -> int:
-        fields = {"zero": zero, "recompute": "full", "microbatch_size": 1, "global_batch_size": 16}
-        program = program_of("8x1", num_layers=8, hidden_size=64, **fields)
-        return program.lower_step().compile().memory_analysis().temp_size_in_bytes
-
-    whole = counts_of(program_of("8x1", num_layers=8, hidden_size=64)).all * 4
-    assert temporaries(1) - temporaries(2) > whole / 2
+    (_, with_gradients), (whole, without) = deep(zero=1), deep(zero=2)
+    assert with_gradients - without > whole / 2
 
 
 def test_microbatches_add_to_one_sum_of_gradients():
     """A microbatch's own gradients, beside the sum, would take as much again."""
-    fields = {"recompute": "full", "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
-    program = program_of("8x1", microbatch_size=1, zero=1, **fields)
-    temporaries = program.lower_step().compile().memory_analysis().temp_size_in_bytes
-    whole = counts_of(program).all * 4
+    whole, temporaries = deep(zero=1)
     assert whole < temporaries < 1.75 * whole
 
 

@@ -19,7 +19,7 @@ from mtjax.sharding.placement import shardings
 from mtjax.train import loop
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
-from tests.tiny import batch_of, mesh_of, program_of, records_like, run_steps, tiny_config
+from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
 UP = ("stack", "layers", "mlp", "up", "weight")
 
@@ -131,7 +131,7 @@ def test_good_steps_are_those_of_a_program_that_never_skips():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
     program = program_of("2x4", zero=1)
-    values = jax.tree.map(np.asarray, program.initialize(0).parameters)
+    values = jax.tree.map(np.asarray, initial_state(program).parameters)
     named = program.tensors
     assert len(named) == len(set(named))
     find = jax.jit(lambda loss, tree: first_bad(loss, tree, program.records))
@@ -177,7 +177,7 @@ def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
 
 def test_a_parameter_that_is_not_finite_is_found_and_a_large_one_is_not():
     program = program_of("2x4")
-    parameters = program.initialize(0).parameters
+    parameters = initial_state(program).parameters
     norm, up = parameters["final_norm"], parameters["stack"]["layers"]["mlp"]["up"]
     norm["scale"] = jax.device_put(np.full(norm["scale"].shape, 1e38, np.float32), norm["scale"].sharding)
     assert program.bad_parameter(parameters) is None

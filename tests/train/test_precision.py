@@ -11,7 +11,7 @@ from mtjax.config import Training, validate
 from mtjax.errors import UserError
 from mtjax.train.checkpoint import Checkpoints
 from mtjax.train.precision import LossScale, update
-from tests.tiny import batch_of, program_of, run_steps, tiny_config
+from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
 # finite, then scale, growth and hysteresis after it; window 3, hysteresis 2, minimum 2, from scale 16.
 TRACE = [
@@ -44,7 +44,7 @@ def test_the_scale_follows_a_trace_counted_by_hand():
 
 def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_path):
     program = program_of("2x4", **HALF)
-    before = program.initialize(0)
+    before = initial_state(program)
     kept = jax.device_get((before.parameters, before.optimizer))
     state, metrics = program.step(before, batch_of(program, 0))
     assert float(metrics["skipped"]) == 1 and float(metrics["grad_norm"]) == 0
@@ -73,7 +73,7 @@ def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_pa
 
 def test_losses_are_near_those_of_float32():
     program = program_of("2x4", **HALF)
-    state = program.initialize(0)
+    state = initial_state(program)
     low = replace(state.loss_scale, scale=state.loss_scale.scale / 2**18)
     found = run_steps(program, 5, replace(state, loss_scale=low))[1]
     expected = run_steps(program_of("1x1"), 5)[1]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tiny import batch_of, forget_programs, program_of, run_steps
+from tests.tiny import batch_of, forget_programs, initial_state, program_of, run_steps
 
 MESHES = ("1x1", "1x2", "8x1", "1x8", "2x4")
 MORE_MESHES = ("2x1", "2x2", "4x2")
@@ -97,13 +97,13 @@ def assert_like_one_device(program):
 
 def test_dropout_is_on_and_its_keys_follow_the_sample():
     program = program_of("2x4")
-    state = program.initialize(0)
+    state = initial_state(program)
     batch = batch_of(program, 0)
     shifted = batch | {"sample_index": batch["sample_index"] + np.uint32(1000)}
-    losses = [float(program.step(program.initialize(0), b)[1]["loss"]) for b in (batch, batch, shifted)]
+    losses = [float(program.step(initial_state(program), b)[1]["loss"]) for b in (batch, batch, shifted)]
     assert losses[0] == losses[1] != losses[2]
     off = program_of("2x4", hidden_dropout=0.0, attention_dropout=0.0)
-    loss = float(off.step(off.initialize(0), batch)[1]["loss"])
+    loss = float(off.step(initial_state(off), batch)[1]["loss"])
     total, tokens = program.evaluate(state.parameters, batch)["loss"]
     np.testing.assert_allclose(loss, float(total) / float(tokens), rtol=1e-6)
     assert loss != losses[0]
@@ -115,7 +115,7 @@ def test_masked_tokens_do_not_count():
     mask = np.asarray(batch["loss_mask"])
     labels = np.where(mask > 0, np.asarray(batch["labels"]), 3).astype(np.int32)
     other = batch | {"labels": jax.device_put(labels, batch["labels"].sharding)}
-    first, second = (program.step(program.initialize(0), b)[1] for b in (batch, other))
+    first, second = (program.step(initial_state(program), b)[1] for b in (batch, other))
     assert float(first["loss"]) == float(second["loss"]) and float(first["tokens"]) == mask.sum()
 
 
@@ -132,7 +132,7 @@ def test_bfloat16_with_everything_split_computes_in_16_bits_and_keeps_the_rest_i
 
 def test_state_is_donated():
     program = program_of("2x4")
-    state = program.initialize(0)
+    state = initial_state(program)
     program.step(state, batch_of(program, 0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.parameters))
 
@@ -149,7 +149,7 @@ def test_nothing_is_summed_over_a_single_data_rank():
 
 def test_learning_goes_down_on_one_batch():
     program = program_of("2x4", hidden_dropout=0.0, attention_dropout=0.0)
-    state, losses = program.initialize(0), []
+    state, losses = initial_state(program), []
     for _ in range(20):
         state, metrics = program.step(state, batch_of(program, 0))
         losses.append(float(metrics["loss"]))
