@@ -27,7 +27,7 @@ from mtjax.sharding.region import vary_with
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import from_one_stage, packed, send
+from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -86,7 +86,7 @@ class _Carry(NamedTuple):
     """What goes from one tick to the next."""
 
     wire: Tree
-    """Arrived from the chunk before."""
+    """Arrived from the chunk before; packed."""
     gradient: Tree
     """Of the wire that came in for this rank's last backward half; packed, and not yet sent."""
     wires: Tree
@@ -118,11 +118,11 @@ class _Run:
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
             (wire, losses), turn = carry, self._turn(row)
-            wire = self._through_chunk(wire, turn)
+            wire = self._through_chunk(unpacked(wire, self.wire), turn)
             own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: none)
             return (self._send(packed(wire), 1), jax.tree.map(jnp.add, losses, own)), None
 
-        (_, losses), _ = lax.scan(tick, (self.wire, none), self._rows(self.table.forward))
+        (_, losses), _ = lax.scan(tick, (packed(self.wire), none), self._rows(self.table.forward))
         return losses
 
     def output(self) -> Tree:
@@ -130,12 +130,12 @@ class _Run:
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
             (wire, out), turn = carry, self._turn(row)
-            wire, last = self._through_chunk(wire, turn), self._leaves(turn) & turn.counts
+            wire, last = self._through_chunk(unpacked(wire, self.wire), turn), self._leaves(turn) & turn.counts
             out = jax.tree.map(lambda new, old: jnp.where(last, new.astype(jnp.float32), old), wire, out)
             return (self._send(packed(wire), 1), out), None
 
         nothing = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), self.wire)
-        (_, out), _ = lax.scan(tick, (self.wire, nothing), self._rows(self.table.forward))
+        (_, out), _ = lax.scan(tick, (packed(self.wire), nothing), self._rows(self.table.forward))
         return jax.tree.map(lambda a, like: from_one_stage(a).astype(like.dtype), out, self.wire)
 
     def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
@@ -157,7 +157,7 @@ class _Run:
         if not keeps_inputs:
             linearize = self._linearize(sums, self._turn(forward[0]))
             kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
-        carry = _Carry(self.wire, packed(self.wire), wires, kept.empty(), sums, self._no_losses())
+        carry = _Carry(packed(self.wire), packed(self.wire), wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
@@ -165,14 +165,18 @@ class _Run:
 
     def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
         """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward."""
+        out = carry.wire
         if phase.backward:
             carry = carry._replace(gradient=self._send(carry.gradient, -1))
         if phase.forward:
             turn = self._turn(rows[0])
+            carry = carry._replace(wire=unpacked(carry.wire, self.wire))
             wire, wires, arrays = self._in_section(turn, partial(self._forward, kept, turn), carry)
-            carry = carry._replace(wire=self._send(packed(wire), 1), wires=wires, kept=arrays)
+            out = packed(wire)
+            carry = carry._replace(wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
             turn = self._turn(rows[1])
+            carry = carry._replace(gradient=unpacked(carry.gradient, self.wire, after=out))
             gradient, sums, losses = self._in_section(turn, partial(self._backward, kept, turn), carry)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
@@ -294,4 +298,4 @@ class _Run:
             return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
 
     def _send(self, wire: Tree, by: int) -> Tree:
-        return send(wire, by, self.wire, wraps=self.table.chunks > 1)
+        return send(wire, by, wraps=self.table.chunks > 1)
