@@ -141,10 +141,10 @@ class _Run:
     def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
         """The wire behind a chunk."""
 
-        def of_section(section: int, wire: Tree) -> Tree:
-            return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+        def of_section(section: int, wire: Tree) -> tuple[Tree]:
+            return (self._chunk(section, self.parts, self._entered(section, wire, turn), turn),)
 
-        return self._in_section(turn, of_section, wire)
+        return self._in_section(turn, of_section, wire)[0]
 
     # --- losses and gradients
 
@@ -170,36 +170,47 @@ class _Run:
             carry = carry._replace(gradient=self._send(carry.gradient, -1))
         if phase.forward:
             turn = self._turn(rows[0])
-            carry = carry._replace(wire=unpacked(carry.wire, self.wire))
-            wire, wires, arrays = self._in_section(turn, partial(self._forward, kept, turn), carry)
+            forward, arrived = partial(self._forward, kept, turn, carry.sums), unpacked(carry.wire, self.wire)
+            wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
             out = packed(wire)
             carry = carry._replace(wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
             turn = self._turn(rows[1])
-            carry = carry._replace(gradient=unpacked(carry.gradient, self.wire, after=out))
-            gradient, sums, losses = self._in_section(turn, partial(self._backward, kept, turn), carry)
+            backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
+            arrived = unpacked(carry.gradient, self.wire, after=out)
+            gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
 
-    def _forward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Tree]:
+    def _forward(
+        self, kept: Kept, turn: _Turn, sums: Tree, section: int, wire: Tree, wires: Tree, arrays: Tree
+    ) -> tuple[Tree, Tree, Tree]:
         """The forward half of a chunk: what it puts out, and what is kept."""
-        start = self._entered(section, carry.wire, turn)
-        wires = put_in_slot(carry.wires, turn.slot, start if section == 0 else carry.wire)
-        linearize = self._linearize(carry.sums, turn)
+        start = self._entered(section, wire, turn)
+        wires = put_in_slot(wires, turn.slot, start if section == 0 else wire)
         if isinstance(kept, Recomputed) and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
             out = on_stage(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
-            return out, wires, carry.kept
-        out, arrays = kept.put(section, carry.kept, turn.slot, start, linearize)
+            return out, wires, arrays
+        out, arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
         return out, wires, arrays
 
-    def _backward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Sums]:
+    def _backward(
+        self,
+        kept: Kept,
+        turn: _Turn,
+        wires: Tree,
+        arrays: Tree,
+        section: int,
+        gradient: Tree,
+        sums: Tree,
+        losses: Sums,
+    ) -> tuple[Tree, Tree, Sums]:
         """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
-        wire = take_from_slot(carry.wires, turn.slot)
+        wire = take_from_slot(wires, turn.slot)
         start = wire if section == 0 else self._entered(section, wire, turn)
-        out, pull = kept.take(section, carry.kept, turn.slot, start, self._linearize(carry.sums, turn))
-        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), carry.gradient)
-        sums, losses = carry.sums, carry.losses
+        out, pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
         if section == self.sections - 1:
             leave = partial(self._leave_backward, out, turn)
             unchanged = lambda *values: values  # noqa: E731
@@ -290,12 +301,18 @@ class _Run:
         """Whether a turn's chunk is the model's last."""
         return (self.stage == self.table.stages - 1) & (turn.chunk == self.table.chunks - 1)
 
-    def _in_section(self, turn: _Turn, run: Callable[[int, Any], Any], carry: Any) -> Any:
-        """`run(section, carry)` of the section to which the turn's chunk belongs."""
+    def _in_section(self, turn: _Turn, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
+        """`run(section, *state)`, the state's successor, of the section to which the turn's chunk belongs.
+
+        Each section has a branch of its own, behind one that passes the state on. Of one switch over all sections XLA
+        copies what an earlier branch updates and a later one passes on: the gradients of an entire stack.
+        """
         if self.sections == 1:
-            return run(0, carry)
-        with jax.named_scope("stages"):
-            return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
+            return run(0, *state)
+        for section in range(self.sections):
+            other = turn.chunk // self.chunks != section
+            state = on_stage(other, lambda *unchanged: unchanged, partial(run, section), *state)
+        return state
 
     def _send(self, wire: Tree, by: int) -> Tree:
         return send(wire, by, wraps=self.table.chunks > 1)
