@@ -15,7 +15,7 @@ Tree = Any
 def packed(wire: Tree) -> Tree:
     """A wire of residual streams [batch, sequence, hidden] as it travels.
 
-    An array that all model ranks have is split among them along its sequence, and gathered by `unpacked`: section 4.1 of
+    An array that all model ranks have is split among them along its sequence, which `unpacked` undoes: section 4.1 of
     arXiv 2104.04473.
     """
     with jax.named_scope("stages"):
