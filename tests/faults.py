@@ -329,8 +329,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: a stage's idle backward half counts the gradient that arrives",
-        "gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), carry.gradient)",
-        "gradient = carry.gradient",
+        "gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)",
+        "gradient = jax.tree.map(lambda g: g, gradient)",
         "train",
         "test_stages_change_nothing",
     ),

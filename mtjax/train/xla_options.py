@@ -1,4 +1,4 @@
-"""XLA options beyond its defaults: on GPUs to overlap communication with computation, on CPUs not to copy the moments.
+"""XLA options beyond its defaults: to overlap communication with computation on GPUs, and to copy less.
 
 They are passed as a program's `compiler_options`: `XLA_FLAGS` would hold for every program of the process, and a flag
 that XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify`
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtjax.config import Config
+from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 
 
@@ -67,6 +68,16 @@ STAGES = (
     ),
 )
 """In addition, on the stages of a pipeline."""
+SECTIONS = (
+    Option(
+        "xla_gpu_copy_insertion_use_region_analysis",
+        True,
+        "finds that of the stacks of an encoder and a decoder a stage works on one at a time, so that their gradients "
+        "are added in place; without it one of the stacks' is copied",
+        "0.10.2, off by default",
+    ),
+)
+"""In addition, on stages that have chunks of several stacks."""
 
 
 CPU = (
@@ -90,14 +101,18 @@ class Chosen:
 
 
 def choose(config: Config, mesh: Mesh) -> Chosen:
-    """The options of a run's programs on a mesh: none for GPUs with `overlap = false`."""
+    """The options of a run's programs on a mesh; for GPUs with `overlap = false` none that overlap."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         return accepted(CPU, device)
-    if not config.parallel.overlap:
-        return Chosen({})
-    split, staged = config.parallel.sequence_parallel, MeshShape(**mesh.shape).has_stages
-    return accepted(OVERLAP + (SPLIT_SEQUENCES if split else ()) + (STAGES if staged else ()), device)
+    parallel, staged = config.parallel, MeshShape(**mesh.shape).has_stages
+    tables = (
+        (OVERLAP, parallel.overlap),
+        (SPLIT_SEQUENCES, parallel.overlap and parallel.sequence_parallel),
+        (STAGES, parallel.overlap and staged),
+        (SECTIONS, staged and len(anatomy_of(config.model).stacks) > 1),
+    )
+    return accepted(tuple(option for table, holds in tables if holds for option in table), device)
 
 
 @cache

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.convert.__main__ import main as convert
 from mtjax.models.placed import Placed
 from mtjax.theory.stages import order_of
 from mtjax.train.checkpoint import Checkpoints, fingerprints
@@ -157,6 +158,22 @@ def test_a_checkpoint_of_stages_resumes_on_any_mesh(tmp_path):
         for name, known in by_name(other, restored.state.parameters).items():
             np.testing.assert_array_equal(parameters[name], known, err_msg=name)
     assert restored is not None and run_steps(program, 1, restored.state)[1] == going_on
+
+
+@pytest.mark.parametrize("case", [1, 2], ids=["unequal", "interleaved"])
+def test_a_checkpoint_of_stages_is_converted_layer_by_layer(tmp_path, case):
+    """Layers that lie as the stages have them, some places empty, are written in their own order."""
+    program = staged(*COVERING[case])
+    state = program.initialize(0)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=1)
+    checkpoints.save(state, program.config, 0)
+    checkpoints.close()
+    assert convert(["--from", f"mtjax:{tmp_path / 'run'}", "--to", f"mtjax:{tmp_path / 'converted'}"]) == 0
+    written = find_weights(tmp_path / "converted")
+    expected = {name: a for name, a in by_name(program, state.parameters).items() if ".layers." in name}
+    assert program.layer_orders and expected.keys() <= set(written.names)
+    for name, known in expected.items():
+        np.testing.assert_array_equal(written.open(name).read().result(), known, err_msg=name)
 
 
 def test_a_sample_is_the_same_on_stages():

@@ -11,11 +11,13 @@ from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import heading
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import make_program
-from mtjax.train.xla_options import CPU, OVERLAP, SPLIT_SEQUENCES, Chosen, Option, accepted, choose
+from mtjax.train.xla_options import CPU, OVERLAP, SECTIONS, SPLIT_SEQUENCES, STAGES, Chosen, Option, accepted, choose
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 STRANGE = (Option("xla_gpu_no_such_thing", True, "", ""), Option(OVERLAP[0].name, 7, "", ""))
+
+LIMIT = {option.name: option.value for option in STAGES}
 
 
 def names(options):
@@ -65,6 +67,10 @@ def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     assert choose(split, mesh) == Chosen(dict.fromkeys(names(OVERLAP + SPLIT_SEQUENCES), True))
     assert choose(replace(split, overlap=False), mesh) == Chosen({})
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
+    stages = find_target("h100x8").mesh(parse_mesh("2x2x2"))
+    assert choose(tiny(mesh="2x2x2"), stages) == Chosen(dict.fromkeys(names(OVERLAP), True) | LIMIT)
+    t5 = tiny(mesh="2x2x2", family="t5", overlap=False)
+    assert choose(t5, stages) == Chosen(dict.fromkeys(names(SECTIONS), True))
 
 
 @needs_aot

@@ -15,31 +15,48 @@ Tree = Any
 def packed(wire: Tree) -> Tree:
     """A wire of residual streams [batch, sequence, hidden] as it travels.
 
-    An array that all model ranks have is split among them along its sequence, and gathered on arrival: section 4.1 of
+    An array that all model ranks have is split among them along its sequence, which `unpacked` undoes: section 4.1 of
     arXiv 2104.04473.
     """
     with jax.named_scope("stages"):
         return jax.tree.map(lambda x: reshard(x, _split(x, jax.typeof(x).sharding.spec)), wire)
 
 
-def send(wire: Tree, by: int, like: Tree, *, wraps: bool) -> Tree:
+def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
     """A wire from the stage `by` places before: 1 sends forward, -1 backward.
 
     Args:
-      wire: `packed`.
+      wire: `packed`; what arrives is so too.
       by: 1 or -1.
-      like: arrays placed as those that arrive shall be.
       wraps: whether the last stage sends to the first, and the other way round; else they get zeros.
     """
     stages = lax.axis_size(STAGE)
     pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
 
-    def one(x: Array, like: Array) -> Array:
-        permute = over_the_rest(lambda part: lax.ppermute(part, STAGE, pairs), jax.typeof(x).sharding.spec)
-        return reshard(permute(x), jax.typeof(like).sharding.spec)
+    def one(x: Array) -> Array:
+        return over_the_rest(lambda part: lax.ppermute(part, STAGE, pairs), jax.typeof(x).sharding.spec)(x)
 
     with jax.named_scope("stages"):
-        return jax.tree.map(one, wire, like)
+        return jax.tree.map(one, wire)
+
+
+def unpacked(wire: Tree, like: Tree, after: Tree = ()) -> Tree:
+    """A wire as layers read it.
+
+    XLA joins gathers that may run at the same time, and one of activations and gradients would end both of their
+    permutes before the first half that needs either. So each is gathered where it is used, and not before `after`.
+
+    Args:
+      wire: `packed`.
+      like: arrays placed as the result.
+      after: arrays that are there before anything is gathered.
+    """
+    places = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(like)]
+    if places == [jax.typeof(x).sharding.spec for x in jax.tree.leaves(wire)]:
+        return wire
+    with jax.named_scope("stages"):
+        wire, _ = lax.optimization_barrier((wire, after))
+        return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), wire, like)
 
 
 def from_one_stage(x: Array) -> Array:

@@ -26,7 +26,7 @@ from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import from_one_stage, packed, send
+from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -85,7 +85,7 @@ class _Carry(NamedTuple):
     """What goes from one tick to the next."""
 
     wire: Tree
-    """Arrived from the chunk before."""
+    """Arrived from the chunk before; packed."""
     gradient: Tree
     """Of the wire that came in for this rank's last backward half; packed, and not yet sent."""
     wires: Tree
@@ -117,11 +117,11 @@ class _Run:
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
             (wire, losses), turn = carry, self._turn(row)
-            wire = self._through_chunk(wire, turn)
+            wire = self._through_chunk(unpacked(wire, self.wire), turn)
             own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: none)
             return (self._send(packed(wire), 1), jax.tree.map(jnp.add, losses, own)), None
 
-        (_, losses), _ = lax.scan(tick, (self.wire, none), self._rows(self.table.forward))
+        (_, losses), _ = lax.scan(tick, (packed(self.wire), none), self._rows(self.table.forward))
         return losses
 
     def output(self) -> Tree:
@@ -129,21 +129,21 @@ class _Run:
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
             (wire, out), turn = carry, self._turn(row)
-            wire, last = self._through_chunk(wire, turn), self._leaves(turn) & turn.counts
+            wire, last = self._through_chunk(unpacked(wire, self.wire), turn), self._leaves(turn) & turn.counts
             out = jax.tree.map(lambda new, old: jnp.where(last, new.astype(jnp.float32), old), wire, out)
             return (self._send(packed(wire), 1), out), None
 
         nothing = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), self.wire)
-        (_, out), _ = lax.scan(tick, (self.wire, nothing), self._rows(self.table.forward))
+        (_, out), _ = lax.scan(tick, (packed(self.wire), nothing), self._rows(self.table.forward))
         return jax.tree.map(lambda a, like: from_one_stage(a).astype(like.dtype), out, self.wire)
 
     def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
         """The wire behind a chunk."""
 
-        def of_section(section: int, wire: Tree) -> Tree:
-            return self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+        def of_section(section: int, wire: Tree) -> tuple[Tree]:
+            return (self._chunk(section, self.parts, self._entered(section, wire, turn), turn),)
 
-        return self._in_section(turn, of_section, wire)
+        return self._in_section(turn, of_section, wire)[0]
 
     # --- losses and gradients
 
@@ -156,7 +156,7 @@ class _Run:
         if not keeps_inputs:
             linearize = self._linearize(sums, self._turn(forward[0]))
             kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
-        carry = _Carry(self.wire, packed(self.wire), wires, kept.empty(), sums, self._no_losses())
+        carry = _Carry(packed(self.wire), packed(self.wire), wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
@@ -164,37 +164,52 @@ class _Run:
 
     def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
         """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward."""
+        out = carry.wire
         if phase.backward:
             carry = carry._replace(gradient=self._send(carry.gradient, -1))
         if phase.forward:
             turn = self._turn(rows[0])
-            wire, wires, arrays = self._in_section(turn, partial(self._forward, kept, turn), carry)
-            carry = carry._replace(wire=self._send(packed(wire), 1), wires=wires, kept=arrays)
+            forward, arrived = partial(self._forward, kept, turn, carry.sums), unpacked(carry.wire, self.wire)
+            wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
+            out = packed(wire)
+            carry = carry._replace(wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
             turn = self._turn(rows[1])
-            gradient, sums, losses = self._in_section(turn, partial(self._backward, kept, turn), carry)
+            backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
+            arrived = unpacked(carry.gradient, self.wire, after=out)
+            gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
 
-    def _forward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Tree]:
+    def _forward(
+        self, kept: Kept, turn: _Turn, sums: Tree, section: int, wire: Tree, wires: Tree, arrays: Tree
+    ) -> tuple[Tree, Tree, Tree]:
         """The forward half of a chunk: what it puts out, and what is kept."""
-        start = self._entered(section, carry.wire, turn)
-        wires = put_in_slot(carry.wires, turn.slot, start if section == 0 else carry.wire)
-        linearize = self._linearize(carry.sums, turn)
+        start = self._entered(section, wire, turn)
+        wires = put_in_slot(wires, turn.slot, start if section == 0 else wire)
         if isinstance(kept, Recomputed) and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
             out = on_stage(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
-            return out, wires, carry.kept
-        out, arrays = kept.put(section, carry.kept, turn.slot, start, linearize)
+            return out, wires, arrays
+        out, arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
         return out, wires, arrays
 
-    def _backward(self, kept: Kept, turn: _Turn, section: int, carry: _Carry) -> tuple[Tree, Tree, Sums]:
+    def _backward(
+        self,
+        kept: Kept,
+        turn: _Turn,
+        wires: Tree,
+        arrays: Tree,
+        section: int,
+        gradient: Tree,
+        sums: Tree,
+        losses: Sums,
+    ) -> tuple[Tree, Tree, Sums]:
         """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
-        wire = take_from_slot(carry.wires, turn.slot)
+        wire = take_from_slot(wires, turn.slot)
         start = wire if section == 0 else self._entered(section, wire, turn)
-        out, pull = kept.take(section, carry.kept, turn.slot, start, self._linearize(carry.sums, turn))
-        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), carry.gradient)
-        sums, losses = carry.sums, carry.losses
+        out, pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
         if section == self.sections - 1:
             leave = partial(self._leave_backward, out, turn)
             unchanged = lambda *values: values  # noqa: E731
@@ -285,12 +300,18 @@ class _Run:
         """Whether a turn's chunk is the model's last."""
         return (self.stage == self.table.stages - 1) & (turn.chunk == self.table.chunks - 1)
 
-    def _in_section(self, turn: _Turn, run: Callable[[int, Any], Any], carry: Any) -> Any:
-        """`run(section, carry)` of the section to which the turn's chunk belongs."""
+    def _in_section(self, turn: _Turn, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
+        """`run(section, *state)`, the state's successor, of the section to which the turn's chunk belongs.
+
+        Each section has a branch of its own, behind one that passes the state on. Of one switch over all sections XLA
+        copies what an earlier branch updates and a later one passes on: the gradients of an entire stack.
+        """
         if self.sections == 1:
-            return run(0, carry)
-        with jax.named_scope("stages"):
-            return lax.switch(turn.chunk // self.chunks, [partial(run, i) for i in range(self.sections)], carry)
+            return run(0, *state)
+        for section in range(self.sections):
+            other = turn.chunk // self.chunks != section
+            state = on_stage(other, lambda *unchanged: unchanged, partial(run, section), *state)
+        return state
 
     def _send(self, wire: Tree, by: int) -> Tree:
-        return send(wire, by, self.wire, wraps=self.table.chunks > 1)
+        return send(wire, by, wraps=self.table.chunks > 1)

@@ -159,13 +159,13 @@ class CrossAttention(_Heads):
         if not stream.split:
             why = "f of what cross-attention reads, in each layer or once for their sum"
             return [*lines, over_model(LAYER_BACKWARD, "all-reduce", layers, every, why, **merged)]
-        what = "what cross-attention reads"
+        what, forward = "what cross-attention reads", f"{stream.forward_turns}*batch*sequence*hidden"
         return [
             *lines,
             over_model(LAYER_RECOMPUTE, "all-gather", f"({layers} - {grouped})*{stream.turns}", read, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, read, f"gradient of {what}"),
             over_model(
-                LAYER_FORWARD, "all-gather", layers, every, f"{what}, in each layer or once", also=OTHER, **merged
+                LAYER_FORWARD, "all-gather", layers, forward, f"{what}, in each layer or once", also=OTHER, **merged
             ),
             over_model(
                 LAYER_RECOMPUTE, "all-gather", f"2*{grouped}", every, "again, twice a layer or once a group", **merged
