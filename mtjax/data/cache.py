@@ -89,6 +89,26 @@ class Cache:
         return (self.folder("file", {"file": known}, build) / "sha256").read_text()
 
 
+def check_room(cache: Cache | None, in_memory: int, on_disk: int, what: str) -> None:
+    """Checks that this machine has the bytes that something needs, before it takes hours to find out.
+
+    Raises:
+      UserError: it has not.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if in_memory > memory:
+        raise UserError(f"{what} takes {in_memory / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}")
+    if cache is None:
+        return
+    with contextlib.suppress(OSError):  # who writes there says what is wrong
+        free = shutil.disk_usage(next(p for p in (cache.root, *cache.root.parents) if p.exists())).free
+        if on_disk > free:
+            raise UserError(
+                f"{what} takes {on_disk / 1e9:,.1f} GB in the cache {cache.root}, where {free / 1e9:,.1f} are free: "
+                "make room, or give another with --cache-dir"
+            )
+
+
 def cached_arrays(
     cache: Cache | None,
     kind: str,
