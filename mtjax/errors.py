@@ -44,7 +44,7 @@ def require(library: str, extra: str) -> ModuleType:
 
 def first_line(error: BaseException, length: int = 200) -> str:
     """What an error says, short enough for a sentence: of a file, its path and why."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
     return text.splitlines()[0][:length] if text else repr(error)

@@ -6,6 +6,7 @@ folder - the contents are deterministic - and the first rename wins.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,20 @@ import numpy as np
 
 from mtjax.config import Data
 from mtjax.errors import UserError
+
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "requested and")
+"""What errors say of a full disk; the last is numpy's, of an array of which only a part was written."""
+
+
+def reserve(path: Path) -> None:
+    """Takes the disk space of a file that is as long as it will be: a mapped one would end the process where it lacks.
+
+    Raises:
+      OSError: there is not as much.
+    """
+    with path.open("r+b") as file:
+        if size := os.fstat(file.fileno()).st_size:
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def digest(parts: Mapping[str, Any]) -> str:
@@ -72,9 +87,15 @@ class Cache:
                 f"the cache {self.root} can't be written ({e.strerror}); give another with --cache-dir"
             ) from e
         except OSError as e:
-            if e.errno is None or e.filename is None:
+            full = next((words for words in _DISK_FULL if words in str(e)), None)
+            if full is None and (e.errno is None or e.filename is None):
                 raise
-            raise UserError(f"{e.strerror}: {e.filename}, while preparing data in the cache {self.root}") from e
+            why = f"{e.strerror}: {e.filename}" if e.filename else os.strerror(errno.ENOSPC if full else e.errno or 0)
+            raise UserError(f"{why}, while preparing data in the cache {self.root}") from e
+        except Exception as e:  # of tokenizers, which has no other
+            if not any(words in str(e) for words in _DISK_FULL):
+                raise
+            raise UserError(f"{os.strerror(errno.ENOSPC)}, while preparing data in the cache {self.root}") from e
         return final
 
     def file_digest(self, path: Path) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
 from mtjax.config import Config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
+from mtjax.train.log_files import Events, Lines
 
 LARGEST = 1e300
 """Numbers from here on are left out of a plot, which could not scale its axes."""
@@ -79,21 +79,27 @@ class MetricsLog:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in kept))
         temporary.replace(self.path)
-        self._lines = self.path.open("a")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+        self._lines = Lines(self.path)
+        self._events = Events(folder / "tensorboard", from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry; it is on disk when this returns. NaN and infinity become null: JSON has neither."""
+        """Appends one entry; it is on disk when this returns, or waits until the disk takes it.
+
+        NaN and infinity become null: JSON has neither.
+        """
         self._lines.write(_line(entry))
-        self._lines.flush()
         for name, value in entry.items():
             if name != "step" and math.isfinite(value):
                 self._events.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Writes what is still buffered."""
-        self._lines.close()
+        """Writes what still waits.
+
+        Raises:
+          UserError: it can't be written.
+        """
         self._events.close()
+        self._lines.close()
 
 
 def _line(entry: dict[str, Any]) -> str:
