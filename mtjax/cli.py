@@ -16,8 +16,9 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import tyro
 
 from mtjax import __version__, config
+from mtjax.config.checks import check_bounds
 from mtjax.config.families import FAMILIES
-from mtjax.errors import UserError, nearest
+from mtjax.errors import UserError, first_line, nearest, shortened
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
@@ -48,12 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return import_module(COMMANDS[argv[0]][0] + ".__main__").main(argv[1:])
 
 
+LONGEST_MESSAGE = 2000
+"""Characters of an error: what was typed may be a book."""
+
+
 def run_main(body: Callable[[], int | None]) -> int:
     """Runs a command's body: a `UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
     try:
         return body() or 0
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {shortened(e, LONGEST_MESSAGE)}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("error: this machine's memory is too small for it", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -61,6 +69,11 @@ def run_main(body: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `mtjax ... | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:  # of a disk or a path that nobody expected to fail here
+        if e.errno is None:
+            raise
+        print(f"error: {shortened(first_line(e), LONGEST_MESSAGE)}", file=sys.stderr)
+        return 2
 
 
 class Command(NamedTuple, Generic[Options]):
@@ -101,6 +114,7 @@ def parse(
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
     chosen = config.Config(**{group: getattr(parsed, group) for group in groups})
+    check_bounds(parsed.command)
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
 
@@ -115,10 +129,13 @@ def read(options: Any, argv: Sequence[str] | None, prog: str, description: str |
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(options, prog=prog, description=description, args=argv)
+            parsed = tyro.cli(options, prog=prog, description=description, args=argv)
     except SystemExit as e:
         if not e.code:
             raise
+    else:
+        check_bounds(parsed)
+        return parsed
     raise UserError(f"{_one_sentence(said.getvalue())} ({prog} --help lists the options)")
 
 
@@ -151,16 +168,18 @@ def _one_sentence(box: str) -> str:
             return f"{words[0]!r} belongs to no option"
         return f"no option is called {unknown}{nearest(unknown, known)}"
     if match := _NUMBER.match(said):
-        return f"{match[1]} is {match[3]!r}, and must be {_VALUES[match[2]]}"
+        return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
     if match := _SEVERAL.match(said):
         kinds = [kind.strip("{}") for kind in match[2].split("|") if kind != "{None}"]
-        return f"{match[1]} is {match[3]}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
+        return (
+            f"{match[1]} is {shortened(match[3])}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
+        )
     if match := re.match(r"Missing value for argument '(.*?)'", said):
         return f"{match[1]} needs a value"
     if said.startswith("Missing from"):
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
-    return said.rstrip(". ")
+    return shortened(said.rstrip(". "), 400)
 
 
 def _listed(argv: Sequence[str]) -> Iterator[str]:

@@ -19,6 +19,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" - did you mean {match[0]!r}?" if match else ""
 
 
+def shortened(value: object, length: int = 60) -> str:
+    """A value as text, with its middle left out where it is longer than a sentence can hold."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 20]}...{text[-10:]}"
+
+
 def install_extra(extra: str) -> str:
     """How to install an extra of mtjax, for a message: from a checkout, since no package index has mtjax."""
     return f"pip install '.[{extra}]' in a checkout of mtjax"
@@ -38,7 +44,7 @@ def require(library: str, extra: str) -> ModuleType:
 
 def first_line(error: BaseException, length: int = 200) -> str:
     """What an error says, short enough for a sentence: of a file, its path and why."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
     return text.splitlines()[0][:length] if text else repr(error)

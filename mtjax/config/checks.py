@@ -1,16 +1,17 @@
 """Checks of the config that need no mesh; `theory.divisibility` checks what must be divisible by mesh axes."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from mtjax.config.families import FAMILIES
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.run import Config
-from mtjax.config.setting import setting_of
-from mtjax.config.sizes import decoder_layers, head_dim, nearest_divisors, num_kv_heads
+from mtjax.config.setting import SAMPLES, setting_of
+from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, mlp_size, nearest_divisors, num_kv_heads
 from mtjax.config.training import Training
-from mtjax.errors import UserError
+from mtjax.errors import UserError, shortened
 
 
 def validate(config: Config) -> None:
@@ -21,6 +22,7 @@ def validate(config: Config) -> None:
     """
     for section in vars(config).values():
         check_bounds(section)
+    check_sizes(config)
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
@@ -37,8 +39,61 @@ def check_bounds(section: Any) -> None:
     """
     for field in dataclasses.fields(section):
         bound, value = setting_of(field).bound, getattr(section, field.name)
-        if bound and value is not None and not bound.admits(value):
-            raise UserError(f"{field.name} is {value}, and must be {bound.words}")
+        if bound and value is not None and (words := bound.why_not(value)):
+            raise UserError(f"{field.name} is {shortened(value)}, and must be {words}")
+        if isinstance(value, str | Path):
+            _check_text(field.name, value)
+
+
+LONGEST = {str: 2**16, Path: 4096}
+"""Characters of a setting that is text, say a list of files, and of a path on Linux."""
+
+
+def _check_text(name: str, value: str | Path) -> None:
+    """Checks that a text can name a file and stand in one."""
+    text, longest = str(value), LONGEST[Path if isinstance(value, Path) else str]
+    if len(text) > longest:
+        raise UserError(f"{name} has {len(text)} characters ({shortened(text)}), and may have {longest}")
+    if not text.isprintable() and ("\0" in text or not _is_unicode(text)):
+        raise UserError(f"{name} is {text!r}, which has a character that no file name or text can have")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        return False
+    return True
+
+
+ELEMENTS = 2**60
+"""The most elements of any tensor: XLA counts bytes in 64 bits."""
+
+
+def check_sizes(config: Config) -> None:
+    """Checks that no tensor is too large to be counted, and that the samples of the run can be numbered.
+
+    Raises:
+      UserError: names the settings whose product is too large.
+    """
+    model, training = config.model, config.training
+    if training.train_samples is None and training.steps * training.global_batch_size > SAMPLES:
+        raise UserError(
+            f"steps {training.steps} of global_batch_size {training.global_batch_size} read "
+            f"{training.steps * training.global_batch_size} samples, and a run has at most {SAMPLES}"
+        )
+    heads, length = model.num_heads, max(model.sequence_length, decoder_length(model))
+    layers, vocabulary = max(model.num_layers, decoder_layers(model)), model.vocab_size or 1
+    widest = max(model.hidden_size, mlp_size(model), heads * head_dim(model))
+    tokens = training.global_batch_size * length
+    for elements, words in (
+        (4 * layers * model.hidden_size * widest, f"{layers} layers of weights {model.hidden_size} x {widest}"),
+        (2 * layers * tokens * widest, f"{layers} layers of activations {tokens} x {widest}"),
+        (2 * layers * tokens * heads * length, f"{layers} layers of scores {tokens} x {heads} x {length}"),
+        (tokens * vocabulary, f"logits of {tokens} tokens over {vocabulary}"),
+    ):
+        if elements > ELEMENTS:
+            raise UserError(f"{words} are more than any memory holds: make the model or its batch smaller")
 
 
 def check_heads(model: Model) -> None:

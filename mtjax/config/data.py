@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.config.setting import above_zero, at_least
+from mtjax.config.setting import at_least, seconds
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Data:
     """Shares of the text for training, validation and test."""
     cache_dir: Path | None = None
     """Where prepared text is kept; ~/.cache/mtjax when not given."""
-    num_workers: int = at_least(0, 0)
+    num_workers: int = at_least(0, 0, most=256)
     """Processes that prepare samples; 0 prepares them in threads of the training process."""
-    loader_timeout: float = above_zero(300.0)
+    loader_timeout: float = seconds(300.0)
     """Seconds without a batch after which the loader counts as stalled, and the run ends with an error."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""

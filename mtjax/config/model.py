@@ -4,7 +4,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mtjax.config.families import FAMILIES
-from mtjax.config.setting import NEVER, above_zero, amount, at_least, multiple_of, setting, share, when
+from mtjax.config.setting import (
+    HEADS,
+    INNER_WIDTH,
+    LAYERS,
+    NEVER,
+    TOKENS,
+    WIDTH,
+    above_zero,
+    amount,
+    at_least,
+    multiple_of,
+    setting,
+    share,
+    when,
+)
 
 if TYPE_CHECKING:
     FamilyName = str
@@ -26,24 +40,24 @@ class Model:
     family: FamilyName = "gpt"
     """Kind of model. A family sets the defaults of norm, norm_epsilon, position, activation, bias, tie_embeddings and
     dropout, each of which can be overridden."""
-    num_layers: int = at_least(1, 24)
+    num_layers: int = at_least(1, 24, most=LAYERS)
     """Transformer layers."""
-    hidden_size: int = at_least(1, 1024)
+    hidden_size: int = at_least(1, 1024, most=WIDTH)
     """Width of the residual stream."""
-    num_heads: int = at_least(1, 16)
+    num_heads: int = at_least(1, 16, most=HEADS)
     """Attention heads; each is hidden_size / num_heads wide, or head_dim."""
-    num_kv_heads: int | None = at_least(1, None)
+    num_kv_heads: int | None = at_least(1, None, most=HEADS)
     """Key and value heads, each shared by a group of query heads (grouped-query attention); num_heads when not
     given."""
-    head_dim: int | None = at_least(1, None)
+    head_dim: int | None = at_least(1, None, most=WIDTH)
     """Width of a head; hidden_size / num_heads when not given."""
-    mlp_size: int | None = at_least(1, None)
+    mlp_size: int | None = at_least(1, None, most=INNER_WIDTH)
     """Inner width of the MLP; 4 x hidden_size when not given."""
-    sequence_length: int = at_least(1, 1024, shapes=POSITIONS_COUNT)
+    sequence_length: int = at_least(1, 1024, most=TOKENS, shapes=POSITIONS_COUNT)
     """Tokens in a sample, and the number of learned positions."""
-    vocab_size: int | None = at_least(1, None)
+    vocab_size: int | None = at_least(1, None, most=TOKENS)
     """Tokens in the vocabulary; the tokenizer's when not given."""
-    vocab_multiple: int = at_least(1, 1024)
+    vocab_multiple: int = at_least(1, 1024, most=WIDTH)
     """The vocabulary is padded up to a multiple of this, whatever the mesh."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm subtracts the mean and adds a bias; rmsnorm does neither."""
@@ -76,15 +90,15 @@ class Model:
     """Add biases in attention and the MLP."""
     tie_embeddings: bool = True
     """Use the embedding table as the output projection."""
-    num_decoder_layers: int | None = at_least(1, None)
+    num_decoder_layers: int | None = at_least(1, None, most=LAYERS)
     """t5: layers of the decoder (num_layers are the encoder's); num_layers when not given."""
-    decoder_sequence_length: int | None = at_least(1, None, shapes=POSITIONS_COUNT)
+    decoder_sequence_length: int | None = at_least(1, None, most=TOKENS, shapes=POSITIONS_COUNT)
     """t5: tokens that the decoder writes (sequence_length is the encoder's); sequence_length when not given."""
     relative_buckets: int = multiple_of(4, 32, shapes=RELATIVE)
     """t5: number of buckets of distances that relative positions distinguish."""
-    relative_max_distance: int = setting(128, shapes=RELATIVE)
+    relative_max_distance: int = at_least(1, 128, shapes=RELATIVE)
     """t5: all distances from this one on share one bucket."""
-    num_token_types: int = at_least(0, 2)
+    num_token_types: int = at_least(0, 2, most=HEADS)
     """bert: kinds of tokens, each with an embedding (first and second sentence); 0 for no such embedding."""
     sentence_order: bool = True
     """bert: also learn, from the first token, whether two sentences were swapped."""

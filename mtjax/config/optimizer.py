@@ -35,7 +35,7 @@ class Optimizer:
     """Added to the denominator of Adam's update."""
     weight_decay: float = amount(0.01)
     """Decoupled weight decay, of matrices only."""
-    start_weight_decay: float | None = None
+    start_weight_decay: float | None = amount(None)
     """weight_decay_style linear or cosine: weight decay of the first step, which grows to weight_decay over the run."""
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight decay grows."""

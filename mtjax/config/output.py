@@ -22,6 +22,8 @@ class Output:
     """Global batches of held-out text in a validation."""
     checkpoint_every: int = at_least(0, 1000)
     """Steps between checkpoints; 0 saves at the end only."""
+    failed_saves: int = at_least(0, 2)
+    """Saves in a row that may fail, say of a full disk, before the run ends; its last one must not."""
     keep_last: int = at_least(1, 3)
     """Number of newest checkpoints to keep."""
     keep_every: int | None = at_least(1, None)

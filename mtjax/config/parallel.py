@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.setting import at_least, seconds
+from mtjax.config.setting import LAYERS, WIDTH, at_least, numbers, seconds
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Parallel:
     """Order of microbatches on the stages of a pipeline: 1f1b begins each backward pass as soon as it can; interleaved
     does so with several chunks of layers on each stage, which makes the bubble smaller; gpipe runs all forward passes
     first."""
-    chunks: int = at_least(1, 1)
+    chunks: int = at_least(1, 1, most=LAYERS)
     """Chunks of layers on each stage, for the schedule interleaved."""
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | None = numbers(0, None, most=LAYERS, length=LAYERS)
     """Layers of each stage, where they are not equal: 5,6,6,5."""
     sequence_parallel: bool = False
     """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
@@ -31,9 +31,9 @@ class Parallel:
     """Ask XLA to overlap communication with computation (GPUs only)."""
     coordinator: str | None = None
     """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes."""
-    num_processes: int | None = None
+    num_processes: int | None = at_least(1, None, most=WIDTH)
     """Number of processes; goes with --coordinator."""
-    process_id: int | None = None
+    process_id: int | None = at_least(0, None, most=WIDTH)
     """Number of this process, from 0; goes with --coordinator."""
     peer_timeout: float = seconds(30.0)
     """Seconds within which all processes of a run end when one of them is lost."""

@@ -20,13 +20,36 @@ NEVER = None
 _KEY = "setting"
 
 
+LARGEST = 2**31 - 1
+"""The largest whole number where a setting has no other: devices count in int32."""
+LARGEST_FLOAT = 1e38
+"""The largest fraction: devices compute in float32, which ends a little above."""
+LAYERS, WIDTH, HEADS, INNER_WIDTH, TOKENS = 10_000, 2**20, 2**16, 2**23, 2**24
+"""The largest sizes of a model and its batches: some hundred times what was ever trained, and small enough that every
+plan, program and message about them is computed at once."""
+SAMPLES = 2**32
+"""Samples of a run: each has a number of 32 bits, from which its dropout derives."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """The values that a setting may have."""
 
-    admits: Callable[[Any], bool]
+    is_enough: Callable[[Any], bool]
     words: str
-    """What comes after "must be" in the error."""
+    """What comes after "must be" in the error about a value that is not enough."""
+    most: float = math.inf
+    """The largest value."""
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value may be had."""
+        return self.why_not(value) is None
+
+    def why_not(self, value: Any) -> str | None:
+        """What comes after "must be" in the error about a value; None for one that may be had."""
+        if not self.is_enough(value):
+            return self.words
+        return None if value <= self.most else f"at most {self.most:{'' if type(self.most) is int else 'g'}}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +76,26 @@ def when(**values: str | tuple[str, ...]) -> Condition:
     return tuple((name, (value,) if isinstance(value, str) else value) for name, value in values.items())
 
 
-def at_least(minimum: int, default: T, *, shapes: Condition | None = ALWAYS) -> T:
-    """A field for a whole number from `minimum` on."""
+def at_least(minimum: int, default: T, *, most: int = LARGEST, shapes: Condition | None = ALWAYS) -> T:
+    """A field for a whole number from `minimum` to `most`."""
     words = f"at least {minimum}" if minimum else "0 or more"
-    return setting(default, bound=Bound(lambda value: value >= minimum, words), shapes=shapes)
+    return setting(default, bound=Bound(lambda value: value >= minimum, words, most), shapes=shapes)
+
+
+def numbers(minimum: int, default: T, *, most: int, length: int) -> T:
+    """A field for up to `length` whole numbers from `minimum` to `most`."""
+
+    def fits(values: Any) -> bool:
+        return isinstance(values, tuple) and len(values) <= length and all(minimum <= value <= most for value in values)
+
+    return setting(default, bound=_Several(fits, f"up to {length} numbers from {minimum} to {most}"))
+
+
+class _Several(Bound):
+    """Of a tuple."""
+
+    def why_not(self, value: Any) -> str | None:
+        return None if self.is_enough(value) else self.words
 
 
 def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:
@@ -66,13 +105,13 @@ def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:
 
 def amount(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """A field for a finite number, 0 or more."""
-    bound = Bound(lambda value: math.isfinite(value) and value >= 0, "a finite number, 0 or more")
+    bound = Bound(lambda value: math.isfinite(value) and value >= 0, "a finite number, 0 or more", LARGEST_FLOAT)
     return setting(default, bound=bound, shapes=shapes)
 
 
 def above_zero(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """A field for a finite number above 0."""
-    bound = Bound(lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+    bound = Bound(lambda value: math.isfinite(value) and value > 0, "a finite number above 0", LARGEST_FLOAT)
     return setting(default, bound=bound, shapes=shapes)
 
 
@@ -84,5 +123,5 @@ def seconds(default: T) -> T:
 
 def multiple_of(divisor: int, default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """A field for `divisor`, twice `divisor`, and so on."""
-    bound = Bound(lambda value: value >= divisor and value % divisor == 0, f"a multiple of {divisor}")
+    bound = Bound(lambda value: value >= divisor and value % divisor == 0, f"a multiple of {divisor}", WIDTH)
     return setting(default, bound=bound, shapes=shapes)

@@ -1,5 +1,7 @@
 """Sizes that follow from settings: what is not given is filled in here."""
 
+import math
+
 from mtjax.config.model import Model
 from mtjax.config.training import Training
 from mtjax.errors import UserError
@@ -58,9 +60,15 @@ def describe_recompute(training: Training) -> str:
     return "full recompute" + (f" in groups of {number} layers" if number > 1 else "") + offload
 
 
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
 def nearest_divisors(total: int, wanted: int) -> str:
     """The divisors of `total` next to `wanted`, as text: "8 and 12"."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = max((d for d in divisors if d < wanted), default=None)
-    above = min((d for d in divisors if d > wanted), default=None)
+    found = divisors(total)
+    below = max((d for d in found if d < wanted), default=None)
+    above = min((d for d in found if d > wanted), default=None)
     return " and ".join(str(d) for d in (below, above) if d is not None)

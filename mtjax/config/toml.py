@@ -89,18 +89,34 @@ def load(name: str | Path, base: Config | None = None) -> Config:
       UserError: neither exists, the file is not TOML, or a key or value in it is wrong.
     """
     path = find(name)
+    return from_dict(read_toml(path), base, source=str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, which may begin with the byte order mark of Windows' editors.
+
+    Raises:
+      UserError: it can't be read, or is not TOML.
+    """
     try:
-        tables = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        return tomllib.loads(path.read_text("utf-8-sig"))
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    except RecursionError as e:
+        raise UserError(f"{path} is not valid TOML: its values are nested too deep") from e
+    except ValueError as e:  # TOMLDecodeError, UnicodeDecodeError, and numbers of more digits than Python reads
         raise UserError(f"{path} is not valid TOML: {e}") from e
-    return from_dict(tables, base, source=str(path))
 
 
 def find(name: str | Path) -> Path:
     """The file behind `--config NAME`: itself, or the shipped config of that name."""
     path = Path(name)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"--config {str(name)[:60]!r} can't be looked for: {why}") from e
     shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
     if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
         return shipped[path.name.removesuffix(".toml")]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtjax.config.setting import above_zero, at_least
+from mtjax.config.setting import SAMPLES, TOKENS, above_zero, at_least, numbers
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,11 @@ class Training:
 
     steps: int = at_least(1, 300_000)
     """Optimizer steps."""
-    global_batch_size: int = at_least(1, 512)
+    global_batch_size: int = at_least(1, 512, most=TOKENS)
     """Samples in a step, over all devices."""
-    train_samples: int | None = at_least(1, None)
+    train_samples: int | None = at_least(1, None, most=SAMPLES)
     """Samples of the run, instead of steps; whole batches of them are used."""
-    rampup_batch_size: tuple[int, int, int] | None = None
+    rampup_batch_size: tuple[int, int, int] | None = numbers(0, None, most=SAMPLES, length=3)
     """START INCREMENT SAMPLES: begin with a batch of START, and grow it by INCREMENT up to global_batch_size within
     SAMPLES samples."""
     microbatch_size: int | None = at_least(1, None)
@@ -30,9 +30,9 @@ class Training:
     """float16: the dynamic scale of the first step."""
     min_loss_scale: float = above_zero(1.0)
     """float16: the dynamic scale does not shrink below this."""
-    loss_scale_window: int = above_zero(1000)
+    loss_scale_window: int = at_least(1, 1000)
     """float16: steps without overflow after which the dynamic scale doubles."""
-    hysteresis: int = above_zero(2)
+    hysteresis: int = at_least(1, 2)
     """float16: overflows after which the dynamic scale begins to halve."""
     max_bad_steps: int = at_least(1, 5)
     """The run ends after this many steps in a row whose loss or gradient is not finite; such steps change nothing."""
@@ -48,7 +48,7 @@ class Training:
     """Full recompute: keep the inputs of layers in the host's memory until the backward pass (GPUs only)."""
     loss_chunk: int = at_least(1, 1024)
     """Tokens whose logits are in memory at a time."""
-    seed: int = at_least(0, 1234)
+    seed: int = at_least(0, 1234, most=2**32 - 1)
     """Seed of initialisation, dropout and the order of samples."""
     init_from: Path | None = None
     """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
+from mtjax.config.setting import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
 from mtjax.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -48,15 +49,15 @@ class Options:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the numbers written to an hf or megatron folder; when not given, the type of the weights' origin, float32
     for a run. mtjax always keeps float32."""
-    vocab_multiple: int | None = None
+    vocab_multiple: int | None = at_least(1, None, most=WIDTH)
     """Pad mtjax's vocabulary to a multiple of this (divisible by the mesh's model ways); 1024 when not given."""
-    vocab_size: int | None = None
+    vocab_size: int | None = at_least(1, None, most=TOKENS)
     """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
     config: str | None = None
     """A config that describes the model in a megatron folder, if the folder does not."""
-    tensor: int = 1
+    tensor: int = at_least(1, 1, most=HEADS)
     """Tensor-parallel ranks of a megatron folder that is written."""
-    pipeline: int = 1
+    pipeline: int = at_least(1, 1, most=LAYERS)
     """Pipeline stages of a megatron folder that is written."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Format version of a megatron folder that is written; older versions of Megatron-LM read 0 to 2."""
@@ -64,7 +65,7 @@ class Options:
     """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
     which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
     When not given, transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
-    max_shard_gb: float = 5.0
+    max_shard_gb: float = above_zero(5.0)
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 
 
@@ -114,8 +115,6 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: leave it out")
-    if min(options.tensor, options.pipeline) < 1:
-        raise UserError(f"--tensor {options.tensor} and --pipeline {options.pipeline} must be at least 1")
 
 
 def place(text: str) -> tuple[str, Path]:

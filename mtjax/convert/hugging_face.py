@@ -16,7 +16,7 @@ from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsRea
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import name_of
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from mtjax.errors import UserError
+from mtjax.errors import UserError, first_line
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of layer norms in BERT's first checkpoints."""
@@ -96,8 +96,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a Hugging Face model: it has no config.json{looks_like(folder)}")
     try:
         raw = json.loads(path.read_text())
-    except ValueError as e:
-        raise UserError(f"{path} is not JSON: {e}") from e
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not JSON: {first_line(e)}") from e
     if not isinstance(raw, dict):
         raise UserError(f"{path} should be a JSON object")
     return raw

@@ -30,6 +30,7 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import Origin, carry_files, config_of, rows_of, understood
 from mtjax.convert.table import VOCAB, name_of, with_vocab
+from mtjax.data.cache import reserve
 from mtjax.errors import UserError, require
 
 RELEASE = "release"
@@ -204,6 +205,7 @@ class MegatronSink:
         path = self._folder / f".collected-{rank}-{stage}"
         size = sum(map(prod, shapes.values()))
         whole = np.memmap(path, dtype, "w+", shape=(size,))
+        reserve(path)
         parts, start = {}, 0
         for name, shape in shapes.items():
             parts[name] = whole[start : start + prod(shape)].reshape(shape)

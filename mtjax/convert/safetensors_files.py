@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from mtjax.errors import UserError, require
+from mtjax.errors import UserError, first_line, require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_FILE = 5_000_000_000
@@ -74,8 +74,11 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as e:
-            raise UserError(f"{folder / INDEX} is not an index of safetensors files: {e!r}") from e
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
+            raise UserError(f"{folder / INDEX} is not an index of safetensors files: {first_line(e)}") from e
+        for name in files:
+            if not isinstance(name, str) or "\0" in name or PurePath(name).name != name or name == "..":
+                raise UserError(f"{folder / INDEX} names {name!r}, which is no file of its folder")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names")

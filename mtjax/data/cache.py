@@ -6,6 +6,7 @@ folder - the contents are deterministic - and the first rename wins.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,20 @@ import numpy as np
 
 from mtjax.config import Data
 from mtjax.errors import UserError
+
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "requested and")
+"""What errors say of a full disk; the last is numpy's, of an array of which only a part was written."""
+
+
+def reserve(path: Path) -> None:
+    """Takes the disk space of a file that is as long as it will be: a mapped one would end the process where it lacks.
+
+    Raises:
+      OSError: there is not as much.
+    """
+    with path.open("r+b") as file:
+        if size := os.fstat(file.fileno()).st_size:
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def digest(parts: Mapping[str, Any]) -> str:
@@ -72,9 +87,15 @@ class Cache:
                 f"the cache {self.root} can't be written ({e.strerror}); give another with --cache-dir"
             ) from e
         except OSError as e:
-            if e.errno is None or e.filename is None:
+            full = next((words for words in _DISK_FULL if words in str(e)), None)
+            if full is None and (e.errno is None or e.filename is None):
                 raise
-            raise UserError(f"{e.strerror}: {e.filename}, while preparing data in the cache {self.root}") from e
+            why = f"{e.strerror}: {e.filename}" if e.filename else os.strerror(errno.ENOSPC if full else e.errno or 0)
+            raise UserError(f"{why}, while preparing data in the cache {self.root}") from e
+        except Exception as e:  # of tokenizers, which has no other
+            if not any(words in str(e) for words in _DISK_FULL):
+                raise
+            raise UserError(f"{os.strerror(errno.ENOSPC)}, while preparing data in the cache {self.root}") from e
         return final
 
     def file_digest(self, path: Path) -> str:
@@ -87,6 +108,26 @@ class Cache:
                 (folder / "sha256").write_text(hashlib.file_digest(file, "sha256").hexdigest())
 
         return (self.folder("file", {"file": known}, build) / "sha256").read_text()
+
+
+def check_room(cache: Cache | None, in_memory: int, on_disk: int, what: str) -> None:
+    """Checks that this machine has the bytes that something needs, before it takes hours to find out.
+
+    Raises:
+      UserError: it has not.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if in_memory > memory:
+        raise UserError(f"{what} takes {in_memory / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}")
+    if cache is None:
+        return
+    with contextlib.suppress(OSError):  # who writes there says what is wrong
+        free = shutil.disk_usage(next(p for p in (cache.root, *cache.root.parents) if p.exists())).free
+        if on_disk > free:
+            raise UserError(
+                f"{what} takes {on_disk / 1e9:,.1f} GB in the cache {cache.root}, where {free / 1e9:,.1f} are free: "
+                "make room, or give another with --cache-dir"
+            )
 
 
 def cached_arrays(

@@ -9,6 +9,7 @@ from rich.table import Table
 from mtjax import config
 from mtjax.config import Config
 from mtjax.config.run import section_by_setting
+from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
@@ -54,7 +55,7 @@ def _value(base: Config, name: str, value: str) -> object:
         return value  # config.replace names the nearest
     try:
         table = tomllib.loads(f"{field} = {value}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or more digits or brackets than Python reads
         table = {field: value}
     checked = config.from_dict({group: table}, base, source="--vs")
     return getattr(getattr(checked, group), field)
@@ -144,11 +145,11 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
 
     A microbatch too large for a mesh's share of the batch is reduced to the largest that divides it.
     """
-    for model in (n for n in range(1, devices + 1) if devices % n == 0):
+    for model in divisors(devices):
         mesh = MeshShape(data=devices // model, model=model)
         share, rest = divmod(base.training.global_batch_size, mesh.ways(TENSOR_RULES.batch))
         wanted = min(base.training.microbatch_size or share, share)
-        micro = next((n for n in range(wanted, 0, -1) if share % n == 0), None)
+        micro = max((n for n in divisors(share) if n <= wanted), default=None) if share else None
         run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)
         try:
             check_config(run, mesh)

@@ -15,10 +15,10 @@ also = "loss backward" # another phase in which it may stand
 hoisted = false        # true: any total from `elements` to `count` times that, in any phase after the forward pass
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from mtjax.config.toml import read_toml
 from mtjax.errors import UserError, nearest
 from mtjax.inspect.collectives import KINDS
 from mtjax.theory.contract import PHASES, Contract, Expectation
@@ -33,12 +33,9 @@ def load_contract(path: Path) -> Contract:
     Raises:
       UserError: the file can't be read, or has a key or value that contracts don't have.
     """
-    try:
-        table = tomllib.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise UserError(f"no contract file {str(path)!r}") from e
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"contract file {path} can't be read as TOML: {e}") from e
+    if not path.exists():
+        raise UserError(f"no contract file {str(path)!r}")
+    table = read_toml(path)
     _known(table, ("name", "split", "expect"), str(path))
     expected = table.get("expect", [])
     split = table.get("split", [])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtjax.config.setting import above_zero, at_least
 from mtjax.errors import UserError
 
 
@@ -14,15 +15,15 @@ class Options:
     """cpu, attached, KINDxGPUS-PER-SERVER such as h100x8 (needs the extra aot, no GPU), or a .toml file of your own."""
     time_on: str | None = None
     """Predict time and memory on other servers than those compiled for, such as v100x16."""
-    intra_bandwidth: float | None = None
+    intra_bandwidth: float | None = above_zero(None)
     """GB/s from a GPU to the others in its server, in one direction; the server's own when not given."""
-    inter_bandwidth: float | None = None
+    inter_bandwidth: float | None = above_zero(None)
     """GB/s from a GPU to other servers, in one direction; the server's own when not given."""
     contract: Path | None = None
     """Check against a contract of your own (TOML) instead of the run's."""
     vs: tuple[str, ...] = ()
     """Compare with another mesh (8x8), settings (recompute=none) or config: two columns and the difference."""
-    sweep: int | None = None
+    sweep: int | None = at_least(1, None, most=2**16)
     """Try every (data, model) mesh of this many devices."""
     json: Path | None = None
     """Write the report as JSON; - prints it instead of the tables."""

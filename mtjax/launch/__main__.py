@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtjax import cli
-from mtjax.config.checks import check_bounds
-from mtjax.config.setting import at_least
+from mtjax.config.setting import WIDTH, at_least
 from mtjax.errors import UserError
 from mtjax.train import options as train_options
 
@@ -25,7 +24,7 @@ Examples:
 class Options:
     """How the processes are started."""
 
-    processes: int | None = at_least(1, None)
+    processes: int | None = at_least(1, None, most=WIDTH)
     """Number of processes; one per GPU when not given, and without GPUs as many as the virtual CPU devices take."""
     restarts: int = at_least(0, 0)
     """How often the run is started again after a failure, from its last checkpoint; with fewer devices where some are
@@ -39,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         at = words.index("--") if "--" in words else len(words)
         options: Options = cli.read(Options, words[:at], "mtjax launch", DESCRIPTION)
-        check_bounds(options)
         if at == len(words):
             raise UserError("the options of mtjax train go after `--`: mtjax launch --restarts 3 -- --config NAME")
         train = words[at + 1 :]

@@ -1,9 +1,10 @@
 """`--mesh auto`: the fastest mesh of a run, by the scaling model, on the devices that it has."""
 
 from mtjax.config import Config
+from mtjax.config.sizes import divisors
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
-from mtjax.plan.search import Space, divisors
+from mtjax.plan.search import Space
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import anatomy_of

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtjax.config.setting import TOKENS
 from mtjax.errors import UserError
+from mtjax.theory.mesh import MOST_DEVICES
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
+MOST = {"tokens": 1e18, "gpus": MOST_DEVICES, "days": 1e6, "price": 1e6, "context": TOKENS}
+"""The largest values, far beyond what anyone plans for."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,15 @@ class Options:
         Raises:
           UserError: the first of them.
         """
-        for name in ("tokens", "gpus", "days", "price", "context"):
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not value > 0:
                 raise UserError(f"--{name} is {value}, and must be above 0")
+            if value is not None and value > most:
+                raise UserError(f"--{name} is {value}, and must be at most {most:g}")
         for name in ("usable", "exposed_share", "serial_share"):
             value = getattr(self, name)
-            if not 0 < value <= 1:
+            if not 1e-9 <= value <= 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, and must be above 0 and at most 1")
         if self.days is not None and self.tokens is None:
             raise UserError("--days needs to know how much is read in them: give --tokens, say --tokens 300e9")

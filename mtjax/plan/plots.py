@@ -10,9 +10,9 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mtjax.config.sizes import divisors
 from mtjax.plan import published
 from mtjax.plan.options import Options
-from mtjax.plan.search import divisors
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.flops import amdahl_speedup

@@ -5,8 +5,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.config.sizes import divisors
 from mtjax.plan.options import Options
-from mtjax.plan.search import describe, divisors
+from mtjax.plan.search import describe
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
 from mtjax.theory.anatomy import Anatomy

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
@@ -60,12 +61,6 @@ class Found:
     def best(self) -> Candidate:
         """The winner."""
         return self.fitting[0]
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space) -> Iterator[MeshShape]:

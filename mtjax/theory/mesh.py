@@ -13,6 +13,11 @@ AXES: Axes = (*MANUAL, MODEL)
 IMPLEMENTED: Axes = (DATA, STAGE, MODEL)
 """Axes over which mtjax trains; the planner counts with others too."""
 
+MOST_DEVICES = 2**20
+"""Devices of a mesh: ten times the largest cluster that trained one model."""
+LONGEST = 200
+"""Characters of a mesh in words."""
+
 AUTO = "auto"
 """What stands for the mesh of a run that takes the planner's fastest."""
 
@@ -73,7 +78,9 @@ def parse_mesh(text: str) -> MeshShape:
         raise UserError(
             "mesh auto is for mtjax train and mtjax launch, which know their devices: give a shape, like 64x8"
         )
-    if re.fullmatch(r"\s*\d+(x\d+){1,2}\s*", text):
+    if len(text) > LONGEST:
+        raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
+    if re.fullmatch(r"\s*[0-9]+(x[0-9]+){1,2}\s*", text):
         numbers = [int(word) for word in text.split("x")]
         ways = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))
     else:
@@ -81,13 +88,16 @@ def parse_mesh(text: str) -> MeshShape:
     for axis, n in ways.items():
         if n < 1:
             raise UserError(f"mesh {text!r} gives {axis} {n} ways; every axis needs at least 1")
-    return MeshShape(**ways)
+    shape = MeshShape(**ways)
+    if shape.size > MOST_DEVICES:
+        raise UserError(f"mesh {text!r} has {shape.size} devices, and mtjax counts up to {MOST_DEVICES}")
+    return shape
 
 
 def _named_ways(text: str) -> dict[str, int]:
     ways: dict[str, int] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+)\s*", part)
         if not match:
             example = MeshShape(data=8, stage=4, model=8)
             raise UserError(f"mesh {text!r} is neither DATAxMODEL, like 64x8, nor named, like {example}")

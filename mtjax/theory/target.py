@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from mtjax.config.toml import read_toml
 from mtjax.errors import UserError, nearest
 from mtjax.theory.hardware import SERVERS, Gpu, Server, find_gpu
 
@@ -46,12 +46,9 @@ def _sized(server: Server, gpus: int, where: str) -> Server:
 
 
 def _from_file(path: Path) -> Server:
-    try:
-        table = tomllib.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise UserError(f"no target file {str(path)!r}; a built-in target looks like h100x8") from e
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"target file {path} can't be read as TOML: {e}") from e
+    if not path.exists():
+        raise UserError(f"no target file {str(path)!r}; a built-in target looks like h100x8")
+    table = read_toml(path)
     if not isinstance(table.get("gpu"), str):
         raise UserError(f'{path}: say which known kind to start from, such as gpu = "h100"')
     gpu = find_gpu(table.pop("gpu"))

@@ -5,9 +5,11 @@ fingerprint of every array. Fingerprints are computed where the arrays live and 
 compares what it has with what was saved: a flipped bit or a missing chunk (which reads as zeros) does not pass.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +55,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`."""
+    """The checkpoints of one run, in `folder`, which is this run's alone."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_every: int | None = None) -> None:
         """Makes the folder where there is none.
@@ -67,12 +69,18 @@ class Checkpoints:
             keep_period=keep_every,
             async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT),
         )
-        handlers = {"state": array_handler(), "page": ocp.JsonCheckpointHandler()}
+        self._open_manager = lambda: ocp.CheckpointManager(
+            folder.resolve(),
+            options=options,
+            item_handlers={"state": array_handler(), "page": ocp.JsonCheckpointHandler()},
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
+            self._remove_leftovers()
+            self._manager = self._open_manager()
         except OSError as e:
             raise UserError(f"{folder} can't be used for checkpoints: {first_line(e)}") from e
+        self._is_lost = False
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns."""
@@ -122,9 +130,36 @@ class Checkpoints:
         """The newest step saved."""
         return self._manager.latest_step()
 
+    def wait(self) -> None:
+        """Waits until everything is written; raises what kept it from being."""
+        self._manager.wait_until_finished()
+
+    def reopen(self) -> None:
+        """Begins anew after a save that failed: a manager raises its error for ever."""
+        self._is_lost = True  # until there is a new one
+        with contextlib.suppress(OSError):
+            self._remove_leftovers()
+            if self.folder.is_dir() and jax.process_count() == 1:
+                self._manager = self._open_manager()
+                self._is_lost = False
+
+    def _remove_leftovers(self) -> None:
+        """Removes what saves that failed or were killed have left; threads of a failed one may still write there."""
+        if jax.process_index() == 0:
+            for leftover in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def newest_on_disk(self) -> Path | None:
+        """The newest checkpoint, if its folder can be read."""
+        with contextlib.suppress(OSError):
+            steps = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            return self.folder / str(max(steps)) if steps else None
+        return None
+
     def close(self) -> None:
         """Waits until everything is written."""
-        self._manager.close()
+        if not self._is_lost:
+            self._manager.close()
 
     def _listed(self) -> tuple[list[int], list[str]]:
         """The steps saved, newest first, and what was set aside, as the first process sees them."""

@@ -2,18 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from orbax.checkpoint._src.serialization import jax_array_handlers
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
 from mtjax.sharding.records import dotted
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
+
+T = TypeVar("T")
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -33,13 +36,29 @@ class _FinishingHandler(ArrayHandler):
     async def deserialize(
         self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs] | None = None
     ) -> Sequence[jax.Array]:
-        before = asyncio.all_tasks()
-        try:
-            return await super().deserialize(infos, args)
-        except Exception:
-            while begun := asyncio.all_tasks() - before:
-                await asyncio.wait(begun)
-            raise
+        return await finishing(super().deserialize(infos, args))
+
+
+async def finishing(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns; if it raises, all that it began has ended."""
+    before = asyncio.all_tasks()
+    try:
+        return await work
+    except Exception:
+        while begun := asyncio.all_tasks() - before:
+            await asyncio.wait(begun)
+        raise
+
+
+_write = jax_array_handlers._async_serialize_replica_slices
+
+
+async def _write_to_the_end(*args: Any, **named: Any) -> Any:
+    return await finishing(_write(*args, **named))
+
+
+# Writing is no method that could be overridden. TensorStore's threads print an error for each write that outlives it.
+jax_array_handlers._async_serialize_replica_slices = _write_to_the_end
 
 
 def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.TensorStore:

@@ -123,7 +123,21 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
         raise Damaged("its page of metadata is not what was saved")
     if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
         raise Damaged(f"its page of metadata lacks {', '.join(sorted(missing))}")
+    if not _is_page(page):
+        raise Damaged("its page of metadata is not what a checkpoint has")
     return page
+
+
+def _is_page(page: Mapping[str, Any]) -> bool:
+    """Whether the parts of a page are of the right kinds: a page with the right checksum need not be mtjax's."""
+    config, prints, consumed = page["config"], page["fingerprints"], page["consumed_samples"]
+    sections = [config.get("model"), config.get("parallel", {})] if isinstance(config, dict) else [None]
+    return (
+        all(isinstance(section, dict) for section in sections)
+        and isinstance(prints, dict)
+        and type(consumed) is int
+        and consumed >= 0
+    )
 
 
 def page_checksum(page: Mapping[str, Any]) -> str:

@@ -21,12 +21,14 @@ from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
-from mtjax.train.run_folder import claim_folder
+from mtjax.train.run_folder import claim_folder, writing
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
+from mtjax.train.saves import Saves
 from mtjax.train.setup import (
     ChooseMesh,
     Place,
     Text,
+    check_memory,
     find_place,
     introduce,
     open_text,
@@ -50,6 +52,7 @@ class Run:
     program: Program
     progress: ProgressLine
     checkpoints: Checkpoints
+    saves: Saves
     metrics: MetricsLog | None
     """Of the first process only."""
     bad_steps: BadSteps
@@ -82,6 +85,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
 
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
+    check_memory(program)
     if place.weights is not None:
         check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
     rates = Rates.of(config, list(place.mesh.devices.flat))
@@ -99,9 +103,10 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         start = restore_or_initialize(program, checkpoints, place.weights, config, progress)
         metrics = None
         if place.is_first_process:  # not before: a checkpoint that is refused leaves its run as it was
-            configs.save(shareable(config), folder / "config.toml")
-            text.tokenizer.save(folder)
-            metrics = MetricsLog(folder, from_step=start.step)
+            with writing(folder):
+                configs.save(shareable(config), folder / "config.toml")
+                text.tokenizer.save(folder)
+                metrics = MetricsLog(folder, from_step=start.step)
             if metrics.kept_as:
                 progress.say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
             stack.callback(metrics.close)
@@ -109,7 +114,8 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         # --- Steps
         peers.advice = resume_command(folder)
         bad_steps = BadSteps(config.training, program.tensors)
-        run = Run(config, place, text, program, progress, checkpoints, metrics, bad_steps)
+        saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
+        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, bad_steps)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
 
@@ -153,7 +159,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 clock.pause("the save")
-                run.checkpoints.save(state, run.config, consumed)
+                run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
                 clock.restart(step)
             if signal_name:
                 break
@@ -237,7 +243,8 @@ def summarise(run: Run, state: State) -> None:
     steps = run.config.training.steps
     sample = sample_of(run, state)
     if run.metrics is not None:
-        plot_losses(run.metrics.path, run.place.folder / "loss.png")
+        with writing(run.place.folder):
+            plot_losses(run.metrics.path, run.place.folder / "loss.png")
     run.progress.say(
         f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {run.place.folder}\n"
         f"{sample}"

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
 from mtjax.config import Config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
+from mtjax.train.log_files import Events, Lines
+
+LARGEST = 1e300
+"""Numbers from here on are left out of a plot, which could not scale its axes."""
 
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
 
@@ -76,21 +79,27 @@ class MetricsLog:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in kept))
         temporary.replace(self.path)
-        self._lines = self.path.open("a")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+        self._lines = Lines(self.path)
+        self._events = Events(folder / "tensorboard", from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry; it is on disk when this returns. NaN and infinity become null: JSON has neither."""
+        """Appends one entry; it is on disk when this returns, or waits until the disk takes it.
+
+        NaN and infinity become null: JSON has neither.
+        """
         self._lines.write(_line(entry))
-        self._lines.flush()
         for name, value in entry.items():
             if name != "step" and math.isfinite(value):
                 self._events.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Writes what is still buffered."""
-        self._lines.close()
+        """Writes what still waits.
+
+        Raises:
+          UserError: it can't be written.
+        """
         self._events.close()
+        self._lines.close()
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -115,22 +124,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
-                if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                if isinstance(entry, dict) and type(entry.get("step")) is int:
                     entries.append({k: math.nan if v is None else v for k, v in entry.items()})
     return entries
+
+
+def _curve(entries: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of those entries that have a number under a name."""
+    points = [(e["step"], e[name]) for e in entries if type(e.get(name)) in (int, float)]
+    points = [(float(step), float(value)) for step, value in points if max(abs(step), abs(value)) < LARGEST]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def plot_losses(metrics: Path, image: Path) -> None:
     """Draws the losses of a `metrics.jsonl` over the steps."""
     from matplotlib.figure import Figure  # half a second to import: not before the first step
 
-    entries = [entry for entry in read_metrics(metrics) if "loss" in entry]
+    entries = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([e["step"] for e in entries], [e["loss"] for e in entries], label="training", linewidth=1)
-    valid = [e for e in entries if "valid_loss" in e]
-    if valid:
-        axes.plot([e["step"] for e in valid], [e["valid_loss"] for e in valid], "o-", label="validation")
+    axes.plot(*_curve(entries, "loss"), label="training", linewidth=1)
+    steps, losses = _curve(entries, "valid_loss")
+    if steps:
+        axes.plot(steps, losses, "o-", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=image.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()

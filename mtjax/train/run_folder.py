@@ -1,13 +1,16 @@
 """The folder of a run: which one it is, and what it may already hold."""
 
+import contextlib
+import errno
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 from mtjax.config import Output
-from mtjax.errors import UserError
+from mtjax.errors import UserError, first_line
 from mtjax.train.checkpoint_damage import together
 from mtjax.train.exchange import exchange
 from mtjax.train.lock import lock_folder
@@ -60,6 +63,24 @@ def claim_folder(folder: Path, *, resume: bool, say: Callable[[str], object]) ->
         return lock.release
 
     return together(f"the lock of {folder}", folder, claim)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around what writes to a run's folder.
+
+    Raises:
+      UserError: the disk refuses; some libraries have no type of their own for that.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        disk = isinstance(e, OSError) or os.strerror(errno.ENOSPC) in str(e)
+        if not disk:
+            raise
+        raise UserError(f"{folder} can't be written to: {first_line(e)}") from e
 
 
 def _numbers(name: str) -> list[int]:

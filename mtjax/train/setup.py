@@ -1,5 +1,7 @@
 """What a run needs before its first step: devices, a folder, text, and its initial state."""
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +111,26 @@ def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
     if size < needed:
         raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
     return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)
+
+
+def check_memory(program: Program) -> None:
+    """Checks that parameters and optimizer fit the memory of this process' devices, before they are made.
+
+    Raises:
+      UserError: they don't.
+    """
+    devices = jax.local_devices()
+    leaves = jax.tree.leaves(program.abstract_state)
+    each = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+    if devices[0].platform == "cpu":
+        share, memory = len(devices), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        share, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if each * share > memory:
+        raise UserError(
+            f"parameters and optimizer take {each * share / 1e9:,.1f} GB here, and there are {memory / 1e9:,.1f}: take "
+            "a smaller model, or more devices (mtjax plan --gpus N says how many it needs)"
+        )
 
 
 def shareable(config: Config) -> Config:

@@ -119,7 +119,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys, argv, message, monkeypatc
         (('name = "mine"', 'split = ["head"]'), "is none of"),
         (('"model"', '"modle"'), "no mesh axis is called 'modle'"),
         (('"b*s*h"', '"b*s*x"'), "uses 'x'"),
-        (("name", "name ="), "can't be read as TOML"),
+        (("name", "name ="), "is not valid TOML"),
     ],
 )
 def test_broken_contract_files(capsys, compiled_once, tmp_path, change, message):

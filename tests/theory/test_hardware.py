@@ -94,7 +94,7 @@ def test_a_file_of_ones_own(tmp_path):
         ('gpu = "h100"\nlnik = 1', "unknown key 'lnik' - did you mean 'link'"),
         ('gpu = "h100"\nlink = -1', "link = -1 should be a number above 0"),
         ('gpu = "h100"\ngpus = 2.5', "gpus = 2.5 should be a whole number"),
-        ("gpu = [", "can't be read as TOML"),
+        ("gpu = [", "is not valid TOML"),
         ('gpu = "h100"\ngpu_facts = 3', "gpu_facts is a table"),
     ],
 )

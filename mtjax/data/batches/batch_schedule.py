@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from mtjax.config import Training
 from mtjax.errors import UserError
 
+MOST_SIZES = 1000
+"""Sizes that a ramp may have."""
+
 
 @dataclass(frozen=True)
 class BatchSchedule:
@@ -99,6 +102,11 @@ def batch_schedule(training: Training) -> BatchSchedule:
     increments = (size - start) // increment
     if increments == 0 or samples < increments:  # nothing to ramp, or less than a sample for each size
         return constant(size)
+    if increments > MOST_SIZES:
+        raise UserError(
+            f"rampup_batch_size {start} {increment} {samples} has {increments + 1} sizes, each a program to compile, "
+            f"and may have {MOST_SIZES}: take a larger INCREMENT"
+        )
     starts = (0, *(_reaches(k, samples, increments) for k in range(1, increments + 1)))
     return BatchSchedule(starts, tuple(start + k * increment for k in range(increments + 1)))
 

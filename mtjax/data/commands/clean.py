@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from mtjax.cli import read, run_main
+from mtjax.config.setting import at_least
 from mtjax.data.cleaning.document import CleanOptions
 from mtjax.data.cleaning.passes import CleanJob, clean
 from mtjax.data.corpus.reader import expand
@@ -40,13 +40,13 @@ class Options:
     """Key of the JSON objects whose value is the text; other keys are kept as they are."""
     tokenizer: str | None = None
     """Counts tokens for --min-tokens, KIND:PATH as in preprocess; words are counted when not given."""
-    min_tokens: int = 128
+    min_tokens: int = at_least(0, 128)
     """Shorter documents are dropped; 0 drops none."""
     fix_unicode: bool = True
     """Repair wrongly decoded text with ftfy."""
     jaccard: float = 0.7
     """Of documents whose sets of word n-grams are more similar than this, the first is kept; 1 keeps all."""
-    shingle_words: int = 5
+    shingle_words: int = at_least(1, 5, most=1000)
     """Words in such an n-gram."""
     remove_ids: tuple[Path, ...] = ()
     """Files with a document's id on each line: those documents are dropped."""
@@ -56,7 +56,8 @@ class Options:
     """Files of documents (say, a test set's articles): documents more similar to one than --jaccard are dropped."""
     overlap_with: tuple[str, ...] = ()
     """Test sets: the report says which share of each one's word 8-grams occurs in the cleaned corpus."""
-    workers: Annotated[int | None, tyro.conf.arg(help="Processes; one per core when not given.")] = None
+    workers: int | None = at_least(0, None, most=1024)
+    """Processes; one per core when not given."""
     on_error: Literal["fail", "skip"] = "fail"
     """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is dropped."""
     overwrite: bool = False
@@ -77,8 +78,6 @@ def run(options: Options) -> None:
     workers = (os.cpu_count() or 1) if options.workers is None else options.workers
     if not 0 < options.jaccard <= 1:
         raise UserError(f"--jaccard {options.jaccard} must be above 0 and at most 1")
-    if options.shingle_words < 1 or options.min_tokens < 0 or workers < 0:
-        raise UserError("--shingle-words must be at least 1, --min-tokens and --workers at least 0")
     if options.output.exists() and not options.overwrite:
         raise UserError(f"{options.output} exists; choose another --output, or replace it with --overwrite")
     cleaning = CleanOptions(

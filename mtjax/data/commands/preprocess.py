@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mtjax.cli import read, run_main
+from mtjax.config.setting import amount, at_least
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
@@ -45,14 +46,16 @@ class Options:
     """Make each sentence a sequence: what BERT and T5 need."""
     language: str = "en"
     """Whose rules split sentences: an ISO 639 code."""
-    workers: Annotated[int | None, tyro.conf.arg(help="Processes that encode; one per core when not given.")] = None
+    workers: Annotated[int | None, tyro.conf.arg(help="Processes that encode; one per core when not given.")] = (
+        at_least(0, None, most=1024)
+    )
     on_error: Literal["fail", "skip"] = "fail"
     """What happens to a line that isn't JSON, or lacks the key: it ends the run, or is reported and left out."""
     overwrite: bool = False
     """Replace a dataset of the same name."""
     resume: bool = True
     """Continue where an interrupted run of the same command stopped."""
-    save_every: float = 5.0
+    save_every: float = amount(5.0)
     """Seconds of work that an interruption may cost."""
 
 
@@ -68,8 +71,6 @@ def run(options: Options) -> None:
       UserError: input, tokenizer or output can't be used.
     """
     workers = (os.cpu_count() or 1) if options.workers is None else options.workers
-    if workers < 0 or options.save_every < 0:
-        raise UserError(f"--workers {workers} and --save-every {options.save_every} must be 0 or more")
     if len(set(options.json_keys)) != len(options.json_keys):
         raise UserError(f"--json-keys {' '.join(options.json_keys)} names a key twice")
     paths = expand(options.input)

@@ -11,6 +11,7 @@ from rich.text import Text
 from mtjax import config as configs
 from mtjax.cli import read, run_main
 from mtjax.config import Config
+from mtjax.config.setting import SAMPLES, TOKENS, at_least
 from mtjax.data.commands.dataset_summary import histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.samples.family import Share
@@ -30,13 +31,13 @@ class Options:
     """What to decode with; the one the dataset was made with when not given, if it is known."""
     kind: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(FAMILIES) + "}")] = "gpt"
     """Whose samples: bert and t5 need a dataset made with --split-sentences."""
-    samples: int = 3
+    samples: int = at_least(0, 3, most=SAMPLES)
     """How many."""
-    first: int = 0
+    first: int = at_least(0, 0, most=SAMPLES)
     """Number of the first."""
-    sequence_length: int = 128
+    sequence_length: int = at_least(1, 128, most=TOKENS)
     """Tokens in a sample."""
-    seed: int = 1234
+    seed: int = at_least(0, 1234, most=2**32 - 1)
     """Seed of the order, as in training."""
     eod_mask_loss: bool = False
     """No loss where the input is the end of a document."""
@@ -59,8 +60,6 @@ def run(options: Options) -> None:
     tokenizer = tokenizer_of(dataset, options.tokenizer)
     if tokenizer is None:
         raise UserError(f"{dataset.prefix} doesn't say which tokenizer made it; name it with --tokenizer")
-    if options.samples < 0 or options.first < 0:
-        raise UserError(f"--samples {options.samples} and --first {options.first} must be 0 or more")
     console = Console(highlight=False)
     family = FAMILIES[options.kind]
     samples = _open(dataset, tokenizer, options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtjax.data.cache import Cache, cached_arrays
+from mtjax.data.cache import Cache, cached_arrays, check_room
 from mtjax.data.samples.sample import Dataset, Sample
 from mtjax.errors import UserError
 
@@ -99,6 +99,7 @@ class BlendedDataset:
         self.datasets, self.size = list(datasets), size
 
         def build(_: Path | None) -> dict[str, np.ndarray]:
+            check_room(cache, 10 * size, 10 * size, f"the order of {size:,} samples of a blend")
             dataset, sample = blend_index(shares, size)
             return {"dataset": dataset, "sample": sample}
 

@@ -7,7 +7,7 @@ import numpy as np
 from rich.text import Text
 
 from mtjax.config import Config
-from mtjax.data.cache import Cache, cached_arrays
+from mtjax.data.cache import Cache, cached_arrays, check_room
 from mtjax.data.corpus.indexed import IndexedDataset, check_ids
 from mtjax.data.samples.family import DOCUMENTS, FamilySamples, Share
 from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
@@ -91,6 +91,9 @@ class GPTDataset:
         random = np.random.RandomState(options.seed)
 
         def build(folder: Path | None) -> dict[str, np.ndarray]:
+            passed = plan.epochs * (bounds[1] - bounds[0])
+            what = f"the order of {plan.samples:,} samples in {plan.epochs:,} passes over the text"
+            check_room(cache, 20 * passed + 8 * plan.samples, 4 * passed + 12 * plan.samples, what)
             documents = document_index(*bounds, plan, random)
             out = folder / "sample_index.npy" if folder else None
             samples = sample_index(

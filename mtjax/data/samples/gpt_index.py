@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.data.cache import reserve
+
 SEPARATE_BELOW = 0.80
 CHUNK = 1 << 22
 
@@ -119,6 +121,8 @@ def sample_index(
     dtype = np.dtype(np.int32 if fits else np.int64)
     shape = (samples + 1, 2)
     index: np.ndarray = np.empty(shape, dtype) if out is None else np.lib.format.open_memmap(out, "w+", dtype, shape)
+    if out is not None:
+        reserve(out)
     edges = np.zeros(len(documents) + 1, np.int64)
     ends = edges[1:]
     total = 0

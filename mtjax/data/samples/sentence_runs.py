@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.data.cache import check_room
 from mtjax.data.corpus.indexed import IndexedDataset, check_ids
 from mtjax.data.samples.sample import Bounds
 from mtjax.errors import UserError
@@ -78,6 +79,9 @@ def sample_runs(
 
     Empty when no document can be used.
     """
+    if options.max_length < 2:
+        raise UserError(f"samples have {options.max_length} tokens besides special ones: raise --sequence-length")
+    check_room(None, 48 * (num_samples or 0), 0, f"the order of {num_samples:,} samples")
     random = np.random.RandomState(seed)
     passes, total = [], 0
     while not passes or (num_samples is not None and total < num_samples):

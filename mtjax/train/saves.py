@@ -1,0 +1,134 @@
+"""Saves that may fail: a full, read-only or vanished disk costs a checkpoint, and the run only when it stays so.
+
+Before Orbax begins, each process looks whether its part can be written, and all of them agree. What goes wrong after
+that comes up where the save is waited for: in another thread's exception, which Orbax raises then.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from mtjax.config import Config
+from mtjax.errors import UserError, first_line
+from mtjax.train.checkpoint import Checkpoints, present
+from mtjax.train.exchange import exchange, num_processes, this_process
+from mtjax.train.step import State
+
+_REASONS = [
+    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO)
+]
+"""What the system says of a disk, in TensorStore's errors, which name each array and file."""
+
+
+class Saves:
+    """The saves of a run.
+
+    Args:
+      checkpoints: of the run.
+      tolerated: saves in a row that may fail.
+      advice: what to type to go on.
+      say: called with a note when one fails.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, tolerated: int, advice: Callable[[], str], say: Callable[[str], object]
+    ) -> None:
+        self._checkpoints, self._tolerated, self._advice, self._say = checkpoints, tolerated, advice, say
+        self._failed, self._under_way = 0, 0
+        # What is raised here and said in a sentence, asyncio repeats for each array, and Orbax with its stack.
+        logging.getLogger("asyncio").addFilter(_is_news)
+        logging.getLogger("absl").addFilter(_is_news)
+
+    def save(self, state: State, config: Config, consumed_samples: int, *, last: bool) -> None:
+        """Starts a save, once the one before it is done; the last one of a run is waited for.
+
+        Raises:
+          UserError: more saves in a row failed than are tolerated, or the last one did.
+        """
+        step = int(state.step)
+        self.finish()
+        if why := _agreed(obstacle(self._checkpoints.folder, state)):
+            self._count(step, why, last=last)
+            return
+        try:
+            self._checkpoints.save(state, config, consumed_samples)
+        except UserError:
+            raise
+        except Exception as e:
+            self._give_up(step, e, last=last)
+            return
+        self._under_way = step
+        if last:
+            self.finish(last=True)
+
+    def finish(self, *, last: bool = False) -> None:
+        """Waits for the save under way.
+
+        Raises:
+          UserError: like `save`.
+        """
+        step, self._under_way = self._under_way, 0
+        if not step:
+            return
+        try:
+            self._checkpoints.wait()
+        except Exception as e:
+            self._give_up(step, e, last=last)
+        else:
+            self._failed = 0
+
+    def _give_up(self, step: int, error: Exception, *, last: bool) -> None:
+        reason = next((words for words in _REASONS if words in str(error)), None)
+        why = f"{self._checkpoints.folder}: {reason}" if reason else first_line(error)
+        self._checkpoints.reopen()
+        # Other processes may have finished their part, and wait for this one's: only all together could go on.
+        self._count(step, why, last=last or num_processes() > 1)
+
+    def _count(self, step: int, why: str, *, last: bool) -> None:
+        self._failed += 1
+        if not last and self._failed <= self._tolerated:
+            self._say(
+                f"note    step {step} could not be saved ({why}); the run ends if more than {self._tolerated} saves in "
+                f"a row fail, and this was number {self._failed}"
+            )
+            return
+        saved = self._checkpoints.newest_on_disk()
+        kept = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint"
+        raise UserError(f"step {step} could not be saved: {why}; {kept}; repair it, and go on with: {self._advice()}")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a library's log record says what no exception does."""
+    return record.exc_info is None
+
+
+def obstacle(folder: Path, state: State) -> str | None:
+    """What keeps this process' part of a checkpoint from being written to a folder; None if nothing is known to."""
+    probe = folder / f".probe-{this_process()}"
+    try:
+        probe.write_bytes(b"1")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as e:
+        if not isinstance(e, FileNotFoundError) and os.path.lexists(probe):
+            probe.unlink(missing_ok=True)
+        return f"{folder}: {e.strerror}"
+    needed = sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves(present(state))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    )
+    if needed > free:
+        return f"{folder}: a checkpoint takes {needed / 1e6:,.1f} MB here, and {free / 1e6:,.1f} are free"
+    return None
+
+
+def _agreed(why: str | None) -> str | None:
+    """The first process' obstacle that has one, in all processes."""
+    return next((word for word in exchange("the room for a checkpoint", why or "") if word), None)
