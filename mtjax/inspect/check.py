@@ -196,17 +196,35 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
 
 def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int]]:
     """Entries of the right size, the most frequent first; then those in which several of that size are packed."""
+    by_packing = sorted(fitting, key=lambda e: (e.array.elements, -e.left))
+    sizes = [(e, e.array.elements // required.elements * e.left) for e in by_packing if _packs(e, required)]
     claimed: list[tuple[Entry, int]] = []
     need = required.count
-    by_packing = sorted(fitting, key=lambda e: (e.array.elements, -e.left))
-    for entry in by_packing:
-        packed, rest = divmod(entry.array.elements, required.elements)
-        if rest or not packed or packed * entry.left > need:
-            continue
-        claimed.append((entry, packed * entry.left))
-        need -= packed * entry.left
+    for entry, number in sizes:
+        if number <= need:
+            claimed.append((entry, number))
+            need -= number
+    if need:
+        # Other lines may have arrays of this size too, in loops of other lengths: perhaps others add up.
+        claimed = _adding_up(sizes, required.count) or claimed
+    for entry, _ in claimed:
         entry.left = 0
     return claimed
+
+
+def _packs(entry: Entry, required: Requirement) -> bool:
+    packed, rest = divmod(entry.array.elements, required.elements)
+    return bool(packed) and not rest
+
+
+def _adding_up(sizes: list[tuple[Entry, int]], need: int) -> list[tuple[Entry, int]] | None:
+    """Those of `sizes` that together make `need`, the first if there are several such; None where none do."""
+    ways: dict[int, tuple[int, ...]] = {0: ()}
+    for place, (_, number) in enumerate(sizes):
+        for total, places in list(ways.items()):
+            if total + number <= need:
+                ways.setdefault(total + number, (*places, place))
+    return [sizes[place] for place in ways[need]] if need in ways else None
 
 
 def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> list[str]:

@@ -14,7 +14,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding.axes import spec
-from mtjax.theory.contract import Contract, Expectation
+from mtjax.theory.contract import Contract, Expectation, Requirement
 from mtjax.theory.layout import TENSOR, Layout
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.rules import DATA, MODEL, Rules
@@ -126,6 +126,17 @@ def test_what_is_missing():
     assert violations(program) == (
         "6 of 6 all-reduce over model missing in layer recompute: 8,192 elements each (batch*sequence*hidden)",
     )
+
+
+def test_loops_of_different_lengths_add_up_to_each_line():
+    """Phases of a pipeline: of 72 and 42 executions, four of each are one line's, and a fifth of each is another's."""
+    each = Expectation("layer forward", "all-gather", MODEL, "456", "64")
+    pooled = Expectation("layer forward", "all-gather", MODEL, "228", "64", pooled=True, hoisted=True)
+    asked = [Requirement(each, 456, 64, "bf16"), Requirement(pooled, 228, 64, "bf16")]
+    program = [collective(kind="all-gather", count=n, arrays=((64,),)) for n in (72, 42) for _ in range(5)]
+    assert check(program, asked, Landmarks(), is_gpu=True).violations == ()
+    (found, *_) = check(program[3:], asked, Landmarks(), is_gpu=True).violations
+    assert "of 456 all-gather over model missing in layer forward" in found
 
 
 def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
