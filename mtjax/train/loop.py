@@ -29,6 +29,7 @@ from mtjax.train.setup import (
     ChooseMesh,
     Place,
     Text,
+    check_comparable,
     check_memory,
     find_place,
     introduce,
@@ -88,6 +89,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
     check_memory(program)
+    check_comparable(program)
     if place.weights is not None:
         check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
     rates = Rates.of(config, list(place.mesh.devices.flat))
