@@ -28,6 +28,7 @@ def validate(config: Config) -> None:
     check_positions(config.model)
     check_recompute(config.model, config.training)
     check_loss_scale(config.training)
+    check_deterministic(config)
     check_schedule(config.optimizer)
 
 
@@ -147,6 +148,19 @@ def check_positions(model: Model) -> None:
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     if model.rope_scaling == "llama3" and low >= high:
         raise UserError(f"rope_low_frequency_factor {low} must be below rope_high_frequency_factor {high}")
+
+
+def check_deterministic(config: Config) -> None:
+    """Checks that nothing is asked for by name that can't give the same bits each time.
+
+    Raises:
+      UserError: cuDNN's attention is.
+    """
+    if config.training.deterministic and config.model.attention == "cudnn":
+        raise UserError(
+            "deterministic and attention cudnn don't go together: its backward pass adds up in no fixed order; "
+            "take attention xla or auto"
+        )
 
 
 def check_recompute(model: Model, training: Training) -> None:

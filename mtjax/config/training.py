@@ -48,6 +48,11 @@ class Training:
     """Full recompute: keep the inputs of layers in the host's memory until the backward pass (GPUs only)."""
     loss_chunk: int = at_least(1, 1024)
     """Tokens whose logits are in memory at a time."""
+    deterministic: bool = False
+    """Ask XLA for operations on GPUs that give the same bits each time, which are slower; attention is XLA's then."""
+    check_replicas: int = at_least(0, 0)
+    """Steps between checks for silent corruption: a step is computed twice, and what several devices hold alike is
+    compared, bit by bit; a difference ends the run before the next save. 0 never checks."""
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Seed of initialisation, dropout and the order of samples."""
     init_from: Path | None = None

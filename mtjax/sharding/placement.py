@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 from mtjax.sharding.axes import WHOLE, partition_spec
 from mtjax.theory.rules import Rules
@@ -99,6 +99,27 @@ def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.A
 
     places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
     return jax.shard_map(least, in_specs=(places,), out_specs=WHOLE)(arrays)
+
+
+def rows_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
+    """The numbers that `function` makes of each device's own parts of `arrays`: [devices, numbers], on every device.
+
+    Rows are in the order of the mesh. Devices that should hold the same are not trusted to: each reads its own.
+    """
+    places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    every_axis = PartitionSpec(tuple(jax.sharding.get_abstract_mesh().axis_names))
+    own = jax.shard_map(lambda parts: function(parts)[None], in_specs=(places,), out_specs=every_axis, check_vma=False)
+    return reshard(own(arrays), WHOLE)
+
+
+def holders(array: Any) -> list[list[int]]:
+    """Places in the mesh of the devices that hold the same part of an array, a list for each part."""
+    sharding = array.sharding
+    indices = sharding.devices_indices_map(array.shape)
+    parts: dict[str, list[int]] = {}
+    for place, device in enumerate(sharding.mesh.devices.flat):
+        parts.setdefault(str(indices[device]), []).append(place)
+    return list(parts.values())
 
 
 def with_sharding(abstract: Tree, placed: Tree) -> Tree:

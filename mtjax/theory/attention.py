@@ -23,6 +23,7 @@ def choose_kernel(config: Config, platform: str) -> tuple[Kernel, str | None]:
         f"it takes head sizes up to 128 that are multiples of 8, and this one is {width}": (
             width % 8 != 0 or width > 128
         ),
+        "its backward pass adds up in no fixed order (deterministic)": config.training.deterministic,
         "it does not keep documents apart (reset_attention_mask)": config.data.reset_attention_mask,
         f"it is causal and sees padding, which the family {model.family} can't use": model.family in ("bert", "t5"),
     }

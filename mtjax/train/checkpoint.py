@@ -242,7 +242,7 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
     Raises:
       UserError: names the first that only one of them has.
     """
-    wanted = set(_names(tree))
+    wanted = set(names_of(tree))
     for names, there, here in ((wanted - set(saved), "lacks", "has"), (set(saved) - wanted, "has", "lacks")):
         if names:
             raise UserError(
@@ -250,7 +250,8 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
             )
 
 
-def _names(tree: Any) -> list[str]:
+def names_of(tree: Any) -> list[str]:
+    """The dotted names of a tree's leaves, in order."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return [dotted(path) for path, _ in paths]
 
@@ -276,21 +277,26 @@ def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
     """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
     with jax.set_mesh(mesh):
-        numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in _names(tree)))
-    return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
+        numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in names_of(tree)))
+    return {name: int(n) for name, n in zip(names_of(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
 @partial(jax.jit, static_argnums=1)
 def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
     def every(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, map(_hash, leaves, orders))
+        return jax.tree.unflatten(structure, map(hash_of, leaves, orders))
 
     return auto_axes(every, out_sharding=WHOLE)(tree)
 
 
-def _hash(a: jax.Array, order: LayerOrder | None) -> jax.Array:
-    """Sum of the bits of each element times an odd number of its own, modulo 2^32."""
+def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
+    """Sum of the bits of each element times an odd number of its own, modulo 2^32; a layer's number is its place.
+
+    Args:
+      a: of a type of 32 bits.
+      order: in which the layers lie, if not in their own.
+    """
     bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):

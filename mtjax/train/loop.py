@@ -21,6 +21,7 @@ from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
+from mtjax.train.replicas import Replicas
 from mtjax.train.run_folder import claim_folder, writing
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.saves import Saves
@@ -28,6 +29,7 @@ from mtjax.train.setup import (
     ChooseMesh,
     Place,
     Text,
+    check_comparable,
     check_memory,
     find_place,
     introduce,
@@ -56,6 +58,7 @@ class Run:
     metrics: MetricsLog | None
     """Of the first process only."""
     bad_steps: BadSteps
+    replicas: Replicas
 
 
 Show = Callable[[Program, Console], object]
@@ -86,6 +89,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
     check_memory(program)
+    check_comparable(program)
     if place.weights is not None:
         check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
     rates = Rates.of(config, list(place.mesh.devices.flat))
@@ -115,7 +119,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         peers.advice = resume_command(folder)
         bad_steps = BadSteps(config.training, program.tensors)
         saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
-        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, bad_steps)
+        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, bad_steps, Replicas(program))
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
 
@@ -140,6 +144,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             size = run.place.schedule.batch_size(consumed)
             batch = next_batch(run, batches, size)
             clock.begin(step)
+            run.replicas.check_step(step, state, batch)
             state, results = run.program.step(state, batch)
             run.bad_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
@@ -159,6 +164,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 clock.pause("the save")
+                run.replicas.check_state(step, state)
                 run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
                 clock.restart(step)
             if signal_name:

@@ -133,6 +133,20 @@ def check_memory(program: Program) -> None:
         )
 
 
+def check_comparable(program: Program) -> None:
+    """Checks that a step that is computed twice must give the same bits, if the run is to compare them.
+
+    Raises:
+      UserError: it need not.
+    """
+    training, platform = program.config.training, program.mesh.devices.flat[0].platform
+    if training.check_replicas and platform != "cpu" and not training.deterministic:
+        raise UserError(
+            "check_replicas computes steps twice and compares their bits, which on GPUs differ by chance: add "
+            "--deterministic"
+        )
+
+
 def shareable(config: Config) -> Config:
     """The config without what belongs to this process or this start of the run."""
     return configs.replace(config, resume=False, coordinator=None, num_processes=None, process_id=None)

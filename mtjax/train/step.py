@@ -142,9 +142,18 @@ class Program(Placed):
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        key, loss_scale = jax.random.wrap_key_data(state.random), state.loss_scale
-        scale = None if loss_scale is None else loss_scale.scale
-        loss, parts, gradients = self.gradients(state.parameters, batch, key, scale)
+        return self.updated(state, batch, *self.differentiated(state, batch))
+
+    def differentiated(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
+        """The first half of a step, to be traced: see `gradients`."""
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
+
+    def updated(
+        self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
+    ) -> tuple[State, dict[str, Array]]:
+        """The second half of a step, to be traced: the next state, and metrics."""
+        loss_scale = state.loss_scale
         with jax.named_scope("optimizer"):
             own = jax.tree.map(reshard, state.parameters, places(self.records, "reduced"))
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtjax.config import Config
+from mtjax.errors import UserError
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 
@@ -80,6 +81,22 @@ SECTIONS = (
 """In addition, on stages that have chunks of several stacks."""
 
 
+DETERMINISTIC = (
+    (
+        Option(
+            "xla_gpu_deterministic_ops",
+            True,
+            "no operation whose bits depend on the order in which threads come, and no choice of kernels by measuring",
+            "0.10.2, off by default",
+        ),
+    ),
+    (
+        Option("xla_gpu_exclude_nondeterministic_ops", True, "the first half of it", "0.10.2, off by default"),
+        Option("xla_gpu_autotune_level", 0, "the second half", "0.10.2, 4 by default"),
+    ),
+)
+"""Tables that make a step reproducible, the better one first: one of them must be known in full."""
+
 CPU = (
     Option(
         "xla_cpu_copy_insertion_use_region_analysis",
@@ -101,10 +118,37 @@ class Chosen:
 
 
 def choose(config: Config, mesh: Mesh) -> Chosen:
-    """The options of a run's programs on a mesh; for GPUs with `overlap = false` none that overlap."""
+    """The options of a run's programs on a mesh; for GPUs with `overlap = false` none that overlap.
+
+    Raises:
+      UserError: the run is to be deterministic, and the installed XLA has no options for it.
+    """
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         return accepted(CPU, device)
+    fast = _fast(config, mesh, device)
+    if not config.training.deterministic:
+        return fast
+    return Chosen(fast.options | deterministic(device).options, fast.refused)
+
+
+def deterministic(device: Any) -> Chosen:
+    """The options that make operations on a device reproducible.
+
+    Raises:
+      UserError: the installed XLA knows none of the tables in full.
+    """
+    tables = [accepted(table, device) for table in DETERMINISTIC]
+    known = next((table for table in tables if not table.refused), None)
+    if known is None:
+        raise UserError(
+            f"deterministic: this XLA knows neither {' nor '.join(table[0].name for table in DETERMINISTIC)}; take a "
+            "version of jax that does, or train without"
+        )
+    return known
+
+
+def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     parallel, staged = config.parallel, MeshShape(**mesh.shape).has_stages
     tables = (
         (OVERLAP, parallel.overlap),

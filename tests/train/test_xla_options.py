@@ -1,17 +1,35 @@
 """What XLA is asked for beyond its defaults: the same for a run and its inspection, and only what it knows."""
 
 import re
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
-from mtjax.config import replace
+from mtjax.config import replace, validate
+from mtjax.errors import UserError
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import heading
+from mtjax.theory.attention import choose_kernel
 from mtjax.theory.mesh import parse_mesh
+from mtjax.train import xla_options
+from mtjax.train.setup import check_comparable
 from mtjax.train.step import make_program
-from mtjax.train.xla_options import CPU, OVERLAP, SECTIONS, SPLIT_SEQUENCES, STAGES, Chosen, Option, accepted, choose
+from mtjax.train.xla_options import (
+    CPU,
+    DETERMINISTIC,
+    OVERLAP,
+    SECTIONS,
+    SPLIT_SEQUENCES,
+    STAGES,
+    Chosen,
+    Option,
+    accepted,
+    choose,
+    deterministic,
+)
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
@@ -71,6 +89,48 @@ def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     assert choose(tiny(mesh="2x2x2"), stages) == Chosen(dict.fromkeys(names(OVERLAP), True) | LIMIT)
     t5 = tiny(mesh="2x2x2", family="t5", overlap=False)
     assert choose(t5, stages) == Chosen(dict.fromkeys(names(SECTIONS), True))
+
+
+def test_a_deterministic_run_asks_for_one_of_two_tables_in_full(monkeypatch):
+    """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
+    device, best, other = jax.devices()[0], *DETERMINISTIC
+    assert deterministic(device) == Chosen({"xla_gpu_deterministic_ops": True})
+    monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, other))
+    assert deterministic(device).options == {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+    monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, (*best, *STRANGE)))
+    with pytest.raises(UserError, match="knows neither xla_gpu_no_such_thing nor xla_gpu_deterministic_ops"):
+        deterministic(device)
+
+
+def test_what_can_not_be_deterministic_is_refused():
+    with pytest.raises(UserError, match="deterministic and attention cudnn don't go together"):
+        validate(tiny_config(deterministic=True, attention="cudnn"))
+    half = tiny_config(deterministic=True, compute_dtype="bfloat16", attention_dropout=0.0, hidden_size=64)
+    assert choose_kernel(half, "gpu")[0] == "xla"
+    assert choose_kernel(replace(half, deterministic=False), "gpu")[0] == "cudnn"
+    asked = replace(half, attention="cudnn")
+    assert choose_kernel(asked, "gpu") == ("xla", "its backward pass adds up in no fixed order (deterministic)")
+
+
+@pytest.mark.parametrize("fields", [{"deterministic": True}, {"check_replicas": 0}])
+def test_steps_are_compared_where_they_must_be_the_same(fields):
+    """On GPUs only when the run is deterministic; here with a device that says it is one."""
+    device = SimpleNamespace(platform="gpu")
+    mesh = SimpleNamespace(devices=np.array([device]))
+    check_comparable(SimpleNamespace(config=tiny_config(**({"check_replicas": 5} | fields)), mesh=mesh))
+    with pytest.raises(UserError, match="which on GPUs differ by chance: add --deterministic"):
+        check_comparable(SimpleNamespace(config=tiny_config(check_replicas=5), mesh=mesh))
+
+
+@needs_aot
+@pytest.mark.long
+def test_a_deterministic_step_is_compiled_for_gpus_with_its_options():
+    mesh = find_target("h100x4").mesh(parse_mesh("2x4"))
+    chosen = choose(tiny(deterministic=True, overlap=False), mesh)
+    assert chosen == Chosen({"xla_gpu_deterministic_ops": True})
+    report = inspect(tiny(deterministic=True), find_target("h100x4"))
+    assert report.verdict.violations == ()
+    assert "xla_gpu_deterministic_ops=true" in heading(report)
 
 
 @needs_aot
