@@ -280,6 +280,13 @@ def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, 
     return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
+def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = MappingProxyType({})) -> jax.stages.Lowered:
+    """The program of `fingerprints`, lowered from abstract values."""
+    tree = present(state)
+    with jax.set_mesh(mesh):
+        return _fingerprint.lower(tree, tuple(order_of(name, orders) for name in _names(tree)))
+
+
 @partial(jax.jit, static_argnums=1)
 def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
     def every(tree: Any) -> Any:
