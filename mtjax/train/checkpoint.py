@@ -280,7 +280,7 @@ def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, 
     return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
-def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = MappingProxyType({})) -> jax.stages.Lowered:
+def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:
     """The program of `fingerprints`, lowered from abstract values."""
     tree = present(state)
     with jax.set_mesh(mesh):

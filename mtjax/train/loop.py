@@ -181,10 +181,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
         progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {peers.advice}")
     else:
         summarise(run, state)
-    if time_log is not None:
-        time_log.write(int(state.step), ended=True)
-        with writing(place.folder):
-            time_log.plot()
+    end_time_log(run, state)
 
 
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
@@ -324,6 +321,14 @@ def summarise(run: Run, state: State) -> None:
         f"next    {resume_command(run.place.folder, f' --steps {2 * steps}')}\n"
         f"        mtjax inspect --config {run.place.folder / 'config.toml'}"
     )
+
+
+def end_time_log(run: Run, state: State) -> None:
+    """Notes that this start ended by itself, and draws where the run's time went."""
+    if run.time_log is not None:
+        run.time_log.write(int(state.step), ended=True)
+        with writing(run.place.folder):
+            run.time_log.plot()
 
 
 def sample_of(run: Run, state: State) -> str:
