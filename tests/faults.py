@@ -412,6 +412,56 @@ FAULTS = (
         "launch",
         "test_a_failure_is_resumed_in_the_same_folder_with_the_devices_that_are_left",
     ),
+    # --- starts, time and traces
+    Fault(
+        "train: the folder of compiled programs is not the user's alone",
+        "folder.mkdir(mode=0o700, parents=True, exist_ok=True)",
+        "folder.mkdir(parents=True, exist_ok=True)",
+        "train",
+        "test_a_second_start_finds_what_the_first_compiled",
+    ),
+    Fault(
+        "train: a compiled program that was cut off stays",
+        "why.startswith(CUT_OFF) and",
+        "False and",
+        "train",
+        "test_a_damaged_program_is_compiled_again_and_replaced",
+    ),
+    Fault(
+        "train: tracing a function within another counts twice",
+        "self.take(COMPILATION, end - start - inner)",
+        "self.take(COMPILATION, end - start)",
+        "train",
+        "test_compiling_is_taken_from_what_goes_on_and_never_counted_twice",
+    ),
+    Fault(
+        "train: steps that are done again are not lost",
+        "for span in (span for span in result if span.step > from_step):",
+        "for span in (span for span in result if span.step > from_step + 99):",
+        "train",
+        "test_a_crash_costs_the_steps_behind_the_checkpoint",
+    ),
+    Fault(
+        "train: the pause after a run that was done is lost",
+        "if before is not None and not before.ended:",
+        "if before is not None:",
+        "train",
+        "test_time_between_an_end_and_a_later_start_is_nobodys",
+    ),
+    Fault(
+        "train: a resumed run is a new one in its tracker",
+        "(folder / FILE).write_text(json.dumps({name: tracker.id})",
+        "(folder / FILE).write_text(json.dumps({})",
+        "train",
+        "test_wandb_gets_settings_and_metrics_and_goes_on_in_the_same_run",
+    ),
+    Fault(
+        "inspect: operations of a GPU's trace count twice",
+        'if gpus and not line.name.startswith("Stream"):',
+        'if gpus and not line.name.startswith(("Stream", "XLA Ops")):',
+        "inspect",
+        "test_every_operation_counts_once_in_its_phase",
+    ),
     # --- convert
     Fault(
         "convert: pieces of an array have the fingerprint of its beginning",

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BASE | {"theory", "sharding", "models", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
-TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch"}
+TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
 COMMANDS = {"train.__main__": {"cli", "inspect", "interrupt", "plan"}, "plan.__main__": {"cli", "inspect"}}

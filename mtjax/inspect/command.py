@@ -16,6 +16,7 @@ from mtjax.inspect import compare, text
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.dump import dump, write
 from mtjax.inspect.html import page
+from mtjax.inspect.measured import Measured, find_trace, measure
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
@@ -29,8 +30,12 @@ def run(config: Config, options: Options) -> int:
     quiet = options.json == Path("-")
     job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout))
     config = job.with_vocabulary(config)
+    trace = find_trace(options.measured) if options.measured is not None else None  # before seconds of compiling
     reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
-    save(reports, options)
+    measured = measure(reports[0], trace) if trace is not None else None
+    if measured is not None and job.verbose:
+        text.show_measured(measured, job.console)
+    save(reports, options, measured)
     return 0 if all(r.verdict.holds for r in reports) else 1
 
 
@@ -102,10 +107,10 @@ class Job:
         return reports
 
 
-def save(reports: Sequence[Report], options: Options) -> None:
+def save(reports: Sequence[Report], options: Options, measured: Measured | None = None) -> None:
     """Writes what the options ask for."""
     if options.json is not None:
-        documents = [to_json(r) for r in reports]
+        documents = [to_json(r, measured) for r in reports]
         document = documents[0] if len(documents) == 1 else {"schema": SCHEMA, "reports": documents}
         content = json.dumps(document, indent=1) + "\n"
         if options.json == Path("-"):

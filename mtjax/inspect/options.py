@@ -25,6 +25,8 @@ class Options:
     """Compare with another mesh (8x8), settings (recompute=none) or config: two columns and the difference."""
     sweep: int | None = at_least(1, None, most=2**16)
     """Try every (data, model) mesh of this many devices."""
+    measured: Path | None = None
+    """Set the times of a trace beside the program: what mtjax train --profile wrote, or the run's folder."""
     json: Path | None = None
     """Write the report as JSON; - prints it instead of the tables."""
     html: Path | None = None
@@ -40,3 +42,5 @@ class Options:
         """
         if self.sweep is not None and self.vs:
             raise UserError("--sweep and --vs both compare: give one of them")
+        if self.measured is not None and (self.vs or self.sweep is not None):
+            raise UserError("--measured is of one program: leave out --vs and --sweep")

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.collectives import Collective
+from mtjax.inspect.measured import Measured
 from mtjax.inspect.memory import MemoryReport
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
@@ -19,8 +20,8 @@ from mtjax.theory.memory import Memory
 SCHEMA = "mtjax.inspect/1"
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """The report as nested dicts of JSON values."""
+def to_json(report: Report, measured: Measured | None = None) -> dict[str, Any]:
+    """The report as nested dicts of JSON values, with what a trace of it says."""
     step = report.step
     return {
         "schema": SCHEMA,
@@ -40,6 +41,21 @@ def to_json(report: Report) -> dict[str, Any]:
         "flops": {"counted": report.flops.counted, "formula": report.flops.formula},
         "time": _time(report.time) if report.time else None,
         "stages": _stages(report.stages) if report.stages else None,
+        "measured": _measured(measured) if measured else None,
+    }
+
+
+def _measured(measured: Measured) -> dict[str, Any]:
+    names = ("phase", "kind", "axes")
+    return {
+        "trace": str(measured.trace),
+        "steps": measured.steps,
+        "devices": measured.devices,
+        "seconds": measured.seconds,
+        "phases": {phase: asdict(spent) for phase, spent in measured.phases.items()},
+        "collectives": [
+            dict(zip(names, key, strict=True)) | asdict(sent) for key, sent in measured.collectives.items()
+        ],
     }
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
+from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
@@ -242,6 +243,35 @@ def time_lines(report: Report) -> str:
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
     return "\n".join(lines)
+
+
+SENT_HEADS: dict[str, str] = {
+    **dict.fromkeys(("phase", "operation", "over"), "left"),
+    **dict.fromkeys(("count", "measured", "predicted"), "right"),
+}
+
+
+def show_measured(measured: Measured, console: Console) -> None:
+    """Prints what a trace says of a step, beside what was predicted."""
+    console.print(
+        f"[bold]Measured time[/] in {_escape(str(measured.trace))}: {measured.steps} steps on {measured.devices} "
+        f"devices, {duration(measured.seconds)} a step; collectives with their wait for the others",
+        highlight=False,
+        soft_wrap=True,
+    )
+    phases = _table("By phase", {"phase": "left", **dict.fromkeys(("computing", "sending", "predicted"), "right")})
+    for phase, spent in in_order(measured):
+        phases.add_row(phase, duration(spent.computing), duration(spent.sending), _or_unknown(spent.predicted))
+    console.print(phases)
+    sent = _table("By collective", SENT_HEADS)
+    for (phase, kind, axes), each in measured.collectives.items():
+        cells = (str(each.count), duration(each.measured), _or_unknown(each.predicted))
+        sent.add_row(phase, kind, axes_text(axes), *cells)
+    console.print(sent)
+
+
+def _or_unknown(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:

@@ -135,6 +135,10 @@ class Placed:
         """Each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
         return self.on_mesh(self._compiled_evaluate, parameters, batch)
 
+    def lower_evaluate(self) -> jax.stages.Lowered:
+        """The program of `evaluate`, lowered from abstract values."""
+        return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
+
     def final_stream(self, parameters: Tree, batch: Batch) -> Array:
         """The residual stream behind the last layer, to be traced by the rules in force; dropout is off."""
         model, rules = self.model_in_use(parameters), rules_in_force()

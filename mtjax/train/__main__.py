@@ -8,10 +8,13 @@ from mtjax.cli import Command, parse, run_main
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO
 from mtjax.train.options import DESCRIPTION, Options
+from mtjax.train.times import Times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments; returns its exit code."""
+
+    times = Times()
 
     def body() -> int:
         with CtrlC():
@@ -20,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             count = processes_needed(command.config, os.environ)
             if count == 1:
-                return _train(command)
+                return _train(command, times)
         mesh = command.config.parallel.mesh
         print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
         words = list(sys.argv[1:] if argv is None else argv)
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(body)
 
 
-def _train(command: Command[Options]) -> int:
+def _train(command: Command[Options], times: Times) -> int:
     from mtjax.train.loop import train  # seconds to import: not before the options are right
 
     show = None
@@ -39,7 +42,7 @@ def _train(command: Command[Options]) -> int:
     choose_mesh = None
     if command.config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh as choose_mesh
-    train(command.config, command.name, show=show, choose_mesh=choose_mesh)
+    train(command.config, command.name, command.options, times=times, show=show, choose_mesh=choose_mesh)
     return 0
 
 

@@ -281,6 +281,13 @@ def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, 
     return {name: int(n) for name, n in zip(names_of(numbers), jax.tree.leaves(numbers), strict=True)}
 
 
+def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:
+    """The program of `fingerprints`, lowered from abstract values."""
+    tree = present(state)
+    with jax.set_mesh(mesh):
+        return _fingerprint.lower(tree, tuple(order_of(name, orders) for name in names_of(tree)))
+
+
 @partial(jax.jit, static_argnums=1)
 def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
     def every(tree: Any) -> Any:

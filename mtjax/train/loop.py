@@ -4,6 +4,7 @@ import contextlib
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.compile_cache import CompileCache, programs_in_words
+from mtjax.train.goodput import TimeLog
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.options import Options
 from mtjax.train.peers import Peers
+from mtjax.train.profiling import Profile, parse_steps
 from mtjax.train.progress import ProgressLine
 from mtjax.train.replicas import Replicas
 from mtjax.train.run_folder import claim_folder, writing
@@ -41,6 +46,18 @@ from mtjax.train.setup import (
 from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
 from mtjax.train.step_clock import StepClock
+from mtjax.train.times import (
+    DEVICES,
+    MODEL,
+    PROCESSES,
+    SAVE,
+    STATE,
+    SUMMARY,
+    TEXT,
+    VALIDATION,
+    Times,
+)
+from mtjax.train.trackers import Tracking, check_tracker
 from mtjax.train.weights import check_same_weights
 
 
@@ -59,34 +76,67 @@ class Run:
     """Of the first process only."""
     bad_steps: BadSteps
     replicas: Replicas
+    this_start: "ThisStart"
+    time_log: TimeLog | None
+    """Of the first process only."""
 
 
 Show = Callable[[Program, Console], object]
 
 
-def train(config: Config, name: str, *, show: Show | None = None, choose_mesh: ChooseMesh | None = None) -> None:
+@dataclass(frozen=True)
+class ThisStart:
+    """What belongs to this start of the run alone."""
+
+    options: Options
+    times: Times
+    cache: CompileCache
+    show: Show | None = None
+    """Called with the program before its first step."""
+
+
+def train(
+    config: Config,
+    name: str,
+    options: Options = Options(),  # noqa: B008 - it can't be changed
+    *,
+    times: Times | None = None,
+    show: Show | None = None,
+    choose_mesh: ChooseMesh | None = None,
+) -> None:
     """Trains the model of `config`.
 
     Args:
       config: the run.
       name: what the run is called.
+      options: of this start.
+      times: of this start, since it began.
       show: called with the program before its first step.
       choose_mesh: what `--mesh auto` asks.
 
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
     """
-    with Peers(config.parallel) as peers:
-        train_with(peers, with_mesh(config, choose_mesh), name, show)
+    times = times or Times()
+    check_tracker(options.track)
+    parse_steps(options.profile)
+    with times.watch_compiler(), CompileCache(options.compile_cache) as cache:
+        times.begin(PROCESSES)
+        with Peers(config.parallel) as peers:
+            train_with(peers, with_mesh(config, choose_mesh), name, ThisStart(options, times, cache, show))
 
 
-def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> None:
+def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -> None:
     """`train`, once the processes of the run have found each other."""
+    times = this_start.times
     # --- Devices and text
+    times.begin(DEVICES)
     place = find_place(config, name, peers)
+    times.begin(TEXT)
     config, text = open_text(config, place.folder)
 
     # --- Model: abstract until there is a checkpoint or a seed
+    times.begin(MODEL)
     program = make_program(config, place.mesh)
     check_memory(program)
     check_comparable(program)
@@ -96,38 +146,46 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
         introduce(config, place, program, progress)
-        if show is not None:
-            show(program, progress.console)
+        if this_start.cache.note:
+            progress.say(f"note    {this_start.cache.note}")
+        if this_start.show is not None:
+            this_start.show(program, progress.console)
         output, folder = config.output, place.folder
         peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)
 
         # --- State: restored, or fresh
+        times.begin(STATE)
         start = restore_or_initialize(program, checkpoints, place.weights, config, progress)
-        metrics = None
+        metrics = time_log = None
         if place.is_first_process:  # not before: a checkpoint that is refused leaves its run as it was
+            tracking = Tracking(this_start.options.track, folder, config, progress.say)
             with writing(folder):
                 configs.save(shareable(config), folder / "config.toml")
                 text.tokenizer.save(folder)
-                metrics = MetricsLog(folder, from_step=start.step)
+                metrics = MetricsLog(folder, from_step=start.step, tracker=tracking)
+                time_log = TimeLog(folder, start.step, times)
             if metrics.kept_as:
                 progress.say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
             stack.callback(metrics.close)
 
         # --- Steps
         peers.advice = resume_command(folder)
-        bad_steps = BadSteps(config.training, program.tensors)
         saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
-        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, bad_steps, Replicas(program))
+        watches = (BadSteps(config.training, program.tensors), Replicas(program))
+        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, *watches, this_start, time_log)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
+        times.begin(SAVE)  # is waited for here
 
     # --- Results
+    times.begin(SUMMARY)
     if stopped:
         progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {peers.advice}")
     else:
         summarise(run, state)
+    end_time_log(run, state)
 
 
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
@@ -138,14 +196,18 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     training, output = run.config.training, run.config.output
     state, consumed = start.state, start.consumed_samples
     signal_name = None
-    clock = StepClock(start.step, run.place.folder, run.config.parallel.step_timeout, run.place.peers, run.progress.say)
-    with StopRequest() as stop, open_batches(run, run.text.train, consumed) as batches, clock:
+    times, timeout = run.this_start.times, run.config.parallel.step_timeout
+    clock = StepClock(start.step, run.place.folder, timeout, run.place.peers, run.progress.say, times)
+    profile = Profile(parse_steps(run.this_start.options.profile), run.place.folder, run.progress.say)
+    results = None
+    with StopRequest() as stop, open_batches(run, run.text.train, consumed) as batches, clock, profile:
         for step in range(start.step + 1, training.steps + 1):
             size = run.place.schedule.batch_size(consumed)
-            batch = next_batch(run, batches, size)
+            with times.waiting(results):
+                batch = next_batch(run, batches, size)
             clock.begin(step)
             run.replicas.check_step(step, state, batch)
-            state, results = run.program.step(state, batch)
+            state, results = profile.run(step, results, partial(run.program.step, state, batch))
             run.bad_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
@@ -155,7 +217,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 entry = measure(step, jax.device_get(results), clock)
                 check_steps(run, state)
                 if validate:
-                    clock.pause("the validation")
+                    clock.pause(VALIDATION)
                     entry |= validation_losses(run, state)
                     clock.restart(step)
                 report(run, entry, compiled=step == start.step + 1)
@@ -163,9 +225,12 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 check_steps(run, state)
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
-                clock.pause("the save")
+                jax.block_until_ready(results)  # else the save would wait for the steps
+                clock.pause(SAVE)
                 run.replicas.check_state(step, state)
                 run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
+                if run.time_log is not None:
+                    run.time_log.write(step)
                 clock.restart(step)
             if signal_name:
                 break
@@ -205,8 +270,9 @@ def check_steps(run: Run, state: State) -> None:
 
 def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     """Shows an entry and logs it; `compiled` says that its time is mostly the compiler's."""
-    if run.metrics is not None:
-        run.metrics.write(entry)
+    if run.metrics is not None and run.time_log is not None:
+        run.metrics.write(entry | run.time_log.metrics())
+        run.time_log.write(entry["step"])
     run.progress.update(entry, compiled=compiled)
 
 
@@ -245,18 +311,30 @@ def resume_command(folder: Path, extra: str = "") -> str:
 
 
 def summarise(run: Run, state: State) -> None:
-    """Says where the results are, how the model writes, and what to try next."""
+    """Says where the results and the time are, how the model writes, and what to try next."""
     steps = run.config.training.steps
     sample = sample_of(run, state)
-    if run.metrics is not None:
+    time = ""
+    if run.metrics is not None and run.time_log is not None:
         with writing(run.place.folder):
             plot_losses(run.metrics.path, run.place.folder / "loss.png")
+        time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.this_start.cache)}\n"
     run.progress.say(
-        f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {run.place.folder}\n"
+        f"\ndone    {steps} steps; metrics, loss.png, goodput.png, TensorBoard events and checkpoints are in "
+        f"{run.place.folder}\n"
         f"{sample}"
+        f"{time}"
         f"next    {resume_command(run.place.folder, f' --steps {2 * steps}')}\n"
         f"        mtjax inspect --config {run.place.folder / 'config.toml'}"
     )
+
+
+def end_time_log(run: Run, state: State) -> None:
+    """Notes that this start ended by itself, and draws where the run's time went."""
+    if run.time_log is not None:
+        run.time_log.write(int(state.step), ended=True)
+        with writing(run.place.folder):
+            run.time_log.plot()
 
 
 def sample_of(run: Run, state: State) -> str:

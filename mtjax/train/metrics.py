@@ -15,6 +15,7 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
 from mtjax.train.log_files import Events, Lines
+from mtjax.train.trackers import Tracking
 
 LARGEST = 1e300
 """Numbers from here on are left out of a plot, which could not scale its axes."""
@@ -67,9 +68,10 @@ class MetricsLog:
       folder: of the run.
       from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped; those
         of a run that begins anew, at step 0, are kept under another name.
+      tracker: told the same, where there is one.
     """
 
-    def __init__(self, folder: Path, from_step: int) -> None:
+    def __init__(self, folder: Path, from_step: int, tracker: Tracking | None = None) -> None:
         self.path = folder / "metrics.jsonl"
         self.kept_as: Path | None = None
         """Where the entries of an earlier start are, when this one begins at step 0."""
@@ -79,7 +81,7 @@ class MetricsLog:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in kept))
         temporary.replace(self.path)
-        self._lines = Lines(self.path)
+        self._lines, self._tracker = Lines(self.path), tracker
         self._events = Events(folder / "tensorboard", from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
@@ -91,6 +93,8 @@ class MetricsLog:
         for name, value in entry.items():
             if name != "step" and math.isfinite(value):
                 self._events.add_scalar(name, value, entry["step"])
+        if self._tracker is not None:
+            self._tracker.log(entry)
 
     def close(self) -> None:
         """Writes what still waits.
@@ -99,6 +103,8 @@ class MetricsLog:
           UserError: it can't be written.
         """
         self._events.close()
+        if self._tracker is not None:
+            self._tracker.close()
         self._lines.close()
 
 

@@ -1,6 +1,7 @@
 """What `mtjax train` reads besides the config."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 DESCRIPTION = """Trains a GPT, Llama, BERT or T5.
 
@@ -19,3 +20,10 @@ class Options:
 
     inspect: bool = False
     """Show what a step sends, as `mtjax inspect` does, before the first step."""
+    compile_cache: str | None = None
+    """Folder where compiled programs are kept for later starts, or off; $JAX_COMPILATION_CACHE_DIR when not given, else
+    a folder in ~/.cache."""
+    track: Literal["wandb", "mlflow"] | None = None
+    """Also send the metrics to this experiment tracker, which must be installed."""
+    profile: str | None = None
+    """Trace these steps, 10:13, into the run's folder, for XProf, Perfetto and mtjax inspect --measured."""

@@ -1,6 +1,9 @@
 """A continuation of a prompt: a sample of what the trained model writes."""
 
 import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,46 +20,79 @@ CONTINUES_TEXT = ("gpt", "llama")
 """Families that predict the next token."""
 
 
-def continue_text(
-    placed: Placed,
-    parameters: Tree,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    length: int = 96,
-    temperature: float = 0.7,
-    top_k: int = 40,
-    seed: int = 0,
-) -> str:
-    """`prompt` and up to `length` tokens after it, sampled from the `top_k` most likely: the same on every mesh.
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the program that continues it.
 
-    Spaces at the prompt's end are left out: in most vocabularies a word's token begins with the space before it, and
-    after a separate space the model would be in the middle of a word. The whole window is computed again for each
-    token: good enough for one look at a model, not for serving.
+    Attributes:
+      placed: the model.
+      tokenizer: its tokenizer.
+      ids: of the prompt.
+      window: tokens in all.
+      temperature: by which logits are divided.
+      top_k: how many of the most likely tokens are sampled from.
     """
-    ids = tokenizer.encode(prompt.rstrip(" "))[-placed.config.model.sequence_length // 2 :] or [tokenizer.eod]
-    window = min(placed.config.model.sequence_length, len(ids) + length)
-    tokens = np.full((1, window), tokenizer.eod, np.int32)
-    tokens[0, : len(ids)] = ids
-    # One sample does not split over data ranks, nor do a few tokens over model ranks: all ranks do the same work.
-    rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
 
-    def sample(parameters: Tree, tokens: Array, key: Array) -> Array:
-        with use_rules(rules):
+    placed: Placed
+    tokenizer: Tokenizer
+    ids: tuple[int, ...]
+    window: int
+    temperature: float = 0.7
+    top_k: int = 40
+
+    @classmethod
+    def of(cls, placed: Placed, tokenizer: Tokenizer, prompt: str, length: int = 96) -> "Continuation":
+        """Up to `length` tokens after a prompt."""
+        most = placed.config.model.sequence_length
+        ids = tokenizer.encode(prompt.rstrip(" "))[-most // 2 :] or [tokenizer.eod]
+        return cls(placed, tokenizer, tuple(ids), min(most, len(ids) + length))
+
+    def run(self, parameters: Tree, seed: int) -> list[int]:
+        """The prompt's ids and those after it."""
+        with jax.set_mesh(self.placed.mesh):
+            return np.asarray(self._compiled(parameters, *self._inputs(seed)))[0].tolist()
+
+    def lower(self, seed: int = 0) -> jax.stages.Lowered:
+        """The program, lowered from abstract parameters."""
+        with jax.set_mesh(self.placed.mesh):
+            return self._compiled.lower(self.placed.restore_target, *self._inputs(seed))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._sample)
+
+    def _inputs(self, seed: int) -> tuple[Array, Array]:
+        tokens = np.full((1, self.window), self.tokenizer.eod, np.int32)
+        tokens[0, : len(self.ids)] = self.ids
+        return jnp.asarray(tokens), jax.random.key(seed)
+
+    def _sample(self, parameters: Tree, tokens: Array, key: Array) -> Array:
+        placed, vocabulary = self.placed, self.tokenizer.vocab_size
+        # One sample does not split over data ranks, nor a few tokens over model ranks: all ranks do the same work.
+        with use_rules(dataclasses.replace(placed.layout.rules, batch=(), act_seq=())):
             model = placed.model_in_use(parameters)
             assert isinstance(model, GPT)  # other families don't continue text
 
             def append(position: Array, tokens: Array) -> Array:
                 stream = placed.final_stream(parameters, {"tokens": tokens})
                 hidden = lax.dynamic_slice_in_dim(model.final_norm(stream), position - 1, 1, axis=1)
-                logits = reshard(model.logits(hidden), WHOLE)[0, 0, : tokenizer.vocab_size]
-                likely, their_ids = lax.top_k(logits, min(top_k, tokenizer.vocab_size))
-                chosen = their_ids[jax.random.categorical(jax.random.fold_in(key, position), likely / temperature)]
+                logits = reshard(model.logits(hidden), WHOLE)[0, 0, :vocabulary]
+                likely, their_ids = lax.top_k(logits, min(self.top_k, vocabulary))
+                key_here = jax.random.fold_in(key, position)
+                chosen = their_ids[jax.random.categorical(key_here, likely / self.temperature)]
                 return lax.dynamic_update_slice(tokens, chosen.astype(jnp.int32)[None, None], (0, position))
 
-            return lax.fori_loop(len(ids), window, append, tokens)
+            return lax.fori_loop(len(self.ids), self.window, append, tokens)
 
-    with jax.set_mesh(placed.mesh):
-        out = np.asarray(jax.jit(sample)(parameters, jnp.asarray(tokens), jax.random.key(seed)))[0].tolist()
-    new = out[len(ids) :]
-    return tokenizer.decode(out[: len(ids)] + new[: new.index(tokenizer.eod) if tokenizer.eod in new else None])
+
+def continue_text(placed: Placed, parameters: Tree, tokenizer: Tokenizer, prompt: str, *, seed: int = 0) -> str:
+    """`prompt` and up to 96 tokens after it, sampled from the 40 most likely: the same on every mesh.
+
+    Spaces at the prompt's end are left out: in most vocabularies a word's token begins with the space before it, and
+    after a separate space the model would be in the middle of a word. The whole window is computed again for each
+    token: good enough for one look at a model, not for serving.
+    """
+    continuation = Continuation.of(placed, tokenizer, prompt)
+    out, start = continuation.run(parameters, seed), len(continuation.ids)
+    new = out[start:]
+    return tokenizer.decode(out[:start] + new[: new.index(tokenizer.eod) if tokenizer.eod in new else None])

@@ -118,9 +118,13 @@ class Program(Placed):
         place = int(self.on_mesh(jax.jit(find), parameters))
         return None if place == GOOD else self.tensors[place]
 
-    def lower_step(self) -> jax.stages.Lowered:
+    def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step, lowered from abstract values: no device is touched."""
-        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch())
+        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch(global_batch_size))
+
+    def lower_initialize(self, seed: int, parameters: Tree = None) -> jax.stages.Lowered:
+        """The program of `initialize`, lowered; `parameters` are abstract."""
+        return self.on_mesh(self._compiled_initial.lower, jax.random.key(seed), parameters)
 
     # --- the compiled functions
 

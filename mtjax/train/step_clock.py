@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtjax.train.exchange import this_process
 from mtjax.train.peers import Peers
+from mtjax.train.times import STEPS, Times
 
 FACTOR = 10
 """A step takes too long when it takes this many times the median."""
@@ -33,18 +34,27 @@ class StepClock:
       limit: seconds that a step may take; `FACTOR` times the median when None.
       peers: told where this process is.
       say: called once for each step that takes too long, with a sentence.
+      times: told what is going on.
     """
 
     def __init__(
-        self, step: int, folder: Path, limit: float | None, peers: Peers, say: Callable[[str], object]
+        self,
+        step: int,
+        folder: Path,
+        limit: float | None,
+        peers: Peers,
+        say: Callable[[str], object],
+        times: Times | None = None,
     ) -> None:
         self._folder, self._limit, self._peers, self._say = folder / "stacks", limit, peers, say
+        self._times = times or Times()
         self._laps: deque[float] = deque(maxlen=LAPS)
         self._lap_step = self._step = self._told = step
         self._since = time.perf_counter()
         self._watched, self._compiled, self._closed = False, False, threading.Event()
 
     def __enter__(self) -> "StepClock":
+        self._times.begin(STEPS)
         self._peers.on_overdue = self.write_stacks
         threading.Thread(target=self._watch, name="step clock", daemon=True).start()
         return self
@@ -67,12 +77,14 @@ class StepClock:
         return seconds
 
     def pause(self, what: str) -> None:
-        """Notes that something else begins, like saving: it may take as long as it takes."""
+        """Notes that an activity begins, like a save: it may take as long as it takes."""
         self._watched = False
-        self._peers.at(f"{what} after step {self._step}", self._step)
+        self._times.begin(what)
+        self._peers.at(f"the {what} after step {self._step}", self._step)
 
     def restart(self, step: int) -> None:
         """Leaves out what happened since the last lap."""
+        self._times.begin(STEPS)
         self._lap_step, self._since = step, time.perf_counter()
 
     def allowed(self) -> float | None:

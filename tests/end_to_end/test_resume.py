@@ -34,6 +34,10 @@ def test_stopped_by_sigterm_then_killed(launcher: Launcher, uninterrupted: Finis
     assert last.losses == uninterrupted.losses
     assert [entry["grad_norm"] for entry in last.metrics] == [entry["grad_norm"] for entry in uninterrupted.metrics]
     assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+    assert killed.metrics[-1]["time/down"] == 0.0  # who was asked to stop had lost nothing
+    assert last.metrics[-1]["time/down"] > 0.0
+    assert last.metrics[-1]["time/done_again"] > 0.0
+    assert " s in 3 starts: " in last.stdout
 
 
 @pytest.mark.long

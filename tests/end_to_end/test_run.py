@@ -3,17 +3,24 @@
 import gzip
 import json
 import shlex
+from contextlib import chdir, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+import jax
 import pytest
 from matplotlib.image import imread
 from tensorboardX.proto.event_pb2 import Event
 
 from mtjax import config
+from mtjax.compile.__main__ import main as compile_main
 from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.train.goodput import AGAIN, DOWN
+from mtjax.train.times import ACTIVITIES
 from tests.end_to_end.runs import Finished, Launcher
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}
+KEYS |= {"goodput", *(f"time/{name.replace(' ', '_')}" for name in (*ACTIVITIES, AGAIN, DOWN))}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,10 @@ def run(launcher: Launcher) -> Finished:
 
 def test_the_folder_holds_exactly_what_is_promised(run: Finished) -> None:
     names = {p.name for p in run.out.iterdir()}
-    assert names == {"metrics.jsonl", "tensorboard", "config.toml", "loss.png", "checkpoints", "tokenizer.json"}
+    assert names == {
+        *("metrics.jsonl", "time.jsonl", "tensorboard", "config.toml", "loss.png", "goodput.png", "checkpoints"),
+        "tokenizer.json",
+    }
 
 
 def test_metrics_have_one_object_per_logged_step(run: Finished) -> None:
@@ -115,3 +125,35 @@ def test_it_ends_with_a_sample_and_a_next_command_that_works(run: Finished, laun
     went_on = launcher.train_here("complete", *words[2:], "--steps", "7")
     assert list(went_on.losses) == [1, 2, 3, 4, 5, 6, 7]
     assert "resumed from step 6" in went_on.stdout
+
+
+def test_compile_makes_the_very_programs_that_a_run_looks_up(run: Finished, launcher: Launcher) -> None:
+    """The run's are in the folder that the tests share; that of fingerprints this very process has, too."""
+    words = ["--config", "complete/config.toml", "--cache-dir", "cache", "--steps", "6"]
+    with chdir(launcher.folder), redirect_stdout(StringIO()) as said:
+        assert compile_main(words) == 0
+    lines = said.getvalue().splitlines()
+    assert [line[:28].strip() for line in lines[:-1]] == [
+        "initial state", "step of 8 samples", "validation", "fingerprints", "sample",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[:-1] if not line.endswith("compiled before")] == ["fingerprints"]
+    assert lines[-1].startswith(f"kept in {jax.config.jax_compilation_cache_dir} for jax {jax.__version__}, 8 x cpu")
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"), [("off", "compiled to be kept"), ("text.txt/programs", "Not a directory: ")]
+)
+def test_programs_that_cant_be_kept_are_not_compiled(
+    launcher: Launcher, choice: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with chdir(launcher.folder):
+        assert compile_main(["--compile-cache", choice]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_it_says_where_the_time_went(run: Finished) -> None:
+    lines = run.stdout.splitlines()
+    number = next(number for number, line in enumerate(lines) if line.startswith("time"))
+    for words in ("steps", "compilation", "(start-up: imports"):
+        assert words in lines[number]
+    assert "programs were compiled before" in lines[number + 1]

@@ -35,7 +35,7 @@ def test_ten_times_the_median_is_allowed_besides_the_steps_that_were_given_befor
     for step in (9, 10, 11):
         clock.begin(step)
     assert clock.allowed() == 2 * 30 + 10 * 30
-    clock.pause("the validation")
+    clock.pause("validation")
     clock.restart(11)
     clock.begin(12)
     assert clock.allowed() == 10 * 30
@@ -50,7 +50,7 @@ def test_stacks_are_written_once(tmp_path, monkeypatch):
         time.sleep(0.1)
         clock.lap(5)
         clock.begin(6)
-        clock.pause("the save")
+        clock.pause("save")
         time.sleep(0.1)
     (word,) = said
     assert "step 5 takes far longer than those before it: Python's stacks are in" in word

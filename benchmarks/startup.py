@@ -1,0 +1,99 @@
+"""How long does a run take to start, the first and the second time? And `--help`?
+
+    python benchmarks/startup.py              # first and second start of the default run, then each command's help
+
+Each start is `mtjax train --steps 1` in a process of its own, from the shell's prompt to its return. The text is
+prepared before, so that what differs between the starts is the cache of compiled programs: `off`, `first` (an empty
+folder), `second` (the same folder again), and `after compile` (a folder that only `mtjax compile` has filled). Each
+takes the best of some tries, in turns. Results go to `benchmarks/results/startup-cpu.json`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mtjax.cli import COMMANDS
+
+RESULTS = Path(__file__).parent / "results" / "startup-cpu.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures how long a run takes to start.")
+    parser.add_argument("--tries", type=int, default=3, help="of which the best counts")
+    tries = parser.parse_args().tries
+    with tempfile.TemporaryDirectory() as folder:
+        starts = best_of(tries, lambda: measure_starts(Path(folder)))
+    helps = best_of(tries, lambda: {name: timed(name, "--help") for name in COMMANDS})
+    result = {"starts": starts, "help": helps, "measured": circumstances()}
+    print(json.dumps(result, indent=1))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure_starts(folder: Path) -> dict[str, dict[str, Any]]:
+    programs, compiled = folder / "programs", folder / "compiled"
+    for path in (programs, compiled):
+        shutil.rmtree(path, ignore_errors=True)
+    timed("train", "--steps", "1", "--compile-cache", "off", "--out", fresh(folder))  # prepares the text
+    timed("compile", "--steps", "1", "--compile-cache", str(compiled))
+    caches = {"off": "off", "first": programs, "second": programs, "after compile": compiled}
+    return {
+        name: timed("train", "--steps", "1", "--compile-cache", str(cache), "--out", fresh(folder))
+        for name, cache in caches.items()
+    }
+
+
+def fresh(folder: Path) -> str:
+    return tempfile.mkdtemp(dir=folder, prefix="run-")
+
+
+def timed(*words: str) -> dict[str, Any]:
+    """Seconds of the clock and of the CPU that a command takes, and what it says of them itself."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, check=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
+    said = re.search(r"^time +(.*)$", done.stdout, re.MULTILINE)
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(spent, 2)} | ({"time": said[1]} if said else {})
+
+
+RUN = "import sys; from mtjax.cli import main; sys.exit(main())"
+
+
+def best_of(tries: int, measure: Any) -> dict[str, dict[str, Any]]:
+    """Of each thing that is measured, the quickest try."""
+    all_tries = [measure() for _ in range(tries)]
+    return {name: min((one[name] for one in all_tries), key=lambda m: m["seconds"]) for name in all_tries[0]}
+
+
+def circumstances() -> dict[str, Any]:
+    import jax
+
+    cpu = next((line.partition(":")[2].strip() for line in cpuinfo() if line.startswith("model name")), "")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": cpu or platform.processor(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Compiles a run's programs before it, so that it starts with them."""

@@ -1,0 +1,74 @@
+"""The programs of a run, compiled into jax's persistent cache under the keys by which the run will look for them."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from mtjax import data
+from mtjax.config import Config
+from mtjax.data import Tokenizer
+from mtjax.errors import UserError
+from mtjax.plan.auto import fastest_mesh
+from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.divisibility import check_config, check_ramp
+from mtjax.theory.mesh import parse_mesh
+from mtjax.train.checkpoint import lower_fingerprints
+from mtjax.train.compile_cache import OFF, CompileCache
+from mtjax.train.peers import Peers
+from mtjax.train.sample import CONTINUES_TEXT, Continuation
+from mtjax.train.setup import resolve, with_mesh
+from mtjax.train.step import Program, make_program
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+def compile_run(config: Config, folder: str | None) -> None:
+    """Compiles what a run of `config` needs, and says what and for how long.
+
+    Args:
+      config: the run.
+      folder: of compiled programs; the usual one when None.
+
+    Raises:
+      UserError: the config or the devices don't allow the run, or compiled programs can't be kept.
+    """
+    if folder == OFF:
+        raise UserError("--compile-cache off: programs are compiled to be kept; name a folder, or leave the option out")
+    with CompileCache(folder) as cache, Peers(config.parallel) as peers:
+        if cache.note or cache.folder is None:
+            raise UserError(f"{cache.note}: name a folder with --compile-cache")
+        config = with_mesh(config, fastest_mesh)
+        shape = parse_mesh(config.parallel.mesh)
+        check_config(config, shape)
+        schedule = data.batch_schedule(config.training)
+        check_ramp(config, schedule.batch_sizes(), shape)
+        mesh = attach_devices(shape, peers.count)
+        say = print if jax.process_index() == 0 else lambda *_, **__: None
+        tokenizer = data.load_tokenizer(config)
+        program = make_program(resolve(config, tokenizer, Path()), mesh)
+        for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
+            found, start = cache.found, time.perf_counter()
+            lower().compile()
+            known = ", compiled before" if cache.found > found else ""
+            say(f"{name:28} {time.perf_counter() - start:7.1f} s{known}", flush=True)
+        if cache.failures:
+            raise UserError(cache.failures)
+        kind, processes = mesh.devices.flat[0].device_kind, f"{peers.count} process{'es' if peers.count > 1 else ''}"
+        say(f"kept in {cache.folder} for jax {jax.__version__}, {shape.size} x {kind} in {processes}")
+
+
+def programs(program: Program, tokenizer: Tokenizer, batch_sizes: tuple[int, ...]) -> Iterator[tuple[str, Lower]]:
+    """Names and programs, in the order in which a run needs them."""
+    config = program.config
+    given = program.restore_target if config.training.init_from else None
+    yield "initial state", lambda: program.lower_initialize(config.training.seed, given)
+    for size in batch_sizes:
+        yield f"step of {size} samples", lambda size=size: program.lower_step(size)
+    if config.output.valid_every:
+        yield "validation", program.lower_evaluate
+    orders = program.layer_orders
+    yield "fingerprints", lambda: lower_fingerprints(program.abstract_state, program.mesh, orders)
+    if config.model.family in CONTINUES_TEXT:
+        yield "sample", Continuation.of(program, tokenizer, config.output.prompt).lower

@@ -1,0 +1,230 @@
+"""Measured time of a step, from a trace of jax's profiler, beside what the compiled program predicts.
+
+A trace says for each operation that a device ran the name of its HLO instruction. The compiled program knows that
+instruction's phase and, of a collective, its mesh axes. On GPUs the operations are the kernels on the streams of a
+device, on CPUs the thunks of the host's threads; both have the same names and are read the same way.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.config.shape import differences
+from mtjax.errors import UserError, first_line
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.phases import OTHER, locate
+from mtjax.inspect.report import Report
+from mtjax.inspect.roofline import Roofline
+from mtjax.theory.contract import PHASES
+from mtjax.theory.mesh import AUTO, parse_mesh
+
+HOLDS_OTHERS = ("while", "call", "conditional")
+"""Operations whose time is that of the operations inside them."""
+UNKNOWN_SHARE = 0.02
+"""Share of the time that may belong to operations without a name in the program."""
+DECIDE = (
+    *("schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap"),
+    *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
+)
+"""Settings, besides the model's, without which a program is another one."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One run of an operation on a device."""
+
+    name: str
+    """Of the HLO instruction."""
+    device: str
+    start: float
+    """Seconds."""
+    seconds: float
+
+
+@dataclass
+class Sent:
+    """Seconds of a step that collectives of one kind over the same axes take in a phase."""
+
+    count: int = 0
+    measured: float = 0.0
+    predicted: float | None = None
+    """One after the other, whether or not computing hides them; None where the hardware is not known."""
+
+
+@dataclass
+class InPhase:
+    """Seconds of a step in a phase."""
+
+    computing: float = 0.0
+    sending: float = 0.0
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a trace says of a step: means over steps and devices, in seconds."""
+
+    trace: Path
+    steps: int
+    devices: int
+    seconds: float
+    """From the first operation of a step to the first of the next."""
+    phases: dict[str, InPhase] = field(default_factory=dict)
+    collectives: dict[tuple[str, str, tuple[str, ...] | None], Sent] = field(default_factory=dict)
+    """By phase, kind and axes."""
+
+
+def measure(report: Report, path: Path) -> Measured:
+    """Sets a trace beside a report.
+
+    Args:
+      report: on the program that was traced.
+      path: of the trace, of the folder that `--profile` wrote, or of its run.
+
+    Raises:
+      UserError: there is no trace, it can't be read, or it is of another program.
+    """
+    trace = find_trace(path)
+    check_same_run(trace, report.config)
+    operations = list(read_operations(trace, report.step.module.name))
+    if not operations:
+        raise UserError(f"{trace} has no operation of {report.step.module.name}: it is no trace of training steps")
+    known = instructions(report.step)
+    total = sum(o.seconds for o in operations)
+    unknown = {o.name for o in operations if o.name not in known}
+    if sum(o.seconds for o in operations if o.name in unknown) > UNKNOWN_SHARE * total:
+        raise UserError(
+            f"{trace} is of another program: {min(unknown)} and {len(unknown) - 1} more operations are not in the one "
+            "compiled here; inspect with the config.toml of the traced run, and for the devices that it had"
+        )
+    devices, steps = len({o.device for o in operations}), count_steps(report.step, operations)
+    measured = Measured(trace, steps, devices, step_seconds(operations, steps))
+    predict_sent(report, measured)
+    collectives = {c.name: c for c in report.collectives}
+    for operation in operations:
+        seconds = operation.seconds / steps / devices
+        collective = collectives.get(operation.name)
+        if collective is not None:
+            in_phase = measured.phases.setdefault(collective.phase, InPhase())
+            in_phase.sending += seconds
+            measured.collectives[collective.phase, collective.kind, collective.axes].measured += seconds
+        elif known.get(operation.name, ("", ""))[1] not in HOLDS_OTHERS:
+            phase = known.get(operation.name, (OTHER, ""))[0]
+            measured.phases.setdefault(phase, InPhase()).computing += seconds
+    if report.time is not None:
+        for phase, spent in report.time.phases.items():
+            measured.phases.setdefault(phase, InPhase()).predicted = spent.total
+    return measured
+
+
+def predict_sent(report: Report, measured: Measured) -> None:
+    """Enters all collectives of the program, with their predicted time."""
+    roofline = None
+    if report.time is not None:
+        roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
+    for c in report.collectives:
+        sent = measured.collectives.setdefault((c.phase, c.kind, c.axes), Sent())
+        sent.count += c.count
+        if roofline is not None:
+            sent.predicted = (sent.predicted or 0.0) + c.count * roofline.collective_seconds(c)
+
+
+def find_trace(path: Path) -> Path:
+    """The newest `.xplane.pb` at or below a path.
+
+    Raises:
+      UserError: there is none.
+    """
+    if path.name.endswith(".trace.json.gz"):  # holds a part of what is in the file beside it
+        path = path.parent
+    found = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb")) if path.is_dir() else []
+    if not found:
+        raise UserError(f"{path} has no trace of jax's profiler (.xplane.pb): mtjax train --profile 10:13 writes one")
+    return max(found, key=lambda p: p.stat().st_mtime)
+
+
+def check_same_run(trace: Path, config: Config) -> None:
+    """Checks that the config of the run in whose folder a trace lies, where it does, makes the same program.
+
+    Raises:
+      UserError: names the settings that differ.
+    """
+    beside = next((p / "config.toml" for p in trace.parents[:5] if (p / "config.toml").is_file()), None)
+    if beside is None:
+        return
+    theirs = configs.load(str(beside))
+    sections = [(theirs.parallel, config.parallel), (theirs.training, config.training)]
+    differing = differences(theirs.model, config.model)
+    meshes = [theirs.parallel.mesh, config.parallel.mesh]
+    if AUTO not in meshes and parse_mesh(meshes[0]) != parse_mesh(meshes[1]):
+        differing.append(f"mesh is {meshes[0]} there and {meshes[1]} here")
+    for name in DECIDE:
+        for their, our in sections:
+            if getattr(their, name, None) != getattr(our, name, None):
+                differing.append(f"{name} is {getattr(their, name)} there and {getattr(our, name)} here")
+    if differing:
+        raise UserError(f"{trace} is of another program: {'; '.join(differing)}; inspect with --config {beside}")
+
+
+def read_operations(trace: Path, module: str) -> Iterator[Operation]:
+    """The operations of a program that a trace has, of all devices.
+
+    Raises:
+      UserError: the file is no trace.
+    """
+    try:
+        planes = list(ProfileData.from_file(str(trace)).planes)
+    except Exception as e:
+        raise UserError(f"{trace} can't be read as a trace of jax's profiler: {first_line(e)}") from e
+    gpus = [plane for plane in planes if plane.name.startswith("/device:")]
+    for plane in gpus or planes:
+        for line in plane.lines:
+            if gpus and not line.name.startswith("Stream"):
+                continue  # the same once more, grouped
+            for event in line.events:
+                stats: dict[str, Any] = dict(event.stats)
+                if str(stats.get("hlo_module", "")).partition("(")[0] == module and "hlo_op" in stats:
+                    device = f"{plane.name}/{stats.get('device_ordinal', 0)}"
+                    yield Operation(str(stats["hlo_op"]), device, event.start_ns / 1e9, event.duration_ns / 1e9)
+
+
+def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
+    """Name of an instruction -> its phase and its operation."""
+    return {
+        i.name: (locate(computation, i)[0], i.opcode)
+        for computation in step.module.computations.values()
+        for i in computation.instructions
+    }
+
+
+def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
+    """How many steps were traced: as often as a device ran most of the operations that a step runs once."""
+    once = {i.name for i in step.module.entry.instructions if i.opcode not in HOLDS_OTHERS}
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for operation in operations:
+        if operation.name in once:
+            counts[operation.device, operation.name] += 1
+    return max(1, round(statistics.median(counts.values()))) if counts else 1
+
+
+def step_seconds(operations: Iterable[Operation], steps: int) -> float:
+    """Mean time of a step on the device that was busy longest."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for o in operations:
+        first[o.device] = min(first.get(o.device, o.start), o.start)
+        last[o.device] = max(last.get(o.device, 0.0), o.start + o.seconds)
+    return max(last[device] - first[device] for device in first) / steps
+
+
+def in_order(measured: Measured) -> list[tuple[str, InPhase]]:
+    """The phases as a step has them."""
+    known = {phase: place for place, phase in enumerate(PHASES)}
+    return sorted(measured.phases.items(), key=lambda item: known.get(item[0], len(known)))

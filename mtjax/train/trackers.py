@@ -1,0 +1,145 @@
+"""Experiment trackers beside `metrics.jsonl`: Weights & Biases and MLflow, where they are installed.
+
+A tracker never ends a run: when it fails, the run says so once and goes on without it. A run that goes on from a
+checkpoint goes on in the tracker, too, by the id that its folder keeps.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.errors import UserError, first_line
+
+FILE = "tracker.json"
+PROJECT = "mtjax"
+LONGEST = 500
+"""Characters of a setting that every version of MLflow takes."""
+
+
+class Tracker(Protocol):
+    """Where metrics go, besides the run's folder."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends the metrics of a step; all finite."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is still buffered."""
+        ...
+
+
+class Wandb:
+    """A run in Weights & Biases, in the project `mtjax` unless WANDB_PROJECT names another.
+
+    Args:
+      folder: of the run.
+      settings: of the run, by section.
+      known: the id of the run there; None when it begins.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            dir=str(folder),
+            id=known,
+            resume="allow",
+            config=dict(settings),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # its own steps can't go back, as a resumed run does
+        self.id: str = self._run.id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish()
+
+
+class Mlflow:
+    """A run in MLflow, where MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say; see `Wandb`."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        self.id: str = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name).info.run_id
+        if known is None:  # they can't be changed there
+            flat = {f"{section}.{name}": value for section, of in settings.items() for name, value in of.items()}
+            self._mlflow.log_params({name: str(value)[:LONGEST] for name, value in flat.items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._mlflow.end_run()
+
+
+TRACKERS: Mapping[str, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+def check_tracker(name: str | None) -> None:
+    """Checks that a tracker is installed.
+
+    Raises:
+      UserError: it is not.
+    """
+    if name is not None and importlib.util.find_spec(name) is None:
+        raise UserError(f"--track {name} needs the package {name}: pip install {name}")
+
+
+class Tracking:
+    """A tracker that can fail without harm to the run.
+
+    Args:
+      name: of the tracker; None for none.
+      folder: of the run.
+      config: of the run.
+      say: called with a sentence when the tracker fails.
+    """
+
+    def __init__(self, name: str | None, folder: Path, config: Config, say: Callable[[str], object]) -> None:
+        self._name, self._say = name, say
+        self._tracker: Tracker | None = None
+        if name is not None:
+            self._try(lambda: self._begin(name, folder, config))
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Sends an entry of the metrics, without what is not finite."""
+        if (tracker := self._tracker) is not None:
+            values = {k: float(v) for k, v in entry.items() if k != "step" and math.isfinite(v)}
+            self._try(lambda: tracker.log(entry["step"], values))
+
+    def close(self) -> None:
+        """Ends the tracker's run."""
+        if (tracker := self._tracker) is not None:
+            self._try(tracker.close)
+
+    def _begin(self, name: str, folder: Path, config: Config) -> None:
+        try:
+            ids = json.loads((folder / FILE).read_text())
+        except (OSError, ValueError):
+            ids = {}
+        tracker = TRACKERS[name](folder, configs.to_dict(config), ids.get(name) if isinstance(ids, dict) else None)
+        self._tracker = tracker
+        (folder / FILE).write_text(json.dumps({name: tracker.id}) + "\n")
+
+    def _try(self, do: Callable[[], object]) -> None:
+        try:
+            do()
+        except Exception as e:
+            self._tracker = None
+            self._say(
+                f"note    {self._name} fails, and the run goes on without it: {type(e).__name__}: {first_line(e)}"
+            )

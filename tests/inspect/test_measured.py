@@ -1,0 +1,135 @@
+"""Measured time beside the program: traces made by hand, and one of a real run."""
+
+import json
+import os
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+from jax.profiler import ProfileData
+
+from mtjax import config
+from mtjax.errors import UserError
+from mtjax.inspect.__main__ import main
+from mtjax.inspect.measured import HOLDS_OTHERS, find_trace, measure
+from mtjax.inspect.report import Report
+from mtjax.inspect.walk import walk
+from tests.end_to_end.runs import Launcher
+from tests.inspect.steps import tiny
+
+MICROSECOND = 1_000_000
+"""In the picoseconds of a trace."""
+
+
+def write_trace(path: Path, plane: str, line: str, events: list[tuple[str, int, int]], module: str) -> Path:
+    """A trace of events (operation, device, microseconds), one after the other."""
+    names = sorted({name for name, _, _ in events})
+    texts = [f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for i, name in enumerate(STATS, 1)]
+    texts.append('event_metadata { key: 1 value { id: 1 name: "kernel" } }')
+    texts += [f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for i, name in enumerate(names, 100)]
+    number = {name: i for i, name in enumerate(names, 100)}
+    at, lines = 0, []
+    for name, device, length in events:
+        stats = f'stats {{ metadata_id: 1 ref_value: {number[name]} }} stats {{ metadata_id: 2 str_value: "{module}" }}'
+        stats += f" stats {{ metadata_id: 3 int64_value: {device} }}"
+        span = f"offset_ps: {at} duration_ps: {length * MICROSECOND}"
+        lines.append(f"events {{ metadata_id: 1 {span} {stats} }}")
+        at += length * MICROSECOND
+    body = f'lines {{ id: 1 name: "{line}" timestamp_ns: 1000 {" ".join(lines)} }}'
+    again = f'lines {{ id: 2 name: "XLA Ops" timestamp_ns: 1000 {" ".join(lines)} }}' if "device:" in plane else ""
+    text = f'planes {{ id: 1 name: "{plane}" {" ".join(texts)} {body} {again} }}'
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return path
+
+
+STATS = ("hlo_op", "hlo_module", "device_ordinal")
+
+
+def steps_of(report: Report, steps: int, devices: int) -> list[tuple[str, int, int]]:
+    """A microsecond for each operation that a step runs, as often as it does; three for a collective."""
+    sent = {c.name for c in report.collectives}
+    fused = {i.name for c in report.step.module.computations.values() for i in c.instructions if "fused" in c.name}
+    sites = [s for s in walk(report.step.module) if s.instruction.name not in fused and s.is_exact]
+    events = []
+    for device in range(devices):
+        for _ in range(steps):
+            for site in sites:
+                length = 3 if site.instruction.name in sent else 1
+                events += [(site.instruction.name, device, length)] * site.count
+    return events
+
+
+@pytest.mark.parametrize(("plane", "line"), [("/host:CPU", "tf_XLAEigen/1"), ("/device:GPU:0", "Stream #7(Compute)")])
+def test_every_operation_counts_once_in_its_phase(cpu_report: Report, tmp_path: Path, plane: str, line: str) -> None:
+    events = steps_of(cpu_report, steps=2, devices=2)
+    trace = write_trace(tmp_path / "a.xplane.pb", plane, line, events, cpu_report.step.module.name)
+    measured = measure(cpu_report, tmp_path)
+    assert (measured.trace, measured.steps, measured.devices) == (trace, 2, 2)
+    assert sum(sent.count for sent in measured.collectives.values()) == sum(c.count for c in cpu_report.collectives)
+    for (phase, kind, axes), sent in measured.collectives.items():
+        alike = [c for c in cpu_report.collectives if (c.phase, c.kind, c.axes) == (phase, kind, axes)]
+        assert sent.measured == pytest.approx(3e-6 * sum(c.count for c in alike))
+        assert sent.predicted is None  # of CPUs nothing is
+    opcodes = {i.name: i.opcode for c in cpu_report.step.module.computations.values() for i in c.instructions}
+    sent_names = {c.name for c in cpu_report.collectives}
+    each = [(n, length) for n, d, length in events if opcodes[n] not in HOLDS_OTHERS or n in sent_names]
+    whole = sum(spent.computing + spent.sending for spent in measured.phases.values())
+    assert whole == pytest.approx(1e-6 * sum(length for _, length in each) / 4)
+    assert {"layer forward", "layer backward", "optimizer"} <= measured.phases.keys()
+
+
+def test_a_trace_of_something_else_is_an_error_with_its_reason(cpu_report: Report, tmp_path: Path) -> None:
+    name = cpu_report.step.module.name
+    with pytest.raises(UserError, match=r"has no trace of jax's profiler .*: mtjax train --profile 10:13 writes one"):
+        measure(cpu_report, tmp_path)
+    (tmp_path / "a.xplane.pb").write_bytes(b"no trace" * 99)
+    with pytest.raises(UserError, match="can't be read as a trace of jax's profiler"):
+        measure(cpu_report, tmp_path)
+    write_trace(tmp_path / "a.xplane.pb", "/host:CPU", "1", [("fusion.1", 0, 5)], "jit_other")
+    with pytest.raises(UserError, match=f"has no operation of {name}: it is no trace of training steps"):
+        measure(cpu_report, tmp_path)
+    write_trace(tmp_path / "a.xplane.pb", "/host:CPU", "1", [("fusion.of.theirs", 0, 5)], name)
+    with pytest.raises(UserError, match=r"is of another program: fusion\.of\.theirs and 0 more operations are not in"):
+        measure(cpu_report, tmp_path)
+
+
+def test_a_trace_of_a_run_with_other_settings_names_them(cpu_report: Report, tmp_path: Path) -> None:
+    events = steps_of(cpu_report, steps=1, devices=1)
+    folder = tmp_path / "profile" / "plugins" / "profile" / "now"
+    folder.mkdir(parents=True)
+    write_trace(folder / "a.xplane.pb", "/host:CPU", "1", events, cpu_report.step.module.name)
+    config.save(tiny(hidden_size=128, global_batch_size=16), tmp_path / "config.toml")
+    with pytest.raises(
+        UserError, match="hidden_size is 128 there and 64 here; .*global_batch_size is 16 there and 8 here"
+    ):
+        measure(cpu_report, tmp_path)
+    config.save(tiny(), tmp_path / "config.toml")
+    assert measure(cpu_report, folder / "a.trace.json.gz").steps == 1
+
+
+def test_the_newest_trace_counts(tmp_path: Path) -> None:
+    for name, time in (("a", 1000), ("b", 3000), ("c", 2000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vm.xplane.pb").write_text("")
+        os.utime(tmp_path / name / "vm.xplane.pb", (time, time))
+    assert find_trace(tmp_path) == tmp_path / "b" / "vm.xplane.pb"
+    assert find_trace(tmp_path / "a") == tmp_path / "a" / "vm.xplane.pb"
+
+
+@pytest.mark.long
+def test_a_run_that_was_traced_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher.prepare(tmp_path)
+    run = launcher.train_here("traced", "--profile", "3:5")
+    assert "profile steps 3 to 5 are traced in traced/profile" in run.stdout
+    with chdir(tmp_path):
+        words = ["--config", "traced/config.toml", "--measured", "traced", "--json"]
+        assert main([*words, "report.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 steps on 8 devices" in shown
+    measured = json.loads((tmp_path / "report.json").read_text())["measured"]
+    assert (measured["steps"], measured["devices"]) == (3, 8)
+    assert all(sent["measured"] > 0 for sent in measured["collectives"])
+    together = sum(phase["computing"] + phase["sending"] for phase in measured["phases"].values())
+    assert 0.2 * measured["seconds"] < together < 1.1 * measured["seconds"]
+    again = launcher.train_here("traced", "--resume", "--steps", "7", "--profile", "3:5")
+    assert "note    nothing is traced: this start did none of steps 3 to 5" in again.stdout
