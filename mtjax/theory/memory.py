@@ -60,11 +60,13 @@ class Memory:
     """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
     later stacks kept, which is free by then."""
     logits: float
+    scattered: float = 0.0
+    """Of ZeRO-1, this GPU's parts of the gradients' sums: behind the last microbatch they are there beside the sums."""
 
     @property
     def total(self) -> float:
-        """All of it; the logits are gone when the layers' backward pass begins."""
-        return self.states + self.kept + max(self.working, self.logits)
+        """All of it; the logits are gone when the layers' backward pass begins, activations when sums are scattered."""
+        return self.states + max(self.kept + max(self.working, self.logits), self.scattered)
 
     @property
     def states(self) -> float:
@@ -89,6 +91,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     whole = counts.unsplit if plan.residuals == "jax" else 0
     split, full = counts.all - whole, plan.precision
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
+    scatters = plan.residuals == "jax" and plan.zero == 1 and mesh.data > 1 and not plan.reduces_at_once
     return Memory(
         weights=w * split + full.weights * whole,
         gradients=gradients * split + full.gradients * whole + g * _added_whole(plan, counts),
@@ -96,6 +99,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
+        scattered=g / mesh.data * split if scatters else 0.0,
     )
 
 

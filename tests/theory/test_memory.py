@@ -186,6 +186,16 @@ def test_both_streams_of_t5_travel_and_wait_together():
     assert found["inputs of stages"] == 6 * 2 * 4 * model.hidden_size * (512 + 128)
 
 
+def test_parts_of_gradients_stand_beside_the_sums_that_zero_1_scatters():
+    """With few data ways that is the fullest moment; one microbatch has no sums, and ZeRO-2 scatters in each."""
+    few = Plan(parse_mesh("2x1"), 16, 1, zero=1, recompute="full", flash_attention=True)
+    found = memory.stage_memory(GPT_8B, few)
+    assert found.scattered == pytest.approx(4 * counts.parameters(GPT_8B) / 2, rel=1e-6)
+    assert found.total == found.states + found.scattered
+    for other in ({"mesh": parse_mesh("1x1")}, {"global_batch_size": 2}, {"zero": 0}, {"zero": 2}):
+        assert memory.stage_memory(GPT_8B, dataclasses.replace(few, **other)).scattered == 0
+
+
 def test_loss_chunk_bounds_the_logits():
     shape = gpt(24, 1024, 16, 1024, 51_200)
     whole = memory.stage_memory(shape, Plan(MeshShape(), 8, 8, residuals="megatron")).logits
