@@ -179,6 +179,27 @@ FAULTS = (
         "test_page_of_metadata_is_checked",
     ),
     Fault(
+        "train: replicas are compared with themselves",
+        "for place in places if holding == next_most or numbers[place] != most]",
+        "for place in places if holding == next_most]",
+        "train",
+        "test_one_of_many_replicas_is_named",
+    ),
+    Fault(
+        "config: a setting has no largest value",
+        "return None if value <= self.most else",
+        "return None if True else",
+        "",
+        "test_options_out_of_bounds_are_named",
+    ),
+    Fault(
+        "train: a torn line stays in the metrics",
+        "self._file.truncate(size)",
+        "pass",
+        "end_to_end",
+        "test_lines_wait_for_room",
+    ),
+    Fault(
         "train: a resumed run passes over a sample",
         'return state, page["consumed_samples"]',
         'return state, page["consumed_samples"] + 1',

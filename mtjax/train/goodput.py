@@ -18,6 +18,7 @@ import numpy as np
 from mtjax.train.times import (
     ACTIVITIES,
     DATA,
+    REPLICAS,
     SAVE,
     STEPS,
     VALIDATION,
@@ -182,6 +183,7 @@ COLOURS = {
     VALIDATION: "#8fc1a9",
     SAVE: "#3d6fb4",
     DATA: "#e0a100",
+    REPLICAS: "#7fb3c8",
     "compilation": "#8e7cc3",
     "start-up": "#b8b0d0",
     "summary": "#d9d9d9",

@@ -50,6 +50,7 @@ from mtjax.train.times import (
     DEVICES,
     MODEL,
     PROCESSES,
+    REPLICAS,
     SAVE,
     STATE,
     SUMMARY,
@@ -205,8 +206,8 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             size = run.place.schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run, batches, size)
+            check_replicas(run, step, state, batch, clock)
             clock.begin(step)
-            run.replicas.check_step(step, state, batch)
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
             run.bad_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
@@ -235,6 +236,14 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             if signal_name:
                 break
     return state, signal_name
+
+
+def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array], clock: StepClock) -> None:
+    """Looks for silent corruption before a step, where that is due; it does not count as a step's time."""
+    if run.replicas.is_due(step):
+        clock.pause(REPLICAS)
+        run.replicas.check_step(step, state, batch)
+        clock.restart(step - 1)
 
 
 def measure(step: int, results: dict[str, Any], clock: StepClock) -> dict[str, Any]:

@@ -34,13 +34,17 @@ class Replicas:
         self._program, self._every = program, program.config.training.check_replicas
         self._devices = list(program.mesh.devices.flat)
 
+    def is_due(self, step: int) -> bool:
+        """Whether `check_step` looks at a step."""
+        return self._every > 0 and step % self._every == 0
+
     def check_step(self, step: int, state: State, batch: Batch) -> None:
         """Computes a step twice, and compares all that it makes: gradients, parameters and the optimizer's state.
 
         Raises:
           UserError: something differs, between the two or between devices; or the state did before.
         """
-        if not self._every or step % self._every:
+        if not self.is_due(step):
             return
         self.check_state(step, state)
         first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))

@@ -9,10 +9,9 @@ from typing import Any
 IMPORTS, PROCESSES, DEVICES, TEXT, MODEL, STATE = (
     f"start-up/{what}" for what in ("imports", "processes", "devices", "text", "model", "state")
 )
-START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, SUMMARY = (
-    *("start-up", "compilation", "steps", "waiting for data", "save", "validation", "summary"),
+ACTIVITIES = (START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, REPLICAS, SUMMARY) = (
+    *("start-up", "compilation", "steps", "waiting for data", "save", "validation", "check of replicas", "summary"),
 )
-ACTIVITIES = (START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, SUMMARY)
 COMPILES = "/jax/core/compile/"
 """What jax's events of tracing, lowering and compiling a program begin with."""
 
