@@ -88,7 +88,7 @@ def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
         (["--target", "attached"], "there are none"),
         (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 does not divide over 5"),
         (["--sweep", "8", "--vs", "1x8"], "give one of them"),
-        (["--sweep", "0"], "1 or more"),
+        (["--sweep", "0"], "sweep is 0, and must be at least 1"),
         (["--intra-bandwidth", "100"], "the target is cpu"),
         (["--target", "h100x8", "--inter-bandwidth", "-1"], "above 0"),
         (["--time-on", "v100x16"], "needs a program for GPUs"),
