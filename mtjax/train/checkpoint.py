@@ -8,7 +8,7 @@ compares what it has with what was saved: a flipped bit or a missing chunk (whic
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,12 @@ class Restored:
     consumed_samples: int
     passed_over: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, with what was wrong."""
+    folder: Path | None = None
+    """The tier it was in."""
+
+
+Elsewhere = Callable[[int], Restored | None]
+"""Looks in another tier for a step at least as new; None where there is none."""
 
 
 class Checkpoints:
@@ -88,10 +94,11 @@ class Checkpoints:
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=ocp.args.JsonSave(page))
         self._manager.save(step, args=arguments, force=True)
 
-    def restore(self, abstract: State, config: Config) -> Restored | None:
+    def restore(self, abstract: State, config: Config, elsewhere: Elsewhere = lambda at_least: None) -> Restored | None:
         """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
 
-        Newer ones that are damaged are named in a warning and renamed, so that the run can write their steps again.
+        Another tier is asked, by `elsewhere`, before each step that is read. Newer ones that are damaged are named in a
+        warning and renamed, so that the run can write their steps again.
 
         Raises:
           UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
@@ -99,9 +106,12 @@ class Checkpoints:
         """
         steps, set_aside = self._listed()
         damaged: dict[int, str] = {}
-        for step in steps:
+        for step in [*steps, 0]:
+            found = elsewhere(step)
+            if found is None and step == 0:
+                break
             try:
-                state, consumed = self._read(step, abstract, config)
+                found = found or Restored(step, *self._read(step, abstract, config), folder=self.folder)
             except Damaged as e:
                 damaged[step] = str(e)
                 continue
@@ -109,7 +119,7 @@ class Checkpoints:
                 log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(bad), reason)
                 self._set_aside(bad)
             passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in damaged.items())
-            return Restored(step, state, consumed, passed_over)
+            return dataclasses.replace(found, passed_over=passed_over)
         if damaged or set_aside:
             listed = "; ".join(f"{step}: {reason}" for step, reason in damaged.items()) or ", ".join(set_aside)
             raise UserError(
@@ -240,9 +250,18 @@ def fingerprints(state: State, orders: Orders = MappingProxyType({})) -> dict[st
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = MappingProxyType({})) -> dict[str, int]:
     """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
+    return _later(tree, mesh, orders)()
+
+
+def fingerprints_later(state: State, orders: Orders = MappingProxyType({})) -> Callable[[], dict[str, int]]:
+    """`fingerprints`, under way on the devices: the arrays may be donated, and another thread may fetch the numbers."""
+    return _later(present(state), state.step.sharding.mesh, orders)
+
+
+def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
     with jax.set_mesh(mesh):
         numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in _names(tree)))
-    return {name: int(n) for name, n in zip(_names(numbers), jax.tree.leaves(numbers), strict=True)}
+    return lambda: dict(zip(_names(numbers), map(int, jax.device_get(jax.tree.leaves(numbers))), strict=True))
 
 
 @partial(jax.jit, static_argnums=1)

@@ -41,35 +41,35 @@ def together(name: str, folder: Path, read: Callable[[], T]) -> T:
     try:
         result = read()
     except Exception as e:
-        failure = _meaning(e, folder)
+        failure = failure_of(e, folder)
     failures = [json.loads(word) for word in exchange(f"reading {name}", json.dumps(failure))]
     reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
-    if _REFUSED in reasons:
-        raise UserError(reasons[_REFUSED])
-    if _UNREADABLE in reasons:
+    if REFUSED in reasons:
+        raise UserError(reasons[REFUSED])
+    if UNREADABLE in reasons:
         raise UserError(
-            f"{name} can't be read: {reasons[_UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
+            f"{name} can't be read: {reasons[UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
         )
-    if _DAMAGED in reasons:
-        raise Damaged(reasons[_DAMAGED])
+    if DAMAGED in reasons:
+        raise Damaged(reasons[DAMAGED])
     return result  # pyright: ignore[reportReturnType]  (no process failed: it is what `read` returned)
 
 
-_REFUSED, _UNREADABLE, _DAMAGED = "refused", "unreadable", "damaged"
+REFUSED, UNREADABLE, DAMAGED = "refused", "unreadable", "damaged"
 
 
-def _meaning(error: Exception, folder: Path) -> dict[str, str]:
-    """What kind of failure an error is, and its reason."""
+def failure_of(error: Exception, folder: Path) -> dict[str, str]:
+    """What `kind` of failure an error is that came of reading files of a folder, and its `reason`."""
     if isinstance(error, UserError):
-        return {"kind": _REFUSED, "reason": str(error)}
+        return {"kind": REFUSED, "reason": str(error)}
     if problem := next(unreadable_files(folder), None):
-        return {"kind": _UNREADABLE, "reason": first_line(problem)}
+        return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
         for e in chain:
             if isinstance(e, Damaged | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(_DAMAGE):
-                return {"kind": _DAMAGED, "reason": first_line(e)}
-    return {"kind": _UNREADABLE, "reason": first_line(error)}
+                return {"kind": DAMAGED, "reason": first_line(e)}
+    return {"kind": UNREADABLE, "reason": first_line(error)}
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -18,6 +18,7 @@ from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.local_checkpoints import LocalCheckpoints, open_local
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
@@ -50,6 +51,8 @@ class Run:
     program: Program
     progress: ProgressLine
     checkpoints: Checkpoints
+    local: LocalCheckpoints | None
+    """The other tier, where there is one."""
     metrics: MetricsLog | None
     """Of the first process only."""
     bad_steps: BadSteps
@@ -94,9 +97,11 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)
         checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
         stack.callback(checkpoints.close)
+        if (local := open_local(output, folder)) is not None:
+            stack.callback(local.close)
 
         # --- State: restored, or fresh
-        start = restore_or_initialize(program, checkpoints, place.weights, config, progress)
+        start = restore_or_initialize(program, checkpoints, local, place.weights, config, progress)
         metrics = None
         if place.is_first_process:  # not before: a checkpoint that is refused leaves its run as it was
             configs.save(shareable(config), folder / "config.toml")
@@ -109,7 +114,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         # --- Steps
         peers.advice = resume_command(folder)
         bad_steps = BadSteps(config.training, program.tensors)
-        run = Run(config, place, text, program, progress, checkpoints, metrics, bad_steps)
+        run = Run(config, place, text, program, progress, checkpoints, local, metrics, bad_steps)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
 
@@ -154,6 +159,10 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 clock.pause("the save")
                 run.checkpoints.save(state, run.config, consumed)
+                clock.restart(step)
+            elif run.local is not None and run.local.is_due(step):
+                clock.pause("the local save")
+                run.local.save(state, run.config, consumed)
                 clock.restart(step)
             if signal_name:
                 break

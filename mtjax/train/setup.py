@@ -18,6 +18,7 @@ from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.local_checkpoints import LocalCheckpoints
 from mtjax.train.metrics import CONVENTION
 from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
@@ -144,13 +145,24 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 
 
 def restore_or_initialize(
-    program: Program, checkpoints: Checkpoints, weights: Weights | None, config: Config, progress: ProgressLine
+    program: Program,
+    checkpoints: Checkpoints,
+    local: LocalCheckpoints | None,
+    weights: Weights | None,
+    config: Config,
+    progress: ProgressLine,
 ) -> Restored:
     """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
+
+    def elsewhere(at_least: int) -> Restored | None:
+        return local.newest(at_least, program.abstract_state, config, progress.say) if local else None
+
     if config.output.resume:
-        restored = checkpoints.restore(program.abstract_state, config)
+        restored = checkpoints.restore(program.abstract_state, config, elsewhere)
         if restored is not None:
-            progress.say(f"resumed from step {restored.step} in {checkpoints.folder}")
+            if local is not None:
+                local.set_aside()
+            progress.say(f"resumed from step {restored.step} in {restored.folder}")
             if restored.step >= config.training.steps:
                 progress.say(f"all {config.training.steps} steps are done already; raise --steps for more")
             return restored
