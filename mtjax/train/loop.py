@@ -101,7 +101,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
             stack.callback(local.close)
 
         # --- State: restored, or fresh
-        start = restore_or_initialize(program, checkpoints, local, place.weights, config, progress)
+        start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
         metrics = None
         if place.is_first_process:  # not before: a checkpoint that is refused leaves its run as it was
             configs.save(shareable(config), folder / "config.toml")

@@ -147,10 +147,10 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 def restore_or_initialize(
     program: Program,
     checkpoints: Checkpoints,
-    local: LocalCheckpoints | None,
     weights: Weights | None,
     config: Config,
     progress: ProgressLine,
+    local: LocalCheckpoints | None = None,
 ) -> Restored:
     """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
 
