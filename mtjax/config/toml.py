@@ -10,13 +10,14 @@ import tomli_w
 
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
+from mtjax.storage import is_file, read_bytes, shown
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Plain tables of TOML and JSON values; fields that are None are left out."""
 
     def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
+        return shown(value) if isinstance(value, Path) else value
 
     return {
         section: {k: plain(v) for k, v in table.items() if v is not None}
@@ -90,7 +91,7 @@ def load(name: str | Path, base: Config | None = None) -> Config:
     """
     path = find(name)
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(read_bytes(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path} is not valid TOML: {e}") from e
     return from_dict(tables, base, source=str(path))
@@ -99,7 +100,7 @@ def load(name: str | Path, base: Config | None = None) -> Config:
 def find(name: str | Path) -> Path:
     """The file behind `--config NAME`: itself, or the shipped config of that name."""
     path = Path(name)
-    if path.is_file():
+    if is_file(path):
         return path
     shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
     if str(name) in shipped or path.name in {p.name for p in shipped.values()}:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from mtjax.config import Config
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.axes import WHOLE
+from mtjax.storage import shown
 from mtjax.theory.stages import LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoint_arrays import array_handler, read_reordered
 from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
@@ -50,7 +52,7 @@ class Restored:
     consumed_samples: int
     passed_over: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, with what was wrong."""
-    folder: Path | None = None
+    folder: Path = Path()
     """The tier it was in."""
 
 
@@ -73,7 +75,7 @@ class Checkpoints:
             keep_period=keep_every,
             async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT),
         )
-        handlers = {"state": array_handler(), "page": ocp.JsonCheckpointHandler()}
+        handlers = {"state": array_handler(), "page": _PageHandler()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
@@ -81,18 +83,26 @@ class Checkpoints:
             raise UserError(f"{folder} can't be used for checkpoints: {first_line(e)}") from e
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
-        """Starts saving; the arrays may be donated as soon as it returns."""
+        """Starts saving; the arrays may be donated as soon as it returns.
+
+        The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
+        """
         step = int(state.step)
         page = {
             "version": 1,
             "step": step,
             "consumed_samples": consumed_samples,
             "config": configs.to_dict(config),
-            "fingerprints": fingerprints(state, layer_orders(config.model, config.parallel)),
         }
-        page["checksum"] = page_checksum(page)
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=ocp.args.JsonSave(page))
+        prints: Future[Callable[[], dict[str, int]]] = Future()
+
+        def whole() -> dict[str, Any]:
+            proven = page | {"fingerprints": prints.result()()}
+            return proven | {"checksum": page_checksum(proven)}
+
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=_PageSave(whole))
         self._manager.save(step, args=arguments, force=True)
+        prints.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
 
     def restore(self, abstract: State, config: Config, elsewhere: Elsewhere = lambda at_least: None) -> Restored | None:
         """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
@@ -161,24 +171,13 @@ class Checkpoints:
 
     def _read_once(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
         folder = self.folder / str(step)
-        name = f"checkpoint {folder}"
+        name = f"checkpoint {shown(folder)}"
         tree = present(abstract)
-
-        def read() -> State:
-            if not (folder / "state" / "_METADATA").is_file():
-                raise Damaged("its state lacks _METADATA")
-            if saved != orders:
-                return State(**read_reordered(folder / "state", tree, saved, orders))
-            placed = ocp.checkpoint_utils.construct_restore_args(tree)
-            arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
-            items: Any = self._manager.restore(step, args=arguments)
-            return State(**items["state"])
-
         page = together(name, folder, lambda: read_page(folder))
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
-        state = together(name, folder, read)
+        state = together(name, folder, lambda: self._read_state(step, tree, saved, orders))
         now = fingerprints(state, orders)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
@@ -186,6 +185,17 @@ class Checkpoints:
                 f"{wrong[0]} is not what was saved" + (f", nor are {len(wrong) - 1} more" if wrong[1:] else "")
             )
         return state, page["consumed_samples"]
+
+    def _read_state(self, step: int, tree: Any, saved: Orders, orders: Orders) -> State:
+        state = self.folder / str(step) / "state"
+        if not (state / "_METADATA").is_file():
+            raise Damaged("its state lacks _METADATA")
+        if saved != orders:
+            return State(**read_reordered(state, tree, saved, orders))
+        placed = ocp.checkpoint_utils.construct_restore_args(tree)
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
+        items: Any = self._manager.restore(step, args=arguments)
+        return State(**items["state"])
 
     def _set_aside(self, step: int) -> None:
         self._manager.wait_until_finished()
@@ -198,6 +208,19 @@ class Checkpoints:
 
         together(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
         self._manager.reload()
+
+
+class _PageHandler(ocp.JsonCheckpointHandler):
+    """Writes what a function returns, which is called where the page is written: in the background."""
+
+    async def _save_fn(self, x: Callable[[], dict[str, Any]], directory: Any) -> None:
+        await super()._save_fn(x(), directory)
+
+
+@ocp.args.register_with_handler(_PageHandler, for_save=True, for_restore=True)
+@dataclass
+class _PageSave(ocp.args.CheckpointArgs):
+    item: Callable[[], dict[str, Any]]
 
 
 def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> None:

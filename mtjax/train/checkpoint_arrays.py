@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
+from mtjax.storage import key_value_store, url_of
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 
 
@@ -91,6 +92,8 @@ def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) ->
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
+    if url_of(state):  # what `remote_checkpoints` writes
+        return {"driver": "zarr3", "kvstore": key_value_store(state / name)}
     metadata = state / "_METADATA"
     zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)
     if (state / "manifest.ocdbt").is_file():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mtjax.errors import UserError, first_line
+from mtjax.storage import read_bytes, url_of
 from mtjax.train.exchange import exchange
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def failure_of(error: Exception, folder: Path) -> dict[str, str]:
     """What `kind` of failure an error is that came of reading files of a folder, and its `reason`."""
     if isinstance(error, UserError):
         return {"kind": REFUSED, "reason": str(error)}
-    if problem := next(unreadable_files(folder), None):
+    if not url_of(folder) and (problem := next(unreadable_files(folder), None)):  # a store's own words can be trusted
         return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
@@ -114,7 +115,7 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
       OSError: it can't be read.
     """
     try:
-        page = json.loads((checkpoint / "page" / "metadata").read_bytes())
+        page = json.loads(read_bytes(checkpoint / "page" / "metadata"))
     except FileNotFoundError:
         raise Damaged("its page of metadata is missing") from None
     except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8

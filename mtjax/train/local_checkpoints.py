@@ -105,8 +105,8 @@ class LocalCheckpoints:
         """Starts saving; the arrays may be donated as soon as it returns. A disk that fails is said, and no more."""
         self.close()
         step = int(state.step)
-        prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
         pieces = copy_pieces(present(state))
+        prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
         page = {
             "version": 1,
             "step": step,

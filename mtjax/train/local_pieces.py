@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from mtjax.storage import key_value_store
 from mtjax.train.checkpoint_arrays import open_array
 from mtjax.train.checkpoint_damage import Damaged, page_checksum
 
@@ -29,18 +30,25 @@ class Pieces:
 
     shape: tuple[int, ...]
     """Of the whole array."""
+    size: tuple[int, ...]
+    """Of a part."""
+    dtype: np.dtype
     parts: Mapping[tuple[int, ...], np.ndarray]
-    """By where they begin in it; all have one shape."""
+    """By where they begin in it."""
 
 
-def copy_pieces(tree: Tree) -> dict[str, Pieces]:
-    """The parts of arrays on this process' devices, each once, in the host's memory; the arrays may be donated then."""
+def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
+    """The parts of arrays on this process' devices, each once, in the host's memory; the arrays may be donated then.
+
+    With `first_copies`, only those that no other process gives: all processes together then have each part once.
+    """
     named = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     for _, leaf in named:  # all copies are under way before the first is waited for
-        for _, shard in _distinct(leaf):
+        for _, shard in _distinct(leaf, first_copies):
             shard.copy_to_host_async()
+    parts = {name: {s: np.array(shard) for s, shard in _distinct(leaf, first_copies)} for name, leaf in named}
     return {
-        name: Pieces(leaf.shape, {start: np.array(shard) for start, shard in _distinct(leaf)}) for name, leaf in named
+        name: Pieces(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name]) for name, leaf in named
     }
 
 
@@ -49,11 +57,11 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _distinct(leaf: jax.Array) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
     seen = set()
     for shard in leaf.addressable_shards:
         start = tuple(index.start or 0 for index in shard.index)
-        if start not in seen:
+        if start not in seen and (shard.replica_id == 0 or not first_copies):
             seen.add(start)
             yield start, shard.data
 
@@ -67,16 +75,9 @@ def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: 
     temporary = folder.parent.parent / f"writing-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "page").mkdir(parents=True)
-    writes = []
-    for name, array in pieces.items():
-        store = ts.open(_spec(temporary / "state" / name, array)).result()
-        for start, part in array.parts.items():
-            place = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
-            writes.append(store[place].write(part, can_reference_source_data_indefinitely=True))
-    for write in writes:
-        write.result()
+    write_arrays(pieces, temporary / "state")
     (temporary / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": True}))  # what `open_array` asks
-    listed = {name: {"size": _size(array), "starts": sorted(array.parts)} for name, array in pieces.items()}
+    listed = {name: {"size": array.size, "starts": sorted(array.parts)} for name, array in pieces.items()}
     whole = {**page, "pieces": listed}
     with (temporary / "page" / "metadata").open("w") as file:
         file.write(json.dumps(whole | {"checksum": page_checksum(json.loads(json.dumps(whole)))}))
@@ -88,23 +89,35 @@ def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: 
     temporary.rename(folder)
 
 
-def _size(array: Pieces) -> tuple[int, ...]:
-    return next(iter(array.parts.values())).shape
+def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
+    """Writes parts of arrays below a folder, or an address in a store, where others may write other parts.
+
+    Raises:
+      OSError, ValueError: from the disk, or from the store.
+    """
+    writes = []
+    for name, array in pieces.items():
+        store = ts.open(_spec(state / name, array)).result()
+        for start, part in array.parts.items():
+            place = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+            writes.append(store[place].write(part, can_reference_source_data_indefinitely=True))
+    for write in writes:
+        write.result()
 
 
 def _spec(path: Path, array: Pieces) -> dict[str, Any]:
-    """Chunks are parts, without compression: the disk is near, and the bits of weights don't compress."""
-    first = next(iter(array.parts.values()))
+    """Chunks are parts, without compression: the bits of weights don't compress."""
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{path.resolve()}/"},
+        "kvstore": key_value_store(path),
         "metadata": {
             "shape": array.shape,
-            "data_type": first.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": first.shape}},
+            "data_type": array.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.size}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         },
         "create": True,
+        "open": True,
         "store_data_equal_to_fill_value": True,
     }
 

@@ -16,6 +16,7 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Loader
 from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.local_checkpoints import LocalCheckpoints, open_local
@@ -30,6 +31,7 @@ from mtjax.train.setup import (
     Text,
     find_place,
     introduce,
+    open_checkpoints,
     open_text,
     restore_or_initialize,
     shareable,
@@ -81,7 +83,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
     """`train`, once the processes of the run have found each other."""
     # --- Devices and text
     place = find_place(config, name, peers)
-    config, text = open_text(config, place.folder)
+    config, text = open_text(config, place.out)
 
     # --- Model: abstract until there is a checkpoint or a seed
     program = make_program(config, place.mesh)
@@ -94,8 +96,8 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
         if show is not None:
             show(program, progress.console)
         output, folder = config.output, place.folder
-        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)
-        checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
+        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=place.remote)
+        checkpoints = open_checkpoints(place, output)
         stack.callback(checkpoints.close)
         if (local := open_local(output, folder)) is not None:
             stack.callback(local.close)
@@ -112,7 +114,7 @@ def train_with(peers: Peers, config: Config, name: str, show: Show | None) -> No
             stack.callback(metrics.close)
 
         # --- Steps
-        peers.advice = resume_command(folder)
+        peers.advice = resume_command(place.out)
         bad_steps = BadSteps(config.training, program.tensors)
         run = Run(config, place, text, program, progress, checkpoints, local, metrics, bad_steps)
         stack.enter_context(progress)
@@ -238,20 +240,20 @@ def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
 
 def resume_command(folder: Path, extra: str = "") -> str:
     """What to type to resume the run in a folder."""
-    return f"mtjax train --config {folder / 'config.toml'} --resume{extra}"
+    return f"mtjax train --config {shown(folder)}/config.toml --resume{extra}"
 
 
 def summarise(run: Run, state: State) -> None:
     """Says where the results are, how the model writes, and what to try next."""
-    steps = run.config.training.steps
+    steps, out = run.config.training.steps, shown(run.place.out)
     sample = sample_of(run, state)
     if run.metrics is not None:
         plot_losses(run.metrics.path, run.place.folder / "loss.png")
     run.progress.say(
-        f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {run.place.folder}\n"
+        f"\ndone    {steps} steps; metrics, loss.png, TensorBoard events and checkpoints are in {out}\n"
         f"{sample}"
-        f"next    {resume_command(run.place.folder, f' --steps {2 * steps}')}\n"
-        f"        mtjax inspect --config {run.place.folder / 'config.toml'}"
+        f"next    {resume_command(run.place.out, f' --steps {2 * steps}')}\n"
+        f"        mtjax inspect --config {out}/config.toml"
     )
 
 
