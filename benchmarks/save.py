@@ -65,12 +65,13 @@ def measure(
     program: Program, state: State, tier: Checkpoints | LocalCheckpoints, between: int, rounds: int
 ) -> tuple[State, dict[str, Any]]:
     """Rounds of one save and `between` steps; the first save, which compiles, does not count."""
-    waited, following, fingerprinted = [], [], []
-    for _ in range(rounds + 1):
-        begun = time.perf_counter()
+    waited, worked, following, fingerprinted = [], [], [], []
+    for number in range(rounds + 1):
+        begun, own = time.perf_counter(), time.thread_time()
         tier.save(state, program.config, 0)
         waited.append(time.perf_counter() - begun)
-        state, seconds = timed_steps(program, state, between)
+        worked.append(time.thread_time() - own)
+        state, seconds = timed_steps(program, state, between if number else 2)
         following.append(seconds)
         begun = time.perf_counter()
         fingerprints(state)
@@ -84,6 +85,7 @@ def measure(
         "step_seconds": round(usual, 3),
         "seconds_between_saves": round(statistics.median(sum(seconds) for seconds in following), 1),
         "waited_seconds": [round(wait, 3) for wait in waited],
+        "of_these_cpu_seconds_of_the_thread_that_waits": [round(work, 3) for work in worked[1:]],
         "waited_share": round(statistics.median(shares), 5),
         "waited_share_worst": round(max(shares), 5),
         "following_steps_longer_by_seconds": round(statistics.median(slower), 2),
@@ -111,6 +113,10 @@ def main() -> None:
             state, row = measure(program, state, tier, options.between, options.rounds)
             rows.append({"tier": name, "state_megabytes": round(size / 1e6), "steps_between": options.between, **row})
             print(json.dumps(rows[-1]), flush=True)
+            write(rows)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
     result = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -122,7 +128,6 @@ def main() -> None:
     }
     path = Path(__file__).parent / "results" / "save-cpu.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
 
 
 if __name__ == "__main__":

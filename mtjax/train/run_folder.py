@@ -79,7 +79,7 @@ def claim_folder(
             raise UserError(f"another run began in {folder}: {ADVICE}")
         return lock.release
 
-    return together(f"the lock of {folder}", folder, claim)
+    return together(f"the lock of {remote.url if remote else folder}", folder, claim)
 
 
 def _numbers(name: str) -> list[int]:

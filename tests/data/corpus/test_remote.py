@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtjax import storage
-from mtjax.config import Data
+from mtjax.config import Config, Data, replace, validate
 from mtjax.data.cache import Cache
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.errors import UserError
@@ -29,6 +29,12 @@ from tests.object_store import KEYS, s3_server
 )
 def test_addresses_are_known_also_as_paths(name: str | Path, url: str | None) -> None:
     assert url_of(name) == url
+
+
+@pytest.mark.parametrize("name", ["cache_dir", "local_checkpoints"])
+def test_other_folders_in_a_store_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name} is s3://bucket/x, and must be a folder on this machine"):
+        validate(replace(Config(), **{name: Path("s3://bucket/x")}))
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
