@@ -30,7 +30,7 @@ $(VENV)/dev: $(VENV)/core
 TORCH ?= torch
 $(VENV)/extras: $(VENV)/dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot,parity]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot,parity,store-tests]'
 	@touch $@
 
 train: $(VENV)/core

@@ -116,6 +116,20 @@ FAULTS = (
     ),
     # --- train
     Fault(
+        "train: each who holds a part of a lost disk gives it, and they add up",
+        "if givers[str(index[1:])] != (index[0].start or 0):",
+        "if False:",
+        "train",
+        "test_parts_come_from_who_holds_them",
+    ),
+    Fault(
+        "train: a part that is missing on a local disk is read as zeros",
+        "if not (state / name / chunk).exists():",
+        "if False:",
+        "train",
+        "test_a_missing_part_is_no_zero",
+    ),
+    Fault(
         "train: dropout follows the place in the batch, not the sample",
         'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])',
         'jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"] % 8)',

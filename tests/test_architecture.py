@@ -12,9 +12,10 @@ PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
-BASE = {"config", "errors"}
+BASE = {"config", "errors", "storage"}
 ARROWS: dict[str, set[str]] = {
-    "config": {"errors"},
+    "config": {"errors", "storage"},
+    "storage": {"errors"},
     "errors": set(),
     "interrupt": set(),
     "cli": BASE,

@@ -12,6 +12,7 @@ from mtjax.config.setting import SAMPLES, setting_of
 from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, mlp_size, nearest_divisors, num_kv_heads
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
+from mtjax.storage import shown, url_of
 
 
 def validate(config: Config) -> None:
@@ -30,6 +31,20 @@ def validate(config: Config) -> None:
     check_loss_scale(config.training)
     check_deterministic(config)
     check_schedule(config.optimizer)
+    check_on_this_machine(config)
+
+
+def check_on_this_machine(config: Config) -> None:
+    """Checks that folders which processes write to at random are no addresses in a store.
+
+    Raises:
+      UserError: one is.
+    """
+    for name, path in (("cache_dir", config.data.cache_dir), ("local_checkpoints", config.output.local_checkpoints)):
+        if path is not None and url_of(path):
+            raise UserError(
+                f"{name} is {shown(path)}, and must be a folder on this machine; only --out and data may be there"
+            )
 
 
 def check_bounds(section: Any) -> None:

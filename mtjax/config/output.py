@@ -28,5 +28,11 @@ class Output:
     """Number of newest checkpoints to keep."""
     keep_every: int | None = at_least(1, None)
     """Also keep each checkpoint whose step is a multiple of this."""
+    local_checkpoints: Path | None = None
+    """Folder on each machine's own disk for frequent checkpoints, besides those in --out: see docs/operate.md."""
+    local_every: int = at_least(1, 100)
+    """Steps between checkpoints in --local-checkpoints."""
+    local_keep: int = at_least(2, 2)
+    """Number of newest checkpoints to keep there: the one before stays while one is written."""
     prompt: str = "The "
     """Text that the trained model continues in the summary."""

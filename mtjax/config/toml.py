@@ -10,13 +10,14 @@ import tomli_w
 
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
+from mtjax.storage import is_file, read_bytes, shown
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Plain tables of TOML and JSON values; fields that are None are left out."""
 
     def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
+        return shown(value) if isinstance(value, Path) else value
 
     return {
         section: {k: plain(v) for k, v in table.items() if v is not None}
@@ -99,9 +100,9 @@ def read_toml(path: Path) -> dict[str, Any]:
       UserError: it can't be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
+        return tomllib.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror}") from e
+        raise UserError(f"{path} can't be read: {e.strerror or e}") from e
     except RecursionError as e:
         raise UserError(f"{path} is not valid TOML: its values are nested too deep") from e
     except ValueError as e:  # TOMLDecodeError, UnicodeDecodeError, and numbers of more digits than Python reads
@@ -112,7 +113,7 @@ def find(name: str | Path) -> Path:
     """The file behind `--config NAME`: itself, or the shipped config of that name."""
     path = Path(name)
     try:
-        if path.is_file():
+        if is_file(path):
             return path
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else e

@@ -1,6 +1,6 @@
 """The datasets that a config asks for: samples of a split for the run's family, from text or token ids, blended."""
 
-from mtjax.config import Config
+from mtjax.config import Config, Data
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
@@ -67,8 +67,8 @@ class _SplitOpener:
 
     def __init__(self, config: Config, split: Split) -> None:
         self.split: Split = split
-        self.sources, self.shares = _sources_of(config, split)
         self.text = RunText(config.data)
+        self.sources, self.shares = _sources_of(self.text.data, split)
         self._config = config
         self._family: FamilySamples = FAMILIES[config.model.family]
 
@@ -80,13 +80,12 @@ class _SplitOpener:
         return self._family.open(self._config, share)
 
 
-def _sources_of(config: Config, split: Split) -> tuple[list[Source], str | None]:
+def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
     """The sources of a split, and the shares they are cut into; None when all of each belongs to the split.
 
     Raises:
       UserError: both kinds of options are given, or none for this split.
     """
-    data = config.data
     own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
     if not any(own.values()):
         return parse_sources(data.data or ""), data.split

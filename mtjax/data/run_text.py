@@ -14,6 +14,7 @@ from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
 from mtjax.data.corpus.meta import read_meta
 from mtjax.data.corpus.preprocessing import Job, preprocess
 from mtjax.data.corpus.reader import chunks, expand, text_of
+from mtjax.data.corpus.remote import with_local_copies
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import Tokenizer, digest_of, open_tokenizer
@@ -33,11 +34,12 @@ class RunText:
 
     Attributes:
       cache: where prepared data are kept.
+      data: the settings, with copies in the cache in the place of corpora in object stores.
     """
 
     def __init__(self, data: Data) -> None:
-        self._data = data
         self.cache = Cache.of(data)
+        self.data = with_local_copies(data, self.cache)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -46,7 +48,7 @@ class RunText:
         Raises:
           UserError: it can't be read, or the data are token ids already and don't say what made them.
         """
-        name = self._data.tokenizer or self._tokenizer_of_indexed()
+        name = self.data.tokenizer or self._tokenizer_of_indexed()
         return open_tokenizer(name) if name else open_tokenizer(f"hf:{self._trained_tokenizer()}")
 
     def indexed(self, source: Source, options: EncodeOptions) -> IndexedDataset:
@@ -57,7 +59,7 @@ class RunText:
         """
         if source.paths and is_indexed(source.paths[0]):
             return IndexedDataset(source.paths[0])
-        named = self._data.tokenizer
+        named = self.data.tokenizer
         identity = {
             "text": self._identity(source),
             "tokenizer": digest_of(named) if named else self._trained_identity(),
@@ -77,7 +79,7 @@ class RunText:
 
     def _sources(self) -> list[Source]:
         """All sources whatever their split; the default corpus when none is named."""
-        data = self._data
+        data = self.data
         named = [text for text in (data.data, data.train_data, data.valid_data, data.test_data) if text]
         return [source for text in named or [""] for source in parse_sources(text)]
 

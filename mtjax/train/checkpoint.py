@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.axes import WHOLE
 from mtjax.sharding.records import dotted
+from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoint_arrays import array_handler, read_reordered
 from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
@@ -52,6 +54,12 @@ class Restored:
     consumed_samples: int
     passed_over: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, with what was wrong."""
+    folder: Path = Path()
+    """The tier it was in."""
+
+
+Elsewhere = Callable[[int], Restored | None]
+"""Looks in another tier for a step at least as new; None where there is none."""
 
 
 class Checkpoints:
@@ -72,7 +80,7 @@ class Checkpoints:
         self._open_manager = lambda: ocp.CheckpointManager(
             folder.resolve(),
             options=options,
-            item_handlers={"state": array_handler(), "page": ocp.JsonCheckpointHandler()},
+            item_handlers={"state": array_handler(), "page": _PageHandler()},
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,23 +91,36 @@ class Checkpoints:
         self._is_lost = False
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
-        """Starts saving; the arrays may be donated as soon as it returns."""
+        """Starts saving; the arrays may be donated as soon as it returns.
+
+        The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
+        """
         step = int(state.step)
         page = {
             "version": 1,
             "step": step,
             "consumed_samples": consumed_samples,
             "config": configs.to_dict(config),
-            "fingerprints": fingerprints(state, layer_orders(config.model, config.parallel)),
         }
-        page["checksum"] = page_checksum(page)
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=ocp.args.JsonSave(page))
-        self._manager.save(step, args=arguments, force=True)
+        prints: Future[Callable[[], dict[str, int]]] = Future()
 
-    def restore(self, abstract: State, config: Config) -> Restored | None:
+        def whole() -> dict[str, Any]:
+            proven = page | {"fingerprints": prints.result()()}
+            return proven | {"checksum": page_checksum(proven)}
+
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=_PageSave(whole))
+        try:
+            self._manager.save(step, args=arguments, force=True)
+        except BaseException as e:
+            prints.set_exception(e)  # who writes the page shall not wait
+            raise
+        prints.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
+
+    def restore(self, abstract: State, config: Config, elsewhere: Elsewhere = lambda at_least: None) -> Restored | None:
         """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
 
-        Newer ones that are damaged are named in a warning and renamed, so that the run can write their steps again.
+        Another tier is asked, by `elsewhere`, before each step that is read. Newer ones that are damaged are named in a
+        warning and renamed, so that the run can write their steps again.
 
         Raises:
           UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
@@ -107,9 +128,12 @@ class Checkpoints:
         """
         steps, set_aside = self._listed()
         damaged: dict[int, str] = {}
-        for step in steps:
+        for step in [*steps, 0]:
+            found = elsewhere(step)
+            if found is None and step == 0:
+                break
             try:
-                state, consumed = self._read(step, abstract, config)
+                found = found or Restored(step, *self._read(step, abstract, config), folder=self.folder)
             except Damaged as e:
                 damaged[step] = str(e)
                 continue
@@ -117,7 +141,7 @@ class Checkpoints:
                 log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(bad), reason)
                 self._set_aside(bad)
             passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in damaged.items())
-            return Restored(step, state, consumed, passed_over)
+            return dataclasses.replace(found, passed_over=passed_over)
         if damaged or set_aside:
             listed = "; ".join(f"{step}: {reason}" for step, reason in damaged.items()) or ", ".join(set_aside)
             raise UserError(
@@ -186,24 +210,13 @@ class Checkpoints:
 
     def _read_once(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
         folder = self.folder / str(step)
-        name = f"checkpoint {folder}"
+        name = f"checkpoint {shown(folder)}"
         tree = present(abstract)
-
-        def read() -> State:
-            if not (folder / "state" / "_METADATA").is_file():
-                raise Damaged("its state lacks _METADATA")
-            if saved != orders:
-                return State(**read_reordered(folder / "state", tree, saved, orders))
-            placed = ocp.checkpoint_utils.construct_restore_args(tree)
-            arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
-            items: Any = self._manager.restore(step, args=arguments)
-            return State(**items["state"])
-
         page = together(name, folder, lambda: read_page(folder))
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
-        state = together(name, folder, read)
+        state = together(name, folder, lambda: self._read_state(step, tree, saved, orders))
         now = fingerprints(state, orders)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
@@ -211,6 +224,17 @@ class Checkpoints:
                 f"{wrong[0]} is not what was saved" + (f", nor are {len(wrong) - 1} more" if wrong[1:] else "")
             )
         return state, page["consumed_samples"]
+
+    def _read_state(self, step: int, tree: Any, saved: Orders, orders: Orders) -> State:
+        state = self.folder / str(step) / "state"
+        if not (state / "_METADATA").is_file():
+            raise Damaged("its state lacks _METADATA")
+        if saved != orders:
+            return State(**read_reordered(state, tree, saved, orders))
+        placed = ocp.checkpoint_utils.construct_restore_args(tree)
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
+        items: Any = self._manager.restore(step, args=arguments)
+        return State(**items["state"])
 
     def _set_aside(self, step: int) -> None:
         self._manager.wait_until_finished()
@@ -223,6 +247,19 @@ class Checkpoints:
 
         together(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
         self._manager.reload()
+
+
+class _PageHandler(ocp.JsonCheckpointHandler):
+    """Writes what a function returns, which is called where the page is written: in the background."""
+
+    async def _save_fn(self, x: Callable[[], dict[str, Any]], directory: Any) -> None:
+        await super()._save_fn(x(), directory)
+
+
+@ocp.args.register_with_handler(_PageHandler, for_save=True, for_restore=True)
+@dataclass
+class _PageSave(ocp.args.CheckpointArgs):
+    item: Callable[[], dict[str, Any]]
 
 
 def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> None:
@@ -276,9 +313,18 @@ def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
     """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
+    return _later(tree, mesh, orders)()
+
+
+def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dict[str, int]]:
+    """`fingerprints`, under way on the devices: the arrays may be donated, and another thread may fetch the numbers."""
+    return _later(present(state), state.step.sharding.mesh, orders)
+
+
+def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
     with jax.set_mesh(mesh):
         numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in names_of(tree)))
-    return {name: int(n) for name, n in zip(names_of(numbers), jax.tree.leaves(numbers), strict=True)}
+    return lambda: dict(zip(names_of(numbers), map(int, jax.device_get(jax.tree.leaves(numbers))), strict=True))
 
 
 def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:

@@ -14,6 +14,7 @@ from orbax.checkpoint._src.serialization import jax_array_handlers
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
 from mtjax.sharding.records import dotted
+from mtjax.storage import key_value_store, url_of
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 
 T = TypeVar("T")
@@ -111,6 +112,8 @@ def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) ->
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
+    if url_of(state):  # what `remote_checkpoints` writes
+        return {"driver": "zarr3", "kvstore": key_value_store(state / name)}
     metadata = state / "_METADATA"
     zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)
     if (state / "manifest.ocdbt").is_file():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mtjax.errors import UserError, first_line
+from mtjax.storage import read_bytes, url_of
 from mtjax.train.exchange import exchange
 
 T = TypeVar("T")
@@ -41,35 +42,35 @@ def together(name: str, folder: Path, read: Callable[[], T]) -> T:
     try:
         result = read()
     except Exception as e:
-        failure = _meaning(e, folder)
+        failure = failure_of(e, folder)
     failures = [json.loads(word) for word in exchange(f"reading {name}", json.dumps(failure))]
     reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
-    if _REFUSED in reasons:
-        raise UserError(reasons[_REFUSED])
-    if _UNREADABLE in reasons:
+    if REFUSED in reasons:
+        raise UserError(reasons[REFUSED])
+    if UNREADABLE in reasons:
         raise UserError(
-            f"{name} can't be read: {reasons[_UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
+            f"{name} can't be read: {reasons[UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
         )
-    if _DAMAGED in reasons:
-        raise Damaged(reasons[_DAMAGED])
+    if DAMAGED in reasons:
+        raise Damaged(reasons[DAMAGED])
     return result  # pyright: ignore[reportReturnType]  (no process failed: it is what `read` returned)
 
 
-_REFUSED, _UNREADABLE, _DAMAGED = "refused", "unreadable", "damaged"
+REFUSED, UNREADABLE, DAMAGED = "refused", "unreadable", "damaged"
 
 
-def _meaning(error: Exception, folder: Path) -> dict[str, str]:
-    """What kind of failure an error is, and its reason."""
+def failure_of(error: Exception, folder: Path) -> dict[str, str]:
+    """What `kind` of failure an error is that came of reading files of a folder, and its `reason`."""
     if isinstance(error, UserError):
-        return {"kind": _REFUSED, "reason": str(error)}
-    if problem := next(unreadable_files(folder), None):
-        return {"kind": _UNREADABLE, "reason": first_line(problem)}
+        return {"kind": REFUSED, "reason": str(error)}
+    if not url_of(folder) and (problem := next(unreadable_files(folder), None)):  # a store's own words can be trusted
+        return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
         for e in chain:
             if isinstance(e, Damaged | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(_DAMAGE):
-                return {"kind": _DAMAGED, "reason": first_line(e)}
-    return {"kind": _UNREADABLE, "reason": first_line(error)}
+                return {"kind": DAMAGED, "reason": first_line(e)}
+    return {"kind": UNREADABLE, "reason": first_line(error)}
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -114,7 +115,7 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
       OSError: it can't be read.
     """
     try:
-        page = json.loads((checkpoint / "page" / "metadata").read_bytes())
+        page = json.loads(read_bytes(checkpoint / "page" / "metadata"))
     except FileNotFoundError:
         raise Damaged("its page of metadata is missing") from None
     except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8

@@ -17,10 +17,12 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Loader
 from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoint import Checkpoints, Restored
 from mtjax.train.compile_cache import CompileCache, programs_in_words
 from mtjax.train.goodput import TimeLog
+from mtjax.train.local_checkpoints import LocalCheckpoints, open_local
 from mtjax.train.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.options import Options
 from mtjax.train.peers import Peers
@@ -38,6 +40,7 @@ from mtjax.train.setup import (
     check_memory,
     find_place,
     introduce,
+    open_checkpoints,
     open_text,
     restore_or_initialize,
     shareable,
@@ -73,13 +76,14 @@ class Run:
     progress: ProgressLine
     checkpoints: Checkpoints
     saves: Saves
+    local: LocalCheckpoints | None
+    """The other tier, where there is one."""
     metrics: MetricsLog | None
-    """Of the first process only."""
+    """Of the first process only, as the next."""
+    time_log: TimeLog | None
     bad_steps: BadSteps
     replicas: Replicas
     this_start: "ThisStart"
-    time_log: TimeLog | None
-    """Of the first process only."""
 
 
 Show = Callable[[Program, Console], object]
@@ -134,7 +138,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
     times.begin(DEVICES)
     place = find_place(config, name, peers)
     times.begin(TEXT)
-    config, text = open_text(config, place.folder)
+    config, text = open_text(config, place.out)
 
     # --- Model: abstract until there is a checkpoint or a seed
     times.begin(MODEL)
@@ -152,30 +156,25 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
         if this_start.show is not None:
             this_start.show(program, progress.console)
         output, folder = config.output, place.folder
-        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)
-        checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.keep_last, keep_every=output.keep_every)
+        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=place.remote)
+        checkpoints = open_checkpoints(place, output)
         stack.callback(checkpoints.close)
+        if (local := open_local(output, folder)) is not None:
+            stack.callback(local.close)
 
         # --- State: restored, or fresh
         times.begin(STATE)
-        start = restore_or_initialize(program, checkpoints, place.weights, config, progress)
-        metrics = time_log = None
-        if place.is_first_process:  # not before: a checkpoint that is refused leaves its run as it was
-            tracking = Tracking(this_start.options.track, folder, config, progress.say)
-            with writing(folder):
-                configs.save(shareable(config), folder / "config.toml")
-                text.tokenizer.save(folder)
-                metrics = MetricsLog(folder, from_step=start.step, tracker=tracking)
-                time_log = TimeLog(folder, start.step, times)
-            if metrics.kept_as:
-                progress.say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
-            stack.callback(metrics.close)
+        start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
+        # Not before: a checkpoint that is refused leaves its run as it was.
+        logs = open_logs(config, place, text, this_start, start.step, progress.say)
+        if logs[0] is not None:
+            stack.callback(logs[0].close)
 
         # --- Steps
-        peers.advice = resume_command(folder)
+        peers.advice = resume_command(place.out)
         saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
         watches = (BadSteps(config.training, program.tensors), Replicas(program))
-        run = Run(config, place, text, program, progress, checkpoints, saves, metrics, *watches, this_start, time_log)
+        run = Run(config, place, text, program, progress, checkpoints, saves, local, *logs, *watches, this_start)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
         times.begin(SAVE)  # is waited for here
@@ -187,6 +186,24 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
     else:
         summarise(run, state)
     end_time_log(run, state)
+
+
+def open_logs(
+    config: Config, place: Place, text: Text, this_start: ThisStart, from_step: int, say: Callable[[str], object]
+) -> tuple[MetricsLog | None, TimeLog | None]:
+    """The metrics and times of a run, beside what it was started with; None in all processes but the first."""
+    if not place.is_first_process:
+        return None, None
+    folder = place.folder
+    tracking = Tracking(this_start.options.track, folder, config, say)
+    with writing(folder):
+        configs.save(shareable(config), folder / "config.toml")
+        text.tokenizer.save(folder)
+        metrics = MetricsLog(folder, from_step=from_step, tracker=tracking)
+        time_log = TimeLog(folder, from_step, this_start.times)
+    if metrics.kept_as:
+        say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
+    return metrics, time_log
 
 
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
@@ -232,6 +249,11 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
                 if run.time_log is not None:
                     run.time_log.write(step)
+                clock.restart(step)
+            elif run.local is not None and run.local.is_due(step):
+                jax.block_until_ready(results)
+                clock.pause(SAVE)
+                run.local.save(state, run.config, consumed)
                 clock.restart(step)
             if signal_name:
                 break
@@ -316,12 +338,12 @@ def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
 
 def resume_command(folder: Path, extra: str = "") -> str:
     """What to type to resume the run in a folder."""
-    return f"mtjax train --config {folder / 'config.toml'} --resume{extra}"
+    return f"mtjax train --config {shown(folder)}/config.toml --resume{extra}"
 
 
 def summarise(run: Run, state: State) -> None:
     """Says where the results and the time are, how the model writes, and what to try next."""
-    steps = run.config.training.steps
+    steps, out = run.config.training.steps, shown(run.place.out)
     sample = sample_of(run, state)
     time = ""
     if run.metrics is not None and run.time_log is not None:
@@ -329,12 +351,11 @@ def summarise(run: Run, state: State) -> None:
             plot_losses(run.metrics.path, run.place.folder / "loss.png")
         time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.this_start.cache)}\n"
     run.progress.say(
-        f"\ndone    {steps} steps; metrics, loss.png, goodput.png, TensorBoard events and checkpoints are in "
-        f"{run.place.folder}\n"
+        f"\ndone    {steps} steps; metrics, loss.png, goodput.png, TensorBoard events and checkpoints are in {out}\n"
         f"{sample}"
         f"{time}"
-        f"next    {resume_command(run.place.folder, f' --steps {2 * steps}')}\n"
-        f"        mtjax inspect --config {run.place.folder / 'config.toml'}"
+        f"next    {resume_command(run.place.out, f' --steps {2 * steps}')}\n"
+        f"        mtjax inspect --config {out}/config.toml"
     )
 
 

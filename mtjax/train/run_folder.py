@@ -11,9 +11,11 @@ import jax
 
 from mtjax.config import Output
 from mtjax.errors import UserError, first_line
+from mtjax.storage import is_file, names_in, shown, url_of
 from mtjax.train.checkpoint_damage import together
 from mtjax.train.exchange import exchange
 from mtjax.train.lock import lock_folder
+from mtjax.train.remote_folder import RemoteFolder
 
 RUNS = Path("runs")
 ADVICE = "add --resume to continue it, or name another folder"
@@ -28,6 +30,8 @@ def choose_folder(output: Output, name: str) -> Path:
     if output.out is None:
         last = _agree(max(_numbers(name), default=0))
         return RUNS / f"{name}-{last if output.resume and last else last + 1}"
+    if url_of(output.out):
+        return _unless_used(output, output.out)
     existing = next((p for p in (output.out, *output.out.parents) if p.exists()), None)
     if existing is not None and not existing.is_dir():
         raise UserError(f"--out {output.out} can't be a folder: {existing} is a file")
@@ -35,19 +39,29 @@ def choose_folder(output: Output, name: str) -> Path:
         raise UserError(
             f"--out {output.out} holds converted weights: start from them with --init-from, and name another folder"
         )
-    used = _agree(int(holds_run(output.out)))
+    return _unless_used(output, output.out)
+
+
+def _unless_used(output: Output, folder: Path) -> Path:
+    used = _agree(int(holds_run(folder)))
     if used and not output.resume:
-        raise UserError(f"--out {output.out} holds a run already: {ADVICE}")
-    return output.out
+        raise UserError(f"--out {shown(folder)} holds a run already: {ADVICE}")
+    return folder
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written to a folder."""
+    """Whether a run has written to a folder, on this machine or in a store."""
+    if url := url_of(folder):
+        return is_file(f"{url}/metrics.jsonl") or bool(names_in(f"{url}/checkpoints"))
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
-def claim_folder(folder: Path, *, resume: bool, say: Callable[[str], object]) -> Callable[[], object]:
+def claim_folder(
+    folder: Path, *, resume: bool, say: Callable[[str], object], remote: RemoteFolder | None = None
+) -> Callable[[], object]:
     """Makes the run's folder this run's alone, in the name of all of its processes; returns what gives it back.
+
+    Of a `remote` one, `folder` are the files on this machine.
 
     Raises:
       UserError: another run that lives has it, or began there since it was chosen; it can't be written to.
@@ -56,13 +70,19 @@ def claim_folder(folder: Path, *, resume: bool, say: Callable[[str], object]) ->
     def claim() -> Callable[[], object]:
         if jax.process_index() != 0:
             return lambda: None
+        if remote is not None:
+            remote.claim(say)
+            if not resume and holds_run(Path(remote.url)):
+                remote.release()
+                raise UserError(f"another run began in {remote.url}: {ADVICE}")
+            return remote.release
         lock = lock_folder(folder, say)
         if not resume and holds_run(folder):
             lock.release()
             raise UserError(f"another run began in {folder}: {ADVICE}")
         return lock.release
 
-    return together(f"the lock of {folder}", folder, claim)
+    return together(f"the lock of {remote.url if remote else folder}", folder, claim)
 
 
 @contextlib.contextmanager

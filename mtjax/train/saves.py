@@ -15,6 +15,7 @@ import jax
 
 from mtjax.config import Config
 from mtjax.errors import UserError, first_line
+from mtjax.storage import shown, url_of
 from mtjax.train.checkpoint import Checkpoints, present
 from mtjax.train.exchange import exchange, num_processes, this_process
 from mtjax.train.step import State
@@ -84,7 +85,7 @@ class Saves:
 
     def _give_up(self, step: int, error: Exception, *, last: bool) -> None:
         reason = next((words for words in _REASONS if words in str(error)), None)
-        why = f"{self._checkpoints.folder}: {reason}" if reason else first_line(error)
+        why = f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
         self._checkpoints.reopen()
         # Other processes may have finished their part, and wait for this one's: only all together could go on.
         self._count(step, why, last=last or num_processes() > 1)
@@ -98,7 +99,7 @@ class Saves:
             )
             return
         saved = self._checkpoints.newest_on_disk()
-        kept = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint"
+        kept = f"the last good checkpoint is {shown(saved)}" if saved else "there is no checkpoint"
         raise UserError(f"step {step} could not be saved: {why}; {kept}; repair it, and go on with: {self._advice()}")
 
 
@@ -108,7 +109,12 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def obstacle(folder: Path, state: State) -> str | None:
-    """What keeps this process' part of a checkpoint from being written to a folder; None if nothing is known to."""
+    """What keeps this process' part of a checkpoint from being written to a folder; None if nothing is known to.
+
+    Of an object store nothing is known before.
+    """
+    if url_of(folder):
+        return None
     probe = folder / f".probe-{this_process()}"
     try:
         probe.write_bytes(b"1")

@@ -11,18 +11,23 @@ from jax.sharding import Mesh
 
 from mtjax import config as configs
 from mtjax import data
-from mtjax.config import Config
+from mtjax.config import Config, Output
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
+from mtjax.data.cache import Cache
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
+from mtjax.storage import shown, url_of
 from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.local_checkpoints import LocalCheckpoints
 from mtjax.train.metrics import CONVENTION
 from mtjax.train.peers import Peers
 from mtjax.train.progress import ProgressLine
+from mtjax.train.remote_checkpoints import RemoteCheckpoints
+from mtjax.train.remote_folder import RemoteFolder
 from mtjax.train.run_folder import choose_folder
 from mtjax.train.step import Program
 from mtjax.train.weights import Weights, find_weights, restore_weights
@@ -39,6 +44,11 @@ class Place:
     mesh: Mesh
     schedule: BatchSchedule
     folder: Path
+    """Where the run writes its files: `out`, or those of a store on this machine."""
+    out: Path
+    """What --out is, or would be."""
+    remote: RemoteFolder | None
+    """Where `out` is in an object store."""
     weights: Weights | None
     """What the run starts from; None for random weights."""
     is_first_process: bool
@@ -81,9 +91,12 @@ def find_place(config: Config, name: str, peers: Peers) -> Place:
     schedule = data.batch_schedule(config.training)
     check_ramp(config, schedule.batch_sizes(), shape)
     mesh = attach_devices(shape, peers.count)
-    folder = choose_folder(config.output, name)
+    out = choose_folder(config.output, name)
+    url = url_of(out)
+    remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
+    folder = remote.work if remote else out
     weights = find_weights(config.training.init_from) if config.training.init_from else None
-    return Place(shape, mesh, schedule, folder, weights, jax.process_index() == 0, peers)
+    return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
 
 
 def open_text(config: Config, folder: Path) -> tuple[Config, Text]:
@@ -167,7 +180,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
-        f"out     {place.folder} (TFLOP/s and MFU are of {CONVENTION})"
+        f"out     {shown(place.out)} (TFLOP/s and MFU are of {CONVENTION})"
     )
     if program.attention_fallback:
         progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
@@ -179,18 +192,37 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
 
 
+def open_checkpoints(place: Place, output: Output) -> Checkpoints:
+    """The checkpoints of a run, in its folder or in the store where that is."""
+    kept = {"keep_last": output.keep_last, "keep_every": output.keep_every}
+    if place.remote is None:
+        return Checkpoints(place.folder / "checkpoints", **kept)
+    return RemoteCheckpoints(place.out / "checkpoints", **kept, before_page=place.remote.upload)
+
+
 def restore_or_initialize(
-    program: Program, checkpoints: Checkpoints, weights: Weights | None, config: Config, progress: ProgressLine
+    program: Program,
+    checkpoints: Checkpoints,
+    weights: Weights | None,
+    config: Config,
+    progress: ProgressLine,
+    local: LocalCheckpoints | None = None,
 ) -> Restored:
     """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
+
+    def elsewhere(at_least: int) -> Restored | None:
+        return local.newest(at_least, program.abstract_state, config, progress.say) if local else None
+
     if config.output.resume:
-        restored = checkpoints.restore(program.abstract_state, config)
+        restored = checkpoints.restore(program.abstract_state, config, elsewhere)
         if restored is not None:
-            progress.say(f"resumed from step {restored.step} in {checkpoints.folder}")
+            if local is not None:
+                local.set_aside()
+            progress.say(f"resumed from step {restored.step} in {shown(restored.folder)}")
             if restored.step >= config.training.steps:
                 progress.say(f"all {config.training.steps} steps are done already; raise --steps for more")
             return restored
-        progress.say(f"no checkpoint in {checkpoints.folder}: starting from step 0")
+        progress.say(f"no checkpoint in {shown(checkpoints.folder)}: starting from step 0")
     parameters = None
     if weights is not None:
         parameters = restore_weights(weights, program.restore_target, program.layer_orders)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mtjax.errors import UserError, require
+from mtjax.storage import filesystem, url_of
 
 CHUNK_BYTES = 1 << 20
 LONGEST_LINE = 1 << 30
@@ -63,6 +64,8 @@ def expand(patterns: Sequence[str]) -> list[str]:
     """
     files: list[str] = []
     for pattern in patterns:
+        if url := url_of(pattern):
+            filesystem(url)  # names the extra where its library is missing
         if "://" in pattern:
             fs, _, paths = require("fsspec", "data").get_fs_token_paths(pattern)
             matches = [fs.unstrip_protocol(path) for path in sorted(paths)]

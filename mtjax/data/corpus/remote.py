@@ -1,0 +1,77 @@
+"""Corpora in object stores: copied once into the cache, where they are read and memory-mapped like any other."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from mtjax.config import Data
+from mtjax.data.cache import Cache
+from mtjax.data.progress import ProgressLine, say
+from mtjax.errors import UserError
+from mtjax.storage import attempt, filesystem, url_of
+
+BLOCK = 8 << 20
+"""Bytes of one request."""
+
+
+def with_local_copies(data: Data, cache: Cache) -> Data:
+    """The data settings with a path in the cache in the place of each address in a store.
+
+    A copy is known by the store's own mark of its content (ETag), so what was changed there is copied again.
+
+    Raises:
+      UserError: the store can't be reached, or has no such corpus; a library is missing.
+    """
+    names = ("data", "train_data", "valid_data", "test_data")
+    given = {name: getattr(data, name) for name in names}
+    remote = {name: text for name, text in given.items() if text and ("s3://" in text or "gs://" in text)}
+    local = {name: " ".join(_word(word, cache) for word in shlex.split(text)) for name, text in remote.items()}
+    return dataclasses.replace(data, **local)
+
+
+def _word(word: str, cache: Cache) -> str:
+    """One dataset: an indexed prefix, or text files joined by commas."""
+    pieces = [_copies(url, cache) if (url := url_of(piece)) else [piece] for piece in word.split(",")]
+    return shlex.quote(",".join(path for paths in pieces for path in paths))
+
+
+def _copies(url: str, cache: Cache) -> list[str]:
+    fs = filesystem(url)
+    prefix = url.removesuffix(".bin").removesuffix(".idx")
+    if attempt(f"reading {url}", lambda: fs.exists(f"{prefix}.idx") and fs.exists(f"{prefix}.bin")):
+        meta = f"{prefix}.meta.json"
+        rest = [meta] if attempt(f"reading {meta}", lambda: fs.exists(meta)) else []
+        folder = _copy(fs, [f"{prefix}.idx", f"{prefix}.bin", *rest], cache)
+        return [str(folder / Path(prefix).name)]
+    found = attempt(f"reading {url}", lambda: fs.glob(url) if any(c in url for c in "*?[") else _file(fs, url))
+    if not found:
+        raise UserError(f"{url} does not exist, neither as a file nor as a prefix of .bin and .idx")
+    urls = [fs.unstrip_protocol(path) for path in sorted(found)]
+    return [str(_copy(fs, [path], cache) / Path(path).name) for path in urls]
+
+
+def _file(fs: Any, url: str) -> list[str]:
+    return [url] if fs.isfile(url) else []
+
+
+def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:
+    infos = [attempt(f"reading {path}", lambda path=path: fs.info(path)) for path in paths]
+    marks = [[info["name"], info["size"], str(info.get("ETag") or info.get("etag"))] for info in infos]
+    total = sum(info["size"] for info in infos)
+
+    def build(folder: Path) -> None:
+        say(f"copying {paths[0]} (once; kept in {cache.root})")
+        done = 0
+        with ProgressLine(f"copying {Path(paths[0]).name}", total) as progress:
+            for path, info in zip(paths, infos, strict=True):
+                with (folder / Path(path).name).open("wb") as file:
+                    for begin in range(0, info["size"], BLOCK):
+                        end = min(begin + BLOCK, info["size"])
+                        file.write(
+                            attempt(f"reading {path}", lambda p=path, b=begin, e=end: fs.cat_file(p, start=b, end=e))
+                        )
+                        done += end - begin
+                        progress.update(done, done)
+
+    return cache.folder("remote", {"files": marks}, build)

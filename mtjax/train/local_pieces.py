@@ -1,0 +1,160 @@
+"""What one process has of a state, on its machine's own disk: the parts of arrays that its devices hold.
+
+A copy is a folder like a checkpoint: `state/`, with a zarr array under each dotted name of which only some chunks are
+there, each with a checksum, and `page/metadata`, which also lists the parts that are there.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from mtjax.storage import key_value_store
+from mtjax.train.checkpoint_arrays import open_array
+from mtjax.train.checkpoint_damage import Damaged, page_checksum
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of one array."""
+
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    size: tuple[int, ...]
+    """Of a part."""
+    dtype: np.dtype
+    parts: Mapping[tuple[int, ...], np.ndarray]
+    """By where they begin in it."""
+
+
+def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
+    """The parts of arrays on this process' devices, each once, in the host's memory; the arrays may be donated then.
+
+    With `first_copies`, only those that no other process gives: all processes together then have each part once.
+    """
+    named = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    for _, leaf in named:  # all copies are under way before the first is waited for
+        for _, shard in _distinct(leaf, first_copies):
+            shard.copy_to_host_async()
+    parts = {name: {s: np.array(shard) for s, shard in _distinct(leaf, first_copies)} for name, leaf in named}
+    return {
+        name: Pieces(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name]) for name, leaf in named
+    }
+
+
+def name_of(path: Any) -> str:
+    """The dotted name of a leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    seen = set()
+    for shard in leaf.addressable_shards:
+        start = tuple(index.start or 0 for index in shard.index)
+        if start not in seen and (shard.replica_id == 0 or not first_copies):
+            seen.add(start)
+            yield start, shard.data
+
+
+def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: Path) -> None:
+    """Writes a copy; `folder` appears when it is whole, in place of one that was there.
+
+    Raises:
+      OSError, ValueError: from the disk.
+    """
+    temporary = folder.parent.parent / f"writing-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "page").mkdir(parents=True)
+    write_arrays(pieces, temporary / "state")
+    (temporary / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": True}))  # what `open_array` asks
+    listed = {name: {"size": array.size, "starts": sorted(array.parts)} for name, array in pieces.items()}
+    whole = {**page, "pieces": listed}
+    with (temporary / "page" / "metadata").open("w") as file:
+        file.write(json.dumps(whole | {"checksum": page_checksum(json.loads(json.dumps(whole)))}))
+        file.flush()
+        os.fsync(file.fileno())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+
+
+def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
+    """Writes parts of arrays below a folder, or an address in a store, where others may write other parts.
+
+    Raises:
+      OSError, ValueError: from the disk, or from the store.
+    """
+    writes = []
+    for name, array in pieces.items():
+        store = ts.open(_spec(state / name, array)).result()
+        for start, part in array.parts.items():
+            place = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+            writes.append(store[place].write(part, can_reference_source_data_indefinitely=True))
+    for write in writes:
+        write.result()
+
+
+def _spec(path: Path, array: Pieces) -> dict[str, Any]:
+    """Chunks are parts, without compression: the bits of weights don't compress."""
+    return {
+        "driver": "zarr3",
+        "kvstore": key_value_store(path),
+        "metadata": {
+            "shape": array.shape,
+            "data_type": array.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.size}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        },
+        "create": True,
+        "open": True,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def covers(listed: Mapping[str, Any], leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether the parts that a page lists of an array hold all that this process' devices need of it."""
+    return all(
+        sum(_overlap(start, listed["size"], box) for start in listed["starts"]) == math.prod(n for _, n in box)
+        for box in _boxes(leaf)
+    )
+
+
+def _boxes(leaf: Any) -> set[tuple[tuple[int, int], ...]]:
+    """Begin and length, in every dimension, of the parts that this process' devices need."""
+    sharding: Any = leaf.sharding
+    size = sharding.shard_shape(leaf.shape)
+    places = sharding.addressable_devices_indices_map(leaf.shape).values()
+    return {tuple((index.start or 0, n) for index, n in zip(place, size, strict=True)) for place in places}
+
+
+def _overlap(start: tuple[int, ...], size: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> int:
+    """How many elements a part and a box have in common."""
+    each = zip(start, size, box, strict=True)
+    return math.prod(max(0, min(s + n, begin + length) - max(s, begin)) for s, n, (begin, length) in each)
+
+
+def verify(state: Path, name: str, listed: Mapping[str, Any], leaf: jax.ShapeDtypeStruct) -> None:
+    """Reads what this process' devices need of an array, which compares it with its checksums.
+
+    Raises:
+      Damaged: a part that the page lists is missing: it would be read as zeros.
+      ValueError, OSError: it can't be read, or is not what was written.
+    """
+    for start in listed["starts"]:
+        chunk = "/".join(["c", *(str(s // n) for s, n in zip(start, listed["size"], strict=True))])
+        if not (state / name / chunk).exists():
+            raise Damaged(f"{chunk} of {name} is missing")
+    store = open_array(state, name)
+    for box in _boxes(leaf):
+        store[tuple(slice(begin, begin + length) for begin, length in box)].read().result()

@@ -1,0 +1,185 @@
+"""A run's folder in an object store: its small files are written on this machine and copied there as they change.
+
+A store has no appending, so `metrics.jsonl` and its like live in the cache while the run goes on. The claim on the
+folder is an object that only one start can create; its holder changes it again and again, which is the heartbeat.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mtjax.errors import LOST, UserError, first_line
+from mtjax.storage import attempt, filesystem, names_in, read_bytes, write_bytes
+
+LOCK = ".lock"
+LEASE = 90.0
+"""Seconds without a heartbeat after which a holder counts as dead."""
+HEARTBEAT = 10.0
+"""Seconds between heartbeats, and between looks at what has changed here."""
+LEFT_OUT = ("checkpoints", LOCK)
+"""What is in the store but not copied here."""
+
+
+class RemoteFolder:
+    """The folder at `url`, and its files on this machine in `work`. Only the first process of a run claims it.
+
+    Args:
+      url: of the run.
+      cache: where runs in stores have their files on this machine.
+      lease: seconds, the same in all starts.
+      heartbeat: seconds.
+    """
+
+    def __init__(self, url: str, cache: Path, *, lease: float = LEASE, heartbeat: float = HEARTBEAT) -> None:
+        self.url = url
+        self.work = cache / "runs" / hashlib.sha256(url.encode()).hexdigest()[:20]
+        self._lock, self._lease, self._heartbeat = f"{url}/{LOCK}", lease, heartbeat
+        self._token, self._beat = uuid.uuid4().hex, 0
+        self._uploaded: dict[Path, tuple[int, int]] = {}
+        self._uploading, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._live, name="remote folder", daemon=True)
+
+    def claim(self, say: Callable[[str], object]) -> None:
+        """Makes the folder this run's alone, and copies its small files here.
+
+        Raises:
+          UserError: a process that lives holds it, or the store can't be reached.
+        """
+        holder = self._acquire(say)
+        if holder is not None:
+            say(f"note    took {self.url} over from {holder}, which ended without giving it back")
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        fs = filesystem(self.url)
+        for name in names_in(self.url):
+            if name not in LEFT_OUT:
+                source, target = f"{self.url}/{name}", f"{self.work / name}"
+                attempt(f"reading {source}", lambda s=source, t=target: fs.get(s, t, recursive=True))
+        self._uploaded = {path: _mark(path) for path in self._files()}
+        self._thread.start()
+
+    def release(self) -> None:
+        """Copies what has changed to the store, and gives the claim back.
+
+        Raises:
+          UserError: the store can't be reached; the files stay here.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join()
+        try:
+            self.upload()
+        except UserError as e:
+            raise UserError(f"{e}; what was not copied is in {self.work}") from e
+        if self._owner().get("token") == self._token:
+            fs = filesystem(self.url)
+            attempt(f"removing {self._lock}", lambda: fs.rm_file(self._lock))
+
+    def upload(self) -> None:
+        """Copies files that have changed to the store.
+
+        Raises:
+          UserError: the store can't be reached, or refuses.
+        """
+        with self._uploading:
+            for path in self._files():
+                mark = _mark(path)
+                if self._uploaded.get(path) != mark:
+                    write_bytes(f"{self.url}/{path.relative_to(self.work)}", path.read_bytes())
+                    self._uploaded[path] = mark
+
+    def _files(self) -> list[Path]:
+        paths = (path for path in self.work.rglob("*") if path.is_file())
+        return sorted(path for path in paths if path.suffix != ".tmp" and path.relative_to(self.work).parts[0] != LOCK)
+
+    # --- the claim
+
+    def _acquire(self, say: Callable[[str], object]) -> str | None:
+        """Waits until the claim is ours; returns from whom it was taken over."""
+        fs = filesystem(self.url)
+        taken_from, seen, since = None, None, time.monotonic()
+        while True:
+            try:
+                attempt(f"writing {self._lock}", lambda: fs.pipe_file(self._lock, self._word(), mode="create"))
+                return taken_from
+            except FileExistsError:
+                owner = self._owner()
+            name = f"process {owner.get('pid')} on {owner.get('host')}"
+            if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
+                raise UserError(
+                    f"{self.url} is in use: {name} is training there; wait for it, stop it, or take another --out"
+                )
+            if owner != seen:
+                seen, since = owner, time.monotonic()
+                if not _is_gone(owner):
+                    say(f"note    {self.url} is claimed by {name}: waiting up to {self._lease:.0f} s for its heartbeat")
+            if _is_gone(owner) or time.monotonic() - since > self._lease:
+                taken_from = name
+                attempt(f"removing {self._lock}", lambda: _remove(fs, self._lock))
+                continue
+            time.sleep(min(1.0, self._heartbeat / 4))
+
+    def _word(self) -> bytes:
+        self._beat += 1
+        word = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token, "beat": self._beat}
+        return json.dumps(word).encode()
+
+    def _owner(self) -> dict[str, Any]:
+        try:
+            owner = json.loads(read_bytes(self._lock))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return owner if isinstance(owner, dict) else {}
+
+    def _live(self) -> None:
+        """Renews the claim and copies files, until the folder is given back."""
+        renewed, told = time.monotonic(), False
+        while not self._closed.wait(self._heartbeat):
+            try:
+                if self._owner().get("token") != self._token:
+                    _end(f"{self._lock} is no longer ours: another start took it over, or removed it")
+                write_bytes(self._lock, self._word())
+                renewed = time.monotonic()
+                self.upload()
+                told = False
+            except Exception as e:
+                if time.monotonic() - renewed > self._lease:
+                    _end(f"{self._lock} could not be renewed for {self._lease:.0f} s: {first_line(e)}")
+                if not told:
+                    print(f"note    {first_line(e)}; trying again", file=sys.stderr)
+                told = True
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _remove(fs: Any, path: str) -> None:
+    try:
+        fs.rm_file(path)
+    except FileNotFoundError:
+        return
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Whether the holder ran on this machine and does not any more."""
+    pid = owner.get("pid")
+    return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+
+
+def _end(why: str) -> None:
+    """Ends the process, from the heartbeat's thread: whatever else it writes could spoil another run."""
+    print(f"error: {why}; --resume goes on once nothing else runs there", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(LOST)
