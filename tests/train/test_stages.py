@@ -190,7 +190,7 @@ def test_a_sample_is_the_same_on_stages():
 
     def sample(program: Program) -> str:
         tokenizer: Any = Letters()
-        return continue_text(program, program.initialize(0).parameters, tokenizer, "hello", length=5)
+        return continue_text(program, program.initialize(0).parameters, tokenizer, "hello")
 
     assert sample(staged(*COVERING[1])) == sample(alone(COVERING[1][1]))
 
