@@ -17,6 +17,7 @@ from mtjax.errors import UserError
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import several_expected
 from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
+from mtjax.train.signals import requests
 
 MAX_PROCESSES = 64
 """Processes that one machine is asked for: each takes some 300 MB before it has a model."""
@@ -87,7 +88,7 @@ class Ended:
 def run_members(members: Sequence[Member], peer_timeout: float) -> Ended:
     """Runs processes until all have ended; once one has failed, those that don't follow are killed.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to each.
+    What asks a run to stop is passed on to each.
     """
     processes = [_start(member) for member in members]
     asked: list[int] = []
@@ -98,7 +99,7 @@ def run_members(members: Sequence[Member], peer_timeout: float) -> Ended:
             if process.poll() is None:
                 process.send_signal(number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, pass_on) for number in requests()}
     voices = [_speak(process, member.prefix) for process, member in zip(processes, members, strict=True)]
     try:
         _wait(processes, peer_timeout + GRACE)

@@ -23,6 +23,7 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config, Output
 from mtjax.errors import UserError, first_line
+from mtjax.sharding.records import dotted
 from mtjax.sharding.refill import have_all, refill
 from mtjax.theory.stages import layer_orders
 from mtjax.train.checkpoint import (
@@ -38,7 +39,7 @@ from mtjax.train.checkpoint import (
 from mtjax.train.checkpoint_arrays import open_array, place_array
 from mtjax.train.checkpoint_damage import DAMAGED, REFUSED, failure_of, page_checksum, read_page, together
 from mtjax.train.exchange import exchange
-from mtjax.train.local_pieces import copy_pieces, covers, name_of, verify, write_pieces
+from mtjax.train.local_pieces import copy_pieces, covers, verify, write_pieces
 from mtjax.train.step import State
 
 IDENTITY = "run_id"
@@ -306,14 +307,14 @@ class _Found:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(dotted(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _place(found: _Found, tree: Any, holders: Collection[int]) -> Any:
     """The arrays of a state on their devices; processes that are no holders get theirs from those that are."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = name_of(path)
+        name = dotted(path)
         if len(holders) == jax.process_count():
             return place_array(open_array(found.folders[name], name), leaf)
 

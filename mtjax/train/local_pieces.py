@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from mtjax.sharding.records import dotted
 from mtjax.storage import key_value_store
 from mtjax.train.checkpoint_arrays import open_array
 from mtjax.train.checkpoint_damage import Damaged, page_checksum
@@ -42,7 +43,7 @@ def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
 
     With `first_copies`, only those that no other process gives: all processes together then have each part once.
     """
-    named = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    named = [(dotted(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     for _, leaf in named:  # all copies are under way before the first is waited for
         for _, shard in _distinct(leaf, first_copies):
             shard.copy_to_host_async()
@@ -50,11 +51,6 @@ def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
     return {
         name: Pieces(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name]) for name, leaf in named
     }
-
-
-def name_of(path: Any) -> str:
-    """The dotted name of a leaf."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, ...], jax.Array]]:

@@ -8,6 +8,12 @@ import jax
 from jax.experimental import multihost_utils
 
 
+def requests() -> list[signal.Signals]:
+    """The signals that ask a run to stop. Under `nohup` SIGHUP does not: it is ignored from the start, and stays so."""
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if is_kept else [signal.SIGHUP])
+
+
 class StopRequest:
     """Watches for a request to stop; use as a context manager.
 
@@ -20,7 +26,7 @@ class StopRequest:
         self._together = jax.process_count() > 1
 
     def __enter__(self) -> "StopRequest":
-        numbers = [signal.SIGINT, signal.SIGHUP] + ([] if self._together else [signal.SIGTERM])
+        numbers = [number for number in requests() if not (self._together and number == signal.SIGTERM)]
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 

@@ -78,8 +78,15 @@ def test_one_exit_code_stands_for_all(codes, code):
     assert Ended(codes, asked=False).code == code
 
 
-def test_a_request_to_stop_reaches_every_process(scripts):
+def test_a_request_to_stop_reaches_every_process(scripts, hangup):
     timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGHUP])
     timer.start()
     ended = run_members(scripts(*["trap 'exit 7' HUP; while :; do sleep 0.05; done"] * 2), 5)
     assert ended == Ended([7, 7], asked=True)
+
+
+def test_nohup_keeps_a_run_from_the_end_of_its_terminal(scripts, hangup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGHUP])
+    timer.start()
+    assert run_members(scripts("sleep 0.5"), 5) == Ended([0], asked=False)

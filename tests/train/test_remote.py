@@ -13,6 +13,7 @@ from mtjax.errors import UserError
 from mtjax.storage import filesystem, names_in, read_bytes, write_bytes
 from mtjax.train.remote_checkpoints import RemoteCheckpoints
 from mtjax.train.remote_folder import RemoteFolder
+from mtjax.train.saves import Saves
 from tests.end_to_end.runs import Launcher, free_port
 from tests.object_store import s3_server
 from tests.tiny import program_of, run_steps
@@ -91,6 +92,21 @@ def test_a_save_that_can_not_be_written_is_said(server: str, monkeypatch: pytest
         UserError, match=r"^a checkpoint was not saved in s3://bucket/gone: writing .* failed 2 times: no"
     ):
         saving.close()
+
+
+def test_a_save_that_fails_is_tolerated_like_one_on_a_disk(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, said = program_of("2x4"), list[str]()
+    state, saving = run_steps(program, 1)[0], checkpoints("tolerated")
+    saves = Saves(saving, 1, lambda: "go on", said.append)
+    with monkeypatch.context() as lost:
+        lost.setattr(storage, "PAUSES", (0.0,))
+        lost.setattr("mtjax.train.remote_checkpoints.write_arrays", refuse)
+        saves.save(state, program.config, 0, last=False)
+        saves.finish()
+    assert said[0].startswith("note    step 1 could not be saved (a checkpoint was not saved in s3://bucket/tolerated")
+    assert saving.newest_on_disk() is None
+    saves.save(state, program.config, 0, last=True)
+    assert said[1:] == [] and saving.newest_on_disk() == Path("s3:/bucket/tolerated/1")
 
 
 def refuse(*_: object) -> None:
