@@ -92,8 +92,9 @@ def test_json_has_the_documented_fields(gpu_report):
     document = json.loads(json.dumps(to_json(gpu_report)))
     assert document["schema"] == SCHEMA == "mtjax.inspect/1"
     assert set(document) == {
-        "schema", "run", "target", "seconds", "collectives", "contract", "memory", "flops", "time", "stages",
-    }  # fmt: skip
+        *("schema", "run", "target", "seconds", "collectives", "contract", "memory", "flops", "time", "stages"),
+        "measured",
+    }
     assert document["run"]["mesh"] == {"data": 2, "model": 4}
     forward = [c for c in document["collectives"] if c["phase"] == "layer forward"]
     assert sum(c["count"] for c in forward) == 12
