@@ -4,6 +4,7 @@ Endpoints and keys come from where the stores' own tools look for them: `AWS_END
 their like, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles.
 """
 
+import logging
 import os
 import re
 import time
@@ -45,6 +46,8 @@ def filesystem(url: str) -> Any:
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
+    else:
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs, with stacks, it raises in the end
     require(*LIBRARIES[scheme])
     return require("fsspec", LIBRARIES[scheme][1]).filesystem(scheme, **options)
 
