@@ -11,14 +11,11 @@ from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.plan.auto import fastest_mesh
-from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.divisibility import check_config, check_ramp
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.checkpoint import lower_fingerprints
 from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.peers import Peers
 from mtjax.train.sample import CONTINUES_TEXT, Continuation
-from mtjax.train.setup import resolve, with_mesh
+from mtjax.train.setup import find_devices, resolve, with_mesh
 from mtjax.train.step import Program, make_program
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -40,11 +37,7 @@ def compile_run(config: Config, folder: str | None) -> None:
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
         config = with_mesh(config, fastest_mesh)
-        shape = parse_mesh(config.parallel.mesh)
-        check_config(config, shape)
-        schedule = data.batch_schedule(config.training)
-        check_ramp(config, schedule.batch_sizes(), shape)
-        mesh = attach_devices(shape, peers.count)
+        shape, mesh, schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
         tokenizer = data.load_tokenizer(config)
         program = make_program(resolve(config, tokenizer, Path()), mesh)

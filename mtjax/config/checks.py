@@ -35,7 +35,7 @@ def validate(config: Config) -> None:
 
 
 def check_on_this_machine(config: Config) -> None:
-    """Checks that folders which processes write to at random are no addresses in a store.
+    """Checks that folders which processes write to at random are not addresses in a store.
 
     Raises:
       UserError: one is.

@@ -110,13 +110,18 @@ class Cache:
         return (self.folder("file", {"file": known}, build) / "sha256").read_text()
 
 
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def check_room(cache: Cache | None, in_memory: int, on_disk: int, what: str) -> None:
     """Checks that this machine has the bytes that something needs, before it takes hours to find out.
 
     Raises:
       UserError: it has not.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = machine_memory()
     if in_memory > memory:
         raise UserError(f"{what} takes {in_memory / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}")
     if cache is None:

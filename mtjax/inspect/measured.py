@@ -177,7 +177,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
     """The operations of a program that a trace has, of all devices.
 
     Raises:
-      UserError: the file is no trace.
+      UserError: the file is not a trace.
     """
     try:
         planes = list(ProfileData.from_file(str(trace)).planes)

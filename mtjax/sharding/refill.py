@@ -1,7 +1,7 @@
 """Arrays of which some processes have nothing left: their parts come from other processes that hold the same ones."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
+from mtjax.sharding.placement import holders
+
 Array = Any
 """`jax.Array`, or `jax.ShapeDtypeStruct` with a sharding."""
 
@@ -17,9 +19,9 @@ Array = Any
 def have_all(arrays: Sequence[Array], processes: Collection[int]) -> bool:
     """Whether these processes have every part of every array between them."""
     return all(
-        any(device.process_index in processes for device in devices)
+        any(array.sharding.mesh.devices.flat[place].process_index in processes for place in places)
         for array in arrays
-        for devices in _devices_by_part(array).values()
+        for places in holders(array)
     )
 
 
@@ -62,10 +64,3 @@ def _summed(given: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> Any:
         return jax.lax.bitcast_convert_type(given.sum(axis=0, dtype=jnp.uint32), dtype)
 
     return auto_axes(add, out_sharding=sharding.spec)(given)
-
-
-def _devices_by_part(array: Array) -> Mapping[str, list[Any]]:
-    parts: dict[str, list[Any]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        parts.setdefault(str(index), []).append(device)
-    return parts

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from mtjax.sharding.records import dotted
 from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoint_arrays import array_handler, read_reordered
-from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page, together
+from mtjax.train.checkpoint_damage import Damaged, read_page, together, with_checksum
 from mtjax.train.exchange import exchange
 from mtjax.train.step import State
 
@@ -96,17 +96,11 @@ class Checkpoints:
         The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
         """
         step = int(state.step)
-        page = {
-            "version": 1,
-            "step": step,
-            "consumed_samples": consumed_samples,
-            "config": configs.to_dict(config),
-        }
+        page = page_of(step, config, consumed_samples)
         prints: Future[Callable[[], dict[str, int]]] = Future()
 
         def whole() -> dict[str, Any]:
-            proven = page | {"fingerprints": prints.result()()}
-            return proven | {"checksum": page_checksum(proven)}
+            return with_checksum(page | {"fingerprints": prints.result()()})
 
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=_PageSave(whole))
         try:
@@ -241,12 +235,23 @@ class Checkpoints:
 
         def rename() -> None:
             if jax.process_index() == 0:
-                number = sum(1 for _ in self.folder.glob(f"{SET_ASIDE}{step}*"))
-                new = f"{SET_ASIDE}{step}" + (f"-{number}" if number else "")
-                (self.folder / str(step)).rename(self.folder / new)
+                taken = [path.name for path in self.folder.iterdir()]
+                (self.folder / str(step)).rename(self.folder / aside_name(str(step), taken))
 
         together(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
         self._manager.reload()
+
+
+def page_of(step: int, config: Config, consumed_samples: int) -> dict[str, Any]:
+    """A checkpoint's page of metadata, but for what proves it: fingerprints and checksum."""
+    return {"version": 1, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+
+
+def aside_name(name: str, taken: Iterable[str]) -> str:
+    """What a damaged checkpoint is called from now on, where names are `taken` by others."""
+    new = f"{SET_ASIDE}{name}"
+    number = sum(other.startswith(new) for other in taken)
+    return f"{new}-{number}" if number else new
 
 
 class _PageHandler(ocp.JsonCheckpointHandler):

@@ -58,7 +58,7 @@ async def _write_to_the_end(*args: Any, **named: Any) -> Any:
     return await finishing(_write(*args, **named))
 
 
-# Writing is no method that could be overridden. TensorStore's threads print an error for each write that outlives it.
+# Writing is not a method to override. TensorStore's threads print an error for each write that outlives it.
 jax_array_handlers._async_serialize_replica_slices = _write_to_the_end
 
 

@@ -144,3 +144,8 @@ def _is_page(page: Mapping[str, Any]) -> bool:
 def page_checksum(page: Mapping[str, Any]) -> str:
     """Of a page without its `checksum`."""
     return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+
+
+def with_checksum(page: Mapping[str, Any]) -> dict[str, Any]:
+    """A page as it is written."""
+    return {**page, "checksum": page_checksum(page)}

@@ -65,7 +65,7 @@ class Span:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a `time.jsonl`; what is no such line is left out."""
+    """The lines of a `time.jsonl`; what is not such a line is left out."""
     lines = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
         for text in file:

@@ -20,19 +20,19 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from mtjax import config as configs
 from mtjax.config import Config, Output
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.records import dotted
 from mtjax.sharding.refill import have_all, refill
 from mtjax.theory.stages import layer_orders
 from mtjax.train.checkpoint import (
-    SET_ASIDE,
     Restored,
+    aside_name,
     check_same_model,
     check_same_names,
     fingerprints,
     fingerprints_later,
+    page_of,
     present,
     saved_orders,
 )
@@ -108,12 +108,7 @@ class LocalCheckpoints:
         step = int(state.step)
         pieces = copy_pieces(present(state))
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = {
-            "version": 1,
-            "step": step,
-            "consumed_samples": consumed_samples,
-            "config": configs.to_dict(config),
-        }
+        page = page_of(step, config, consumed_samples)
 
         def write() -> None:
             try:
@@ -270,15 +265,14 @@ class LocalCheckpoints:
         """Renames copies that are damaged: to be called once a state was restored, from whichever tier."""
         for path, reason in self._damaged.items():
             log.warning("the local checkpoint %s is damaged and skipped (%s)", path, reason)
-            number = sum(1 for _ in self.folder.glob(f"{SET_ASIDE}{path.parent.name}-{path.name}*"))
-            new = f"{SET_ASIDE}{path.parent.name}-{path.name}" + (f"-{number}" if number else "")
+            new = aside_name(f"{path.parent.name}-{path.name}", [other.name for other in self.folder.iterdir()])
             with contextlib.suppress(FileNotFoundError):  # another process of this machine may have done it
                 path.rename(self.folder / new)
         self._damaged.clear()
 
 
 class _Failed(Exception):
-    """Something is wrong that is no damage."""
+    """Something is wrong that is not damage."""
 
     def __init__(self, failure: dict[str, str]) -> None:
         super().__init__(failure["reason"])
@@ -311,7 +305,7 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _place(found: _Found, tree: Any, holders: Collection[int]) -> Any:
-    """The arrays of a state on their devices; processes that are no holders get theirs from those that are."""
+    """The arrays of a state on their devices; processes that are not holders get theirs from those that are."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = dotted(path)

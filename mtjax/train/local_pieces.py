@@ -20,7 +20,7 @@ import tensorstore as ts
 from mtjax.sharding.records import dotted
 from mtjax.storage import key_value_store
 from mtjax.train.checkpoint_arrays import open_array
-from mtjax.train.checkpoint_damage import Damaged, page_checksum
+from mtjax.train.checkpoint_damage import Damaged, with_checksum
 
 Tree = Any
 
@@ -74,9 +74,9 @@ def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: 
     write_arrays(pieces, temporary / "state")
     (temporary / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": True}))  # what `open_array` asks
     listed = {name: {"size": array.size, "starts": sorted(array.parts)} for name, array in pieces.items()}
-    whole = {**page, "pieces": listed}
+    whole = json.loads(json.dumps({**page, "pieces": listed}))  # as it is read
     with (temporary / "page" / "metadata").open("w") as file:
-        file.write(json.dumps(whole | {"checksum": page_checksum(json.loads(json.dumps(whole)))}))
+        file.write(json.dumps(with_checksum(whole)))
         file.flush()
         os.fsync(file.fileno())
     folder.parent.mkdir(parents=True, exist_ok=True)

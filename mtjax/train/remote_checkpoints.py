@@ -13,14 +13,13 @@ from typing import Any
 
 import jax
 
-from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError, first_line
 from mtjax.storage import attempt, is_file, names_in, remove, rename, shown, write_bytes
 from mtjax.theory.stages import layer_orders
-from mtjax.train.checkpoint import SET_ASIDE, TIMEOUT, Checkpoints, fingerprints_later, present
+from mtjax.train.checkpoint import SET_ASIDE, TIMEOUT, Checkpoints, aside_name, fingerprints_later, page_of, present
 from mtjax.train.checkpoint_arrays import read_reordered
-from mtjax.train.checkpoint_damage import page_checksum, together
+from mtjax.train.checkpoint_damage import together, with_checksum
 from mtjax.train.exchange import exchange, num_processes, service
 from mtjax.train.local_pieces import copy_pieces, write_arrays
 from mtjax.train.step import State
@@ -58,20 +57,15 @@ class RemoteCheckpoints(Checkpoints):
         step = int(state.step)
         pieces = copy_pieces(present(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = {
-            "version": 1,
-            "step": step,
-            "consumed_samples": consumed_samples,
-            "config": configs.to_dict(config),
-        }
+        page = page_of(step, config, consumed_samples)
 
         def write() -> None:
             try:
                 self._write(step, pieces)
                 if jax.process_index() == 0:
-                    proven = page | {"fingerprints": prints()}
+                    proven = with_checksum(page | {"fingerprints": prints()})
                     self._before_page()
-                    content = json.dumps(proven | {"checksum": page_checksum(proven)})
+                    content = json.dumps(proven)
                     write_bytes(f"{shown(self.folder)}/{step}/{PAGE}", content.encode())
                     self._forget()
                 self._latest = step
@@ -164,7 +158,6 @@ class RemoteCheckpoints(Checkpoints):
         def move() -> None:
             if jax.process_index() == 0:
                 url = shown(self.folder)
-                number = sum(1 for name in names_in(url) if name.startswith(f"{SET_ASIDE}{step}"))
-                rename(f"{url}/{step}", f"{url}/{SET_ASIDE}{step}" + (f"-{number}" if number else ""))
+                rename(f"{url}/{step}", f"{url}/{aside_name(str(step), names_in(url))}")
 
         together(f"{shown(self.folder)}/{step}, which is damaged,", self.folder, move)

@@ -1,7 +1,6 @@
 """What a run needs before its first step: devices, a folder, text, and its initial state."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config, Output
 from mtjax.data import BatchSchedule, Dataset, Tokenizer
-from mtjax.data.cache import Cache
+from mtjax.data.cache import Cache, machine_memory
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
@@ -79,18 +78,27 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     return configs.replace(config, mesh=str(choose(config, len(devices), devices[0].device_kind)))
 
 
-def find_place(config: Config, name: str, peers: Peers) -> Place:
-    """Takes the devices and chooses the folder of a run called `name`.
+def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSchedule]:
+    """The mesh of a run, on its devices, and its batch sizes.
 
     Raises:
-      UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
+      UserError: batch and mesh don't fit, or devices are missing.
     """
     shape = parse_mesh(config.parallel.mesh)
     check_implemented(shape)
     check_config(config, shape)
     schedule = data.batch_schedule(config.training)
     check_ramp(config, schedule.batch_sizes(), shape)
-    mesh = attach_devices(shape, peers.count)
+    return shape, attach_devices(shape, peers.count), schedule
+
+
+def find_place(config: Config, name: str, peers: Peers) -> Place:
+    """Takes the devices and chooses the folder of a run called `name`.
+
+    Raises:
+      UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
+    """
+    shape, mesh, schedule = find_devices(config, peers)
     out = choose_folder(config.output, name)
     url = url_of(out)
     remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
@@ -136,7 +144,7 @@ def check_memory(program: Program) -> None:
     leaves = jax.tree.leaves(program.abstract_state)
     each = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
     if devices[0].platform == "cpu":
-        share, memory = len(devices), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        share, memory = len(devices), machine_memory()
     else:
         share, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
     if each * share > memory:
