@@ -43,9 +43,9 @@ from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.metrics import read_metrics
+from mtjax.train.checkpoints.weights import find_weights, restore_weights
 from mtjax.train.step import Program, make_program
-from mtjax.train.weights import find_weights, restore_weights
+from mtjax.train.watch.metrics import read_metrics
 
 Batch = dict[str, np.ndarray]
 

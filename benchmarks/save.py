@@ -28,8 +28,8 @@ from mtjax.config import Config, replace
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.checkpoint import Checkpoints, fingerprints
-from mtjax.train.local_checkpoints import LocalCheckpoints
+from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
+from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.step import Program, State, make_program
 
 MESH = "2x4"

@@ -26,10 +26,10 @@ from mtjax.inspect.options import Options as InspectOptions
 from mtjax.theory import target
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.mesh import AUTO, parse_mesh
-from mtjax.train.checkpoint_damage import Damaged, page_checksum, read_page
-from mtjax.train.local import processes_needed
-from mtjax.train.metrics import plot_losses, read_metrics
+from mtjax.train.checkpoints.damage import Damaged, page_checksum, read_page
 from mtjax.train.options import Options as TrainOptions
+from mtjax.train.processes.local import processes_needed
+from mtjax.train.watch.metrics import plot_losses, read_metrics
 from tests.convert.hf_folders import LLAMA_CONFIG
 
 PATIENCE = 60

@@ -11,9 +11,9 @@ from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.plan.auto import fastest_mesh
-from mtjax.train.checkpoint import lower_fingerprints
+from mtjax.train.checkpoints.checkpoint import lower_fingerprints
 from mtjax.train.compile_cache import OFF, CompileCache
-from mtjax.train.peers import Peers
+from mtjax.train.processes.peers import Peers
 from mtjax.train.sample import CONTINUES_TEXT, Continuation
 from mtjax.train.setup import find_devices, resolve, with_mesh
 from mtjax.train.step import Program, make_program

@@ -1,7 +1,7 @@
 """Our own format: weights of a run or of an earlier conversion as a source, and a converted folder as a sink.
 
-A converted folder has `weights/` (see `mtjax.train.weights`), a `config.toml` that names the model, and the tokenizer's
-files. Every layer of a parameter is written, and can be read, on its own.
+A converted folder has `weights/` (see `mtjax.train.checkpoints.weights`), a `config.toml` that names the model, and
+the tokenizer's files. Every layer of a parameter is written, and can be read, on its own.
 """
 
 import json
@@ -20,9 +20,9 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_files, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.errors import UserError
-from mtjax.train.checkpoint import fingerprint_of_part
-from mtjax.train.checkpoint_damage import page_checksum
-from mtjax.train.weights import CONVERTED, PREFIX, find_weights
+from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
+from mtjax.train.checkpoints.damage import page_checksum
+from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
 
 LARGEST_CHUNK = 64 << 20
 """Bytes of an array that are read at once; a device that holds a part of it reads the chunks that touch the part."""

@@ -13,8 +13,8 @@ from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from mtjax.sharding.processes import several_expected
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
-from mtjax.train.local import MAX_PROCESSES, Ended, Member, processes_needed, run_members, together
-from mtjax.train.run_folder import choose_folder
+from mtjax.train.folder.run_folder import choose_folder
+from mtjax.train.processes.local import MAX_PROCESSES, Ended, Member, processes_needed, run_members, together
 
 LONGEST_PAUSE = 60.0
 """Seconds: pauses before a restart double up to this."""

@@ -8,7 +8,7 @@ from mtjax.cli import Command, parse, run_main
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO
 from mtjax.train.options import DESCRIPTION, Options
-from mtjax.train.times import Times
+from mtjax.train.watch.times import Times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         with CtrlC():
             command = parse(argv, "mtjax train", DESCRIPTION, Options)
-            from mtjax.train.local import Member, processes_needed, run_members, together
+            from mtjax.train.processes.local import Member, processes_needed, run_members, together
 
             count = processes_needed(command.config, os.environ)
             if count == 1:

@@ -19,19 +19,16 @@ from mtjax.errors import UserError
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
-from mtjax.train.checkpoint import Checkpoints, Restored
+from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
+from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
+from mtjax.train.checkpoints.saves import Saves
+from mtjax.train.checkpoints.weights import check_same_weights
 from mtjax.train.compile_cache import CompileCache, programs_in_words
-from mtjax.train.goodput import TimeLog
-from mtjax.train.local_checkpoints import LocalCheckpoints, open_local
-from mtjax.train.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.folder.run_folder import claim_folder, writing
 from mtjax.train.options import Options
-from mtjax.train.peers import Peers
-from mtjax.train.profiling import Profile, parse_steps
-from mtjax.train.progress import ProgressLine
-from mtjax.train.replicas import Replicas
-from mtjax.train.run_folder import claim_folder, writing
+from mtjax.train.processes.peers import Peers
+from mtjax.train.processes.signals import StopRequest
 from mtjax.train.sample import CONTINUES_TEXT, continue_text
-from mtjax.train.saves import Saves
 from mtjax.train.setup import (
     ChooseMesh,
     Place,
@@ -46,10 +43,14 @@ from mtjax.train.setup import (
     shareable,
     with_mesh,
 )
-from mtjax.train.signals import StopRequest
 from mtjax.train.step import Program, State, make_program
-from mtjax.train.step_clock import StepClock
-from mtjax.train.times import (
+from mtjax.train.watch.goodput import TimeLog
+from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.watch.profiling import Profile, parse_steps
+from mtjax.train.watch.progress import ProgressLine
+from mtjax.train.watch.replicas import Replicas
+from mtjax.train.watch.step_clock import StepClock
+from mtjax.train.watch.times import (
     DEVICES,
     MODEL,
     PROCESSES,
@@ -61,8 +62,7 @@ from mtjax.train.times import (
     VALIDATION,
     Times,
 )
-from mtjax.train.trackers import Tracking, check_tracker
-from mtjax.train.weights import check_same_weights
+from mtjax.train.watch.trackers import Tracking, check_tracker
 
 
 @dataclass

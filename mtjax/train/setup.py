@@ -20,16 +20,16 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
-from mtjax.train.checkpoint import Checkpoints, Restored
-from mtjax.train.local_checkpoints import LocalCheckpoints
-from mtjax.train.metrics import CONVENTION
-from mtjax.train.peers import Peers
-from mtjax.train.progress import ProgressLine
-from mtjax.train.remote_checkpoints import RemoteCheckpoints
-from mtjax.train.remote_folder import RemoteFolder
-from mtjax.train.run_folder import choose_folder
+from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
+from mtjax.train.checkpoints.local import LocalCheckpoints
+from mtjax.train.checkpoints.remote import RemoteCheckpoints
+from mtjax.train.checkpoints.weights import Weights, find_weights, restore_weights
+from mtjax.train.folder.remote import RemoteFolder
+from mtjax.train.folder.run_folder import choose_folder
+from mtjax.train.processes.peers import Peers
 from mtjax.train.step import Program
-from mtjax.train.weights import Weights, find_weights, restore_weights
+from mtjax.train.watch.metrics import CONVENTION
+from mtjax.train.watch.progress import ProgressLine
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
 """From a run, its number of devices and their kind to its mesh."""

@@ -10,10 +10,10 @@ import pytest
 from mtjax.config import replace
 from mtjax.convert.__main__ import main
 from mtjax.errors import UserError
-from mtjax.train.checkpoint import Checkpoints, fingerprint_of_part, fingerprints
+from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprint_of_part, fingerprints
+from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.loop import train
 from mtjax.train.setup import restore_or_initialize
-from mtjax.train.weights import check_same_weights, find_weights, restore_weights
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     gpt2_shapes,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.log_files import Events, Lines
+from mtjax.train.folder.log_files import Events, Lines
 from tests.end_to_end.runs import Launcher, ended, finish, look, wait_for_checkpoint
 
 STEPS = ("--steps", "6", "--checkpoint-every", "2")
@@ -39,7 +39,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", place], capture_output=True)
 
 
-UNFORESEEN = "from mtjax.train import saves, __main__; saves.obstacle = lambda *_: None; exit(__main__.main())"
+UNFORESEEN = """from mtjax.train import __main__
+from mtjax.train.checkpoints import saves
+saves.obstacle = lambda *_: None
+exit(__main__.main())"""
 """As when a disk gets full while a checkpoint is written."""
 
 

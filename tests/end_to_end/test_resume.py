@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mtjax.train.lock import lock_folder
+from mtjax.train.folder.lock import lock_folder
 from tests.end_to_end.runs import Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
 
 STEPS = ["--steps", "40"]

@@ -15,8 +15,8 @@ from tensorboardX.proto.event_pb2 import Event
 from mtjax import config
 from mtjax.compile.__main__ import main as compile_main
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from mtjax.train.goodput import AGAIN, DOWN
-from mtjax.train.times import ACTIVITIES
+from mtjax.train.watch.goodput import AGAIN, DOWN
+from mtjax.train.watch.times import ACTIVITIES
 from tests.end_to_end.runs import Finished, Launcher
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}

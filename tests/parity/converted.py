@@ -9,8 +9,8 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.sharding.axes import use_rules
+from mtjax.train.checkpoints.weights import find_weights, restore_weights
 from mtjax.train.step import Program, make_program
-from mtjax.train.weights import find_weights, restore_weights
 from tests.parity.compare import relative
 from tests.tiny import mesh_of
 

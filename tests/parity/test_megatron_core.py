@@ -24,8 +24,8 @@ from mtjax.data.samples.gpt import GPTDataset, GPTOptions
 from mtjax.data.samples.split import SPLITS as PARTS
 from mtjax.data.samples.split import split_bounds
 from mtjax.sharding.placement import global_batch
+from mtjax.train.checkpoints.weights import find_weights, restore_weights
 from mtjax.train.step import make_program
-from mtjax.train.weights import find_weights, restore_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import (

@@ -17,8 +17,8 @@ import pytest
 
 from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
-from mtjax.train import checkpoint, checkpoint_damage
-from mtjax.train.checkpoint import Checkpoints, check_same_model, fingerprints
+from mtjax.train.checkpoints import checkpoint, damage
+from mtjax.train.checkpoints.checkpoint import Checkpoints, check_same_model, fingerprints
 from tests.tiny import program_of, run_steps, tiny_config
 
 CONSUMED = 24
@@ -283,12 +283,12 @@ def test_what_went_wrong_outside_of_the_files_is_no_damage(saved, tmp_path, monk
 
 
 def test_what_is_damaged_only_the_first_time_is_not(saved, monkeypatch):
-    real, calls = checkpoint_damage.read_page, []
+    real, calls = damage.read_page, []
 
     def fail_once(folder):
         calls.append(folder)
         if len(calls) == 1:
-            raise checkpoint_damage.Damaged("a bit flipped on the way")
+            raise damage.Damaged("a bit flipped on the way")
         return real(folder)
 
     monkeypatch.setattr(checkpoint, "read_page", fail_once)

@@ -7,8 +7,20 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from mtjax.train.goodput import AGAIN, BINS, DOWN, FILE, TimeLog, goodput, in_columns, plot, read_lines, spans, totals
-from mtjax.train.times import (
+from mtjax.train.watch.goodput import (
+    AGAIN,
+    BINS,
+    DOWN,
+    FILE,
+    TimeLog,
+    goodput,
+    in_columns,
+    plot,
+    read_lines,
+    spans,
+    totals,
+)
+from mtjax.train.watch.times import (
     ACTIVITIES,
     COMPILATION,
     DATA,

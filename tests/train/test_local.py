@@ -9,8 +9,8 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import MAX_CPU_DEVICES
-from mtjax.train import local
-from mtjax.train.local import Ended, Member, processes_needed, run_members, together
+from mtjax.train.processes import local
+from mtjax.train.processes.local import Ended, Member, processes_needed, run_members, together
 from tests.tiny import tiny_config
 
 

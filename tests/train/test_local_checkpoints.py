@@ -11,9 +11,9 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.sharding.refill import have_all, refill
-from mtjax.train.checkpoint import Checkpoints
-from mtjax.train.checkpoint_damage import page_checksum
-from mtjax.train.local_checkpoints import LocalCheckpoints
+from mtjax.train.checkpoints.checkpoint import Checkpoints
+from mtjax.train.checkpoints.damage import page_checksum
+from mtjax.train.checkpoints.local import LocalCheckpoints
 from tests.tiny import program_of, run_steps
 from tests.train.test_checkpoint import flat, same
 

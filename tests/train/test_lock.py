@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import pytest
 
 from mtjax.errors import LOST, UserError
-from mtjax.train.lock import NAME, lock_folder
+from mtjax.train.folder.lock import NAME, lock_folder
 
 LEASE, HEARTBEAT = 2.0, 0.2
 HOLD = f"""
 import sys, time
 from pathlib import Path
-from mtjax.train.lock import lock_folder
+from mtjax.train.folder.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]), print, lease={LEASE}, heartbeat={HEARTBEAT})
 print("held", flush=True)
 time.sleep(60)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from mtjax.config import replace
-from mtjax.train.checkpoint import Checkpoints
+from mtjax.train.checkpoints.checkpoint import Checkpoints
+from mtjax.train.checkpoints.weights import find_weights
 from mtjax.train.step import make_program
-from mtjax.train.weights import find_weights
 from tests.tiny import mesh_of, run_steps
 
 FOLDER = Path(__file__).parent / "old_checkpoint"

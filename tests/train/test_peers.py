@@ -7,7 +7,7 @@ import pytest
 
 from mtjax.config import Parallel, validate
 from mtjax.errors import LOST, UserError
-from mtjax.train.peers import Peers, Pulse, Roll
+from mtjax.train.processes.peers import Peers, Pulse, Roll
 from tests.tiny import tiny_config
 
 WHO = ["a, pid 1", "b, pid 2", "c, pid 3"]

@@ -11,9 +11,9 @@ import pytest
 from mtjax import storage
 from mtjax.errors import UserError
 from mtjax.storage import filesystem, names_in, read_bytes, write_bytes
-from mtjax.train.remote_checkpoints import RemoteCheckpoints
-from mtjax.train.remote_folder import RemoteFolder
-from mtjax.train.saves import Saves
+from mtjax.train.checkpoints.remote import RemoteCheckpoints
+from mtjax.train.checkpoints.saves import Saves
+from mtjax.train.folder.remote import RemoteFolder
 from tests.end_to_end.runs import Launcher, free_port
 from tests.object_store import s3_server
 from tests.tiny import program_of, run_steps
@@ -86,7 +86,7 @@ def test_a_save_that_can_not_be_written_is_said(server: str, monkeypatch: pytest
     saving = checkpoints("gone")
     monkeypatch.setattr(storage, "PAUSES", (0.0,))
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{free_port()}")
-    monkeypatch.setattr("mtjax.train.remote_checkpoints.write_arrays", refuse)
+    monkeypatch.setattr("mtjax.train.checkpoints.remote.write_arrays", refuse)
     saving.save(program.initialize(0), program.config, 0)
     with pytest.raises(
         UserError, match=r"^a checkpoint was not saved in s3://bucket/gone: writing .* failed 2 times: no"
@@ -100,7 +100,7 @@ def test_a_save_that_fails_is_tolerated_like_one_on_a_disk(server: str, monkeypa
     saves = Saves(saving, 1, lambda: "go on", said.append)
     with monkeypatch.context() as lost:
         lost.setattr(storage, "PAUSES", (0.0,))
-        lost.setattr("mtjax.train.remote_checkpoints.write_arrays", refuse)
+        lost.setattr("mtjax.train.checkpoints.remote.write_arrays", refuse)
         saves.save(state, program.config, 0, last=False)
         saves.finish()
     assert said[0].startswith("note    step 1 could not be saved (a checkpoint was not saved in s3://bucket/tolerated")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.checkpoint import names_of, present
-from mtjax.train.replicas import Replicas
+from mtjax.train.checkpoints.checkpoint import names_of, present
 from mtjax.train.step import Program, State
+from mtjax.train.watch.replicas import Replicas
 from tests.end_to_end.runs import Launcher
 from tests.tiny import batch_of, program_of
 

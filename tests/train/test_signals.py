@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from mtjax.train.signals import StopRequest
+from mtjax.train.processes.signals import StopRequest
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from mtjax.convert.__main__ import main as convert
 from mtjax.models.placed import Placed
 from mtjax.theory.stages import order_of
-from mtjax.train.checkpoint import Checkpoints, fingerprints
+from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
+from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.sample import continue_text
 from mtjax.train.step import Program
-from mtjax.train.weights import check_same_weights, find_weights, restore_weights
 from tests.tiny import batch_of, forget_programs, program_of, run_steps
 
 MODEL = (

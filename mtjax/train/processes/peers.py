@@ -23,8 +23,8 @@ import jax
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
 from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
-from mtjax.train.exchange import exchange, num_processes, service, this_process
-from mtjax.train.native_stderr import NativeStderr
+from mtjax.train.processes.exchange import exchange, num_processes, service, this_process
+from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
 SILENCE = 0.6

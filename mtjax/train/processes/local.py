@@ -17,7 +17,7 @@ from mtjax.errors import UserError
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import several_expected
 from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
-from mtjax.train.signals import requests
+from mtjax.train.processes.signals import requests
 
 MAX_PROCESSES = 64
 """Processes that one machine is asked for: each takes some 300 MB before it has a model."""

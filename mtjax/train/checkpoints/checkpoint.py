@@ -31,9 +31,9 @@ from mtjax.sharding.axes import WHOLE
 from mtjax.sharding.records import dotted
 from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
-from mtjax.train.checkpoint_arrays import array_handler, read_reordered
-from mtjax.train.checkpoint_damage import Damaged, read_page, together, with_checksum
-from mtjax.train.exchange import exchange
+from mtjax.train.checkpoints.arrays import array_handler, read_reordered
+from mtjax.train.checkpoints.damage import Damaged, read_page, together, with_checksum
+from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
 
 TIMEOUT = 600

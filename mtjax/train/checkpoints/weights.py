@@ -19,9 +19,9 @@ from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.records import dotted
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
-from mtjax.train.checkpoint import fingerprints_of, saved_orders
-from mtjax.train.checkpoint_arrays import open_array, place_array
-from mtjax.train.checkpoint_damage import Damaged, read_page, together
+from mtjax.train.checkpoints.arrays import open_array, place_array
+from mtjax.train.checkpoints.checkpoint import fingerprints_of, saved_orders
+from mtjax.train.checkpoints.damage import Damaged, read_page, together
 
 Tree = Any
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from mtjax.train.metrics import Rates, device_memory
+from mtjax.train.watch.metrics import Rates, device_memory
 
 
 class ProgressLine:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.train.times import (
+from mtjax.train.watch.times import (
     ACTIVITIES,
     DATA,
     REPLICAS,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mtjax.errors import UserError, first_line
 from mtjax.storage import read_bytes, url_of
-from mtjax.train.exchange import exchange
+from mtjax.train.processes.exchange import exchange
 
 T = TypeVar("T")
 

@@ -17,11 +17,19 @@ from mtjax.config import Config
 from mtjax.errors import UserError, first_line
 from mtjax.storage import attempt, is_file, names_in, remove, rename, shown, write_bytes
 from mtjax.theory.stages import layer_orders
-from mtjax.train.checkpoint import SET_ASIDE, TIMEOUT, Checkpoints, aside_name, fingerprints_later, page_of, present
-from mtjax.train.checkpoint_arrays import read_reordered
-from mtjax.train.checkpoint_damage import together, with_checksum
-from mtjax.train.exchange import exchange, num_processes, service
-from mtjax.train.local_pieces import copy_pieces, write_arrays
+from mtjax.train.checkpoints.arrays import read_reordered
+from mtjax.train.checkpoints.checkpoint import (
+    SET_ASIDE,
+    TIMEOUT,
+    Checkpoints,
+    aside_name,
+    fingerprints_later,
+    page_of,
+    present,
+)
+from mtjax.train.checkpoints.damage import together, with_checksum
+from mtjax.train.checkpoints.pieces import copy_pieces, write_arrays
+from mtjax.train.processes.exchange import exchange, num_processes, service
 from mtjax.train.step import State
 
 PAGE = "page/metadata"

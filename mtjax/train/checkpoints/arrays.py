@@ -112,7 +112,7 @@ def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) ->
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
-    if url_of(state):  # what `remote_checkpoints` writes
+    if url_of(state):  # what `checkpoints.remote` writes
         return {"driver": "zarr3", "kvstore": key_value_store(state / name)}
     metadata = state / "_METADATA"
     zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)

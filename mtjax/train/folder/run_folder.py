@@ -12,10 +12,10 @@ import jax
 from mtjax.config import Output
 from mtjax.errors import UserError, first_line
 from mtjax.storage import is_file, names_in, shown, url_of
-from mtjax.train.checkpoint_damage import together
-from mtjax.train.exchange import exchange
-from mtjax.train.lock import lock_folder
-from mtjax.train.remote_folder import RemoteFolder
+from mtjax.train.checkpoints.damage import together
+from mtjax.train.folder.lock import lock_folder
+from mtjax.train.folder.remote import RemoteFolder
+from mtjax.train.processes.exchange import exchange
 
 RUNS = Path("runs")
 ADVICE = "add --resume to continue it, or name another folder"

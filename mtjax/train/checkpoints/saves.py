@@ -16,8 +16,8 @@ import jax
 from mtjax.config import Config
 from mtjax.errors import UserError, first_line
 from mtjax.storage import shown, url_of
-from mtjax.train.checkpoint import Checkpoints, present
-from mtjax.train.exchange import exchange, num_processes, this_process
+from mtjax.train.checkpoints.checkpoint import Checkpoints, present
+from mtjax.train.processes.exchange import exchange, num_processes, this_process
 from mtjax.train.step import State
 
 _REASONS = [

@@ -18,7 +18,7 @@ from jax import Array
 from mtjax.errors import UserError
 from mtjax.models.placed import Batch
 from mtjax.sharding.placement import holders, rows_of_parts
-from mtjax.train.checkpoint import hash_of, names_of, present
+from mtjax.train.checkpoints.checkpoint import hash_of, names_of, present
 from mtjax.train.step import Program, State
 
 ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; nothing was saved of it: \

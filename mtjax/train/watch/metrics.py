@@ -14,8 +14,8 @@ from mtjax.config import Config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import model_flops
 from mtjax.theory.hardware import by_device_kind
-from mtjax.train.log_files import Events, Lines
-from mtjax.train.trackers import Tracking
+from mtjax.train.folder.log_files import Events, Lines
+from mtjax.train.watch.trackers import Tracking
 
 LARGEST = 1e300
 """Numbers from here on are left out of a plot, which could not scale its axes."""

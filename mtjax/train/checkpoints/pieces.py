@@ -19,8 +19,8 @@ import tensorstore as ts
 
 from mtjax.sharding.records import dotted
 from mtjax.storage import key_value_store
-from mtjax.train.checkpoint_arrays import open_array
-from mtjax.train.checkpoint_damage import Damaged, with_checksum
+from mtjax.train.checkpoints.arrays import open_array
+from mtjax.train.checkpoints.damage import Damaged, with_checksum
 
 Tree = Any
 

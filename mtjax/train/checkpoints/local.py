@@ -25,7 +25,8 @@ from mtjax.errors import UserError, first_line
 from mtjax.sharding.records import dotted
 from mtjax.sharding.refill import have_all, refill
 from mtjax.theory.stages import layer_orders
-from mtjax.train.checkpoint import (
+from mtjax.train.checkpoints.arrays import open_array, place_array
+from mtjax.train.checkpoints.checkpoint import (
     Restored,
     aside_name,
     check_same_model,
@@ -36,10 +37,9 @@ from mtjax.train.checkpoint import (
     present,
     saved_orders,
 )
-from mtjax.train.checkpoint_arrays import open_array, place_array
-from mtjax.train.checkpoint_damage import DAMAGED, REFUSED, failure_of, page_checksum, read_page, together
-from mtjax.train.exchange import exchange
-from mtjax.train.local_pieces import copy_pieces, covers, verify, write_pieces
+from mtjax.train.checkpoints.damage import DAMAGED, REFUSED, failure_of, page_checksum, read_page, together
+from mtjax.train.checkpoints.pieces import copy_pieces, covers, verify, write_pieces
+from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
 
 IDENTITY = "run_id"

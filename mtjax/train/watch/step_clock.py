@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from mtjax.train.exchange import this_process
-from mtjax.train.peers import Peers
-from mtjax.train.times import STEPS, Times
+from mtjax.train.processes.exchange import this_process
+from mtjax.train.processes.peers import Peers
+from mtjax.train.watch.times import STEPS, Times
 
 FACTOR = 10
 """A step takes too long when it takes this many times the median."""
