@@ -24,6 +24,7 @@ COMMANDS = {
     "train": ("mtjax.train", "train a model"),
     "launch": ("mtjax.launch", "train in several processes on this machine, and again after failures"),
     "compile": ("mtjax.compile", "compile a run's programs before it"),
+    "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
     "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),

@@ -37,20 +37,20 @@ class MtjaxSource:
         Raises:
           UserError: there are none, or they are not those of the model that their config describes.
         """
-        self._weights = find_weights(folder)
-        page = self._weights.page
-        config = self._weights.config
+        self.weights = find_weights(folder)
+        page = self.weights.page
+        config = self.weights.config
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        differing = set(self.parameters) ^ set(self._weights.names)
+        differing = set(self.parameters) ^ set(self.weights.names)
         if differing:
-            raise UserError(f"{self._weights.folder} was saved by another version: {', '.join(sorted(differing))}")
+            raise UserError(f"{self.weights.folder} was saved by another version: {', '.join(sorted(differing))}")
         origin = page.get("origin", {})
         self.origin = Origin(
             config,
             origin.get("dtype", "float32"),
-            _root(self._weights.folder),
+            _root(self.weights.folder),
             origin.get("hugging_face", {}),
-            (f"from {self._weights.folder}",),
+            (f"from {self.weights.folder}",),
         )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
@@ -61,14 +61,14 @@ class MtjaxSource:
             offset += block.size
             for array in [block] if parameter.num_layers is None else block:
                 yield with_vocab(array, parameter, rows_of(self.origin.config.model))
-        if fingerprint % 2**32 != self._weights.page["fingerprints"][f"{PREFIX}.{parameter.name}"]:
-            raise UserError(f"{self._weights.folder} is damaged: {parameter.name} is not what was saved")
+        if fingerprint % 2**32 != self.weights.page["fingerprints"][f"{PREFIX}.{parameter.name}"]:
+            raise UserError(f"{self.weights.folder} is damaged: {parameter.name} is not what was saved")
 
     def _blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """As many layers at a time as stand together in the file."""
-        store = self._weights.open(parameter.name)
+        store = self.weights.open(parameter.name)
         if store.shape != parameter.stacked_shape:
-            raise UserError(f"{self._weights.folder}: {parameter.name} is {store.shape}, not {parameter.stacked_shape}")
+            raise UserError(f"{self.weights.folder}: {parameter.name} is {store.shape}, not {parameter.stacked_shape}")
         try:
             if parameter.num_layers is None:
                 yield np.asarray(store.read().result(), np.float32)
@@ -78,7 +78,7 @@ class MtjaxSource:
             for first in range(0, parameter.num_layers, together):
                 yield np.asarray(store[first : first + together].read().result(), np.float32)
         except ValueError as e:
-            raise UserError(f"{self._weights.folder} is damaged: {parameter.name} can't be read: {e}") from e
+            raise UserError(f"{self.weights.folder} is damaged: {parameter.name} can't be read: {e}") from e
 
 
 def _root(folder: Path) -> Path:

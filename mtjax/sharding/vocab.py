@@ -9,7 +9,7 @@ Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from mtjax.sharding.axes import dimension_axes, explicit_axes, spec, sum_ranks, varying_like
 from mtjax.theory.rules import Axes
@@ -194,25 +194,7 @@ def _cross_entropy_forward(
     places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> tuple[Array, Any]:
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
-        hidden_BSH = places.gather_sequence(hidden_BSH)
-        chunks = _Chunks.of(hidden_BSH, options.chunk)
-        table_VH = table_VH.astype(hidden_BSH.dtype)
-
-        def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
-            hidden_CH, labels_C = chunk
-            logits_CV, column_V = _logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
-            highest = logits_CV.max(-1)
-            scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-            row, owned = _own_rows(places, labels_C, table_VH.shape[0])
-            target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
-            return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
-
-        _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
-        highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
-        top = lax.pmax(highest, places.rows)
-        sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
-        # As one array: otherwise the compiler may sum one of them after the mean over tokens, not where expected.
-        scale, target, *rest = lax.psum(jnp.stack(sums), places.rows)
+        top, scale, target, *rest = _summaries(places, options, hidden_BSH, table_VH, bias_V, labels_BS)
         log_z = jnp.log(scale) + top
         mean = rest[0] / options.vocab_size if rest else 0.0
         loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean
@@ -267,6 +249,55 @@ def _cross_entropy_backward(
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _summaries(
+    places: _Specs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
+) -> tuple[Array, ...]:
+    """What is known of each token's logits without gathering them, inside the map.
+
+    The largest of all ranks, the sum of exponentials below it, the label's, and with label smoothing their sum.
+    """
+    hidden_BSH = places.gather_sequence(hidden_BSH)
+    chunks = _Chunks.of(hidden_BSH, options.chunk)
+    table_VH = table_VH.astype(hidden_BSH.dtype)
+
+    def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
+        hidden_CH, labels_C = chunk
+        logits_CV, column_V = _logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
+        highest = logits_CV.max(-1)
+        scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
+        row, owned = _own_rows(places, labels_C, table_VH.shape[0])
+        target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
+        return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
+
+    _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
+    highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
+    top = lax.pmax(highest, places.rows)
+    sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
+    # As one array: otherwise the compiler may sum one of them after the mean over tokens, not where expected.
+    return top, *lax.psum(jnp.stack(sums), places.rows)
+
+
+def vocab_parallel_scores(
+    hidden: Float[Array, "batch act_seq embed"],
+    table: Float[Array, "vocab embed"],
+    labels: Int[Array, "batch seq"],
+    options: LossOptions,
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """The log-probability of each label, float32, and whether no token is more likely; sends what the loss sends.
+
+    Arguments are those of `vocab_parallel_cross_entropy`; smoothing and z-loss don't matter.
+    """
+    places, plain = _Specs.in_force(), replace(options, label_smoothing=0.0)
+
+    def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
+        top, scale, target = _summaries(places, plain, hidden_BSH, table_VH, None, labels_BS)
+        return target - top - jnp.log(scale), target == top
+
+    with jax.named_scope("loss"):
+        arguments = (places.hidden, places.table, places.tokens)
+        return _map(local, arguments, (places.tokens, places.tokens))(hidden, table, labels)
 
 
 def _logits(

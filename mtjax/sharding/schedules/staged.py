@@ -54,16 +54,18 @@ class Staged:
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says."""
+        return self._evaluation_run(model, parameters, batch, records).losses()
+
+    def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """The wire behind the last section; every stage gets it."""
+        return self._evaluation_run(model, parameters, batch, records).output()
+
+    def _evaluation_run(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
         wrapped = wrap_for_use(records, parameters)
-        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count)).losses()
-
-    def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """The wire behind the last section, of a batch as one microbatch; every stage gets it."""
-        wrapped = wrap_for_use(records, parameters)
-        return _Run(model, records, wrapped, _microbatches(batch, 1), self.evaluation(1)).output()
+        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count))
 
 
 def _microbatches(batch: Tree, count: int) -> Tree:
@@ -74,6 +76,7 @@ class _Turn(NamedTuple):
     """What this rank does in half a tick: `Work`, traced, and a microbatch of the batch."""
 
     part: Tree
+    microbatch: Array
     chunk: Array
     slot: Array
     """The last one, which nothing reads, where the turn does not count."""
@@ -125,17 +128,21 @@ class _Run:
         return losses
 
     def output(self) -> Tree:
-        """The last chunk's output of the only microbatch, on every stage."""
+        """The last chunk's output of all microbatches, one after another, on every stage."""
+        count = jax.tree.leaves(self.microbatches)[0].shape[0]
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
             (wire, out), turn = carry, self._turn(row)
             wire, last = self._through_chunk(unpacked(wire, self.wire), turn), self._leaves(turn) & turn.counts
-            out = jax.tree.map(lambda new, old: jnp.where(last, new.astype(jnp.float32), old), wire, out)
-            return (self._send(packed(wire), 1), out), None
+            new = jax.tree.map(lambda a: a.astype(jnp.float32), wire)
+            return (self._send(packed(wire), 1), put_in_slot(out, jnp.where(last, turn.microbatch, count), new)), None
 
-        nothing = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), self.wire)
+        def joined(slots: Array, like: Array) -> Array:
+            return from_one_stage(slots[:count].reshape(-1, *like.shape[1:])).astype(like.dtype)
+
+        nothing = jax.tree.map(lambda a: in_slots(a.astype(jnp.float32), count), self.wire)
         (_, out), _ = lax.scan(tick, (packed(self.wire), nothing), self._rows(self.table.forward))
-        return jax.tree.map(lambda a, like: from_one_stage(a).astype(like.dtype), out, self.wire)
+        return jax.tree.map(joined, out, self.wire)
 
     def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
         """The wire behind a chunk."""
@@ -290,7 +297,7 @@ class _Run:
     def _turn(self, row: Array) -> _Turn:
         microbatch, chunk, slot, counts = row[self.stage]
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
-        return _Turn(jax.tree.map(pick, self.microbatches), chunk, slot, counts > 0)
+        return _Turn(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0)
 
     def _enters(self, section: int, turn: _Turn) -> Array:
         """Whether a turn's chunk is the first of a section."""

@@ -1,0 +1,31 @@
+"""How a command line names weights: KIND:DIR."""
+
+from pathlib import Path
+
+from mtjax.errors import UserError, nearest
+
+KINDS = ("hf", "mtjax", "megatron")
+
+
+def parse_place(text: str) -> tuple[str, Path]:
+    """("hf", Path("DIR")) from "hf:DIR".
+
+    Raises:
+      UserError: it is not KIND:DIR, or the kind does not exist.
+    """
+    kind, colon, rest = text.partition(":")
+    if not colon or not rest:
+        raise UserError(f"{text!r} is not KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
+    if kind not in KINDS:
+        raise UserError(f"no kind of weights is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
+    return kind, Path(rest).expanduser()
+
+
+def parse_weights(text: str) -> tuple[str, Path]:
+    """The same, where a path without a kind is mtjax's own: a run, a checkpoint or a converted folder.
+
+    Raises:
+      UserError: the kind does not exist.
+    """
+    has_kind = ":" in text and not Path(text).expanduser().exists()
+    return parse_place(text if has_kind else f"mtjax:{text}")

@@ -1,0 +1,125 @@
+"""A model in one of the formats, on disk: opened by what `--from` says, and read onto any mesh."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtjax.config import Config
+from mtjax.config.sizes import padded_vocab_size
+from mtjax.convert.hugging_face import HuggingFaceSource
+from mtjax.convert.megatron import MegatronSource
+from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of
+from mtjax.convert.places import parse_weights
+from mtjax.convert.stream import TOKENIZER_FILES, Source
+from mtjax.convert.table import with_vocab
+from mtjax.data.progress import ProgressLine
+from mtjax.models.placed import Placed
+from mtjax.sharding.records import dotted
+from mtjax.theory.stages import PADDING, LayerOrder, order_of
+from mtjax.train.checkpoints.weights import check_same_weights, restore_weights
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a folder may not say itself."""
+
+    vocab_multiple: int | None = None
+    """Pad the vocabulary to a multiple of this; 1024 when None."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
+    config: str | None = None
+    """A config that describes the model in a megatron folder."""
+
+
+NO_HINTS = Hints()
+
+
+def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
+    """Weights of any kind, to be read slice by slice.
+
+    Raises:
+      UserError: they are not of this kind, or can't be read.
+    """
+    if kind == "hf":
+        return HuggingFaceSource(folder, hints.vocab_multiple)
+    if kind == "megatron":
+        return MegatronSource(folder, hints.vocab_size, hints.vocab_multiple, hints.config)
+    return MtjaxSource(folder)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """Weights, and what came with them."""
+
+    folder: Path
+    source: Source
+
+    @classmethod
+    def open(cls, text: str, hints: Hints = NO_HINTS) -> "SavedModel":
+        """What `--from` names.
+
+        Raises:
+          UserError: there are no such weights.
+        """
+        kind, folder = parse_weights(text)
+        return cls(folder, open_source(kind, folder, hints))
+
+    @property
+    def config(self) -> Config:
+        """Its model is theirs; of a run, the rest too."""
+        return self.source.origin.config
+
+    @property
+    def tokenizer(self) -> str | None:
+        """How `--tokenizer` names the tokenizer that came with the weights; None where none did."""
+        files = self.source.origin.files
+        return tokenizer_of([name for name in TOKENIZER_FILES if (files / name).is_file()], files)
+
+    @property
+    def identity(self) -> str:
+        """Changes with the weights: ours by the fingerprints of all arrays, others by name, size and time of files."""
+        if isinstance(self.source, MtjaxSource):
+            facts: list[Any] = sorted(self.source.weights.page["fingerprints"].items())
+        else:
+            stats = {path: path.stat() for path in sorted(self.folder.rglob("*")) if path.is_file()}
+            facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def parameters(self, placed: Placed) -> Tree:
+        """The weights on a mesh, as `placed` keeps them: our own by each device's part, others parameter by parameter.
+
+        Raises:
+          UserError: they are damaged, can't be read, or are of another model.
+        """
+        target, orders = placed.restore_target, placed.layer_orders
+        if isinstance(self.source, MtjaxSource):
+            check_same_weights(self.source.weights, target, placed.config, orders)
+            return restore_weights(self.source.weights, target, orders)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(target)
+        rows, done = padded_vocab_size(placed.config.model), 0
+        arrays = []
+        with ProgressLine("reading weights", sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)) as progress:
+            for path, leaf in leaves:
+                name = dotted(path)
+                array = _stacked(self.source, name, rows, order_of(name, orders)).astype(leaf.dtype)
+                arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__))
+                done += array.nbytes
+                progress.update(done, done)
+        return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> np.ndarray:
+    """A parameter with its layers in their order and its vocabulary padded."""
+    parameter = source.parameters[name]
+    layers = [with_vocab(np.asarray(array), parameter, rows) for array in source.slices(parameter)]
+    if parameter.num_layers is None:
+        return layers[0]
+    if order is not None:
+        layers = [np.zeros_like(layers[0]) if number == PADDING else layers[number] for number in order.flat]
+    return np.stack(layers)

@@ -1,0 +1,24 @@
+"""`python -m mtjax.evaluate`, also `mtjax evaluate`."""
+
+import sys
+from collections.abc import Sequence
+
+from mtjax.cli import read, run_main
+from mtjax.evaluate.options import DESCRIPTION, Options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+
+    def body() -> int:
+        options = read(Options, argv, "mtjax evaluate", DESCRIPTION)
+        from mtjax.evaluate.run import evaluate  # imports jax, for seconds: not before the options are right
+
+        evaluate(options)
+        return 0
+
+    return run_main(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Scores that are kept while an evaluation runs, so that the same command goes on where it was ended."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from mtjax.errors import UserError, first_line
+
+Answers = dict[int, tuple[float, bool]]
+"""By a row's number: the log-probability of what counts, and whether it is the model's own choice."""
+
+
+class Kept:
+    """Answers, kept beside the results' file, a line for each batch; use as a context manager.
+
+    Attributes:
+      answers: what an earlier start has left, and what was added.
+
+    Args:
+      path: of the results; None keeps them in memory only.
+      identity: of the questions and the model. Answers to others are dropped.
+      writes: whether this process writes the file; it is read by all.
+    """
+
+    def __init__(self, path: Path | None, identity: str, *, writes: bool = True) -> None:
+        self.path = None if path is None else path.with_name(f".{path.name}.partial")
+        self.answers: Answers = {}
+        self._identity, self._file = identity, None
+        if self.path is not None:
+            with _writable(self.path):
+                self.answers = self._read(self.path)
+        self._writes = writes and self.path is not None
+
+    def __enter__(self) -> "Kept":
+        if self._writes:
+            assert self.path is not None
+            before, self.answers = self.answers, {}
+            with _writable(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("w")
+                self._file.write(f"{self._identity}\n")
+            self.add(before)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, new: Answers) -> None:
+        """Keeps the answers of a batch.
+
+        Raises:
+          UserError: the disk refuses.
+        """
+        self.answers |= new
+        if self._file is not None and new:
+            assert self.path is not None
+            with _writable(self.path):
+                self._file.write(json.dumps([[number, *answer] for number, answer in new.items()]) + "\n")
+                self._file.flush()
+
+    def forget(self) -> None:
+        """Removes the file: the results are written."""
+        if self._writes and self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> Answers:
+        """What is there of this identity; a last line that was cut off is left out."""
+        lines = path.read_text().splitlines() if path.is_file() else []
+        answers: Answers = {}
+        if lines and lines[0] == self._identity:
+            for line in lines[1:]:
+                try:
+                    rows = json.loads(line)
+                except ValueError:
+                    break
+                answers |= {number: (log_probability, best) for number, log_probability, best in rows}
+        return answers
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"{path} can't be used: {e.strerror or first_line(e)}") from e

@@ -1,0 +1,65 @@
+"""Perplexity and bits per byte of any text: a file, JSON lines, or a tokenized corpus (`.bin` and `.idx`).
+
+Each document begins after the token that ends documents, as in training, so that all of its tokens count.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mtjax.data import Tokenizer
+from mtjax.data.corpus.indexed import IndexedDataset, check_ids, is_indexed, prefix_of
+from mtjax.data.corpus.reader import is_json
+from mtjax.errors import UserError
+from mtjax.evaluate.rows import Scores, rows_of_text
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task
+from mtjax.evaluate.tasks.text_file import json_lines, read_text
+
+
+def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
+    """The documents of a file: plain text is one, JSON lines with `text` and corpora have several.
+
+    Raises:
+      UserError: it can't be read, or holds no text.
+    """
+    rows, tokens, size, documents = [], 0, 0, 0
+    for ids, length in _documents(path, tokenizer):
+        whole = np.asarray([tokenizer.eod, *ids], np.int32)
+        rows += rows_of_text(whole, settings.length, settings.overlap)
+        tokens, size, documents = tokens + len(ids), size + length, documents + 1
+    if not tokens:
+        raise UserError(f"{path} holds no text")
+
+    def results(scores: Scores) -> Results:
+        loss = -float(scores.log_probability.sum())
+        return {
+            "perplexity": math.exp(min(loss / tokens, 700)),
+            "bits_per_byte": loss / math.log(2) / size,
+            "loss": loss / tokens,
+            "tokens": tokens,
+            "bytes": size,
+            "documents": documents,
+        }
+
+    return Task(rows, results)
+
+
+def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
+    """Ids of each document, without the token that ends it, and the bytes of its text."""
+    prefix = prefix_of(str(path))
+    if is_indexed(prefix):
+        dataset = IndexedDataset(prefix)
+        for first, last in zip(dataset.documents[:-1], dataset.documents[1:], strict=True):
+            ids = [int(i) for number in range(first, last) for i in dataset[number]]
+            ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
+            check_ids(np.asarray(ids, np.int64), tokenizer.vocab_size, Path(prefix))
+            yield ids, len(tokenizer.decode(ids).encode())
+        return
+    texts = (text for _, text in json_lines(path, "text")) if is_json(str(path)) else iter([read_text(path)])
+    for text in texts:
+        yield tokenizer.encode(text), len(text.encode())
+
+
+PERPLEXITY = Kind("perplexity", "perplexity", False, open_text)

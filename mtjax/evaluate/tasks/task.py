@@ -1,0 +1,43 @@
+"""What every task is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtjax.data import Tokenizer
+from mtjax.evaluate.rows import Row, Scores
+
+Results = Mapping[str, float | int]
+"""By name, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows are cut."""
+
+    length: int
+    """Tokens that the model reads at once."""
+    overlap: int
+    """Tokens that each window but the first counts."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The rows of a data file, and what scores of them come to."""
+
+    rows: Sequence[Row]
+    results: Callable[[Scores], Results]
+    note: str = ""
+    """What the user should know of the data."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task by its name."""
+
+    name: str
+    main: str
+    """The result that a run is judged by."""
+    higher_is_better: bool
+    open: Callable[[Path, Tokenizer, Settings], Task]
+    """Reads a data file; raises `UserError` where it is another task's."""

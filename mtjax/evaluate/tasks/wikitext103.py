@@ -1,0 +1,91 @@
+"""WikiText-103's perplexity of words, from the losses of tokens (section 5.3 and appendix E of the paper).
+
+The dataset is cut into words and its punctuation set apart. A tokenizer of plain text reads it as it was before, so the
+text is put together again; the sum of the losses is then divided by the words of the original.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from mtjax.data import Tokenizer
+from mtjax.errors import UserError
+from mtjax.evaluate.rows import Scores, rows_of_text, windows
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task
+from mtjax.evaluate.tasks.text_file import read_text
+
+SPACED = {
+    "s '": "s'",
+    " @-@ ": "-",
+    " @,@ ": ",",
+    " @.@ ": ".",
+    " : ": ": ",
+    " ; ": "; ",
+    " . ": ". ",
+    " ! ": "! ",
+    " ? ": "? ",
+    " , ": ", ",
+}
+"""What stands apart in the dataset, and as it was written; in the order of Megatron's detokenizer."""
+ENCLOSED = ("()", "[]", "{}", '""', "''")
+"""Brackets and quotes, with spaces inside."""
+THE_REST = {
+    "= = = =": "====",
+    "= = =": "===",
+    "= =": "==",
+    " \N{DEGREE SIGN} ": "\N{DEGREE SIGN}",
+    " \n": "\n",
+    "\n ": "\n",
+    " N ": " 1 ",
+    " 's": "'s",
+}
+
+
+def detokenized(text: str) -> str:
+    """The dataset's text as it was before it was cut into words: Megatron's rules, one after the other."""
+    for apart, together in SPACED.items():
+        text = text.replace(apart, together)
+    for opening, closing in ENCLOSED:
+        inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
+        text = re.sub(inside, rf"{opening}\1{closing}", text)
+    for apart, together in THE_REST.items():
+        text = text.replace(apart, together)
+    return text
+
+
+def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
+    """The dataset's file of validation or test tokens.
+
+    Raises:
+      UserError: it can't be read, or has no two tokens.
+    """
+    raw = read_text(path)
+    words = len(raw.strip().split(" "))
+    ids = np.asarray(tokenizer.encode(detokenized(raw)), np.int32)
+    if len(ids) < 2 or words < 2:
+        raise UserError(f"{path} has {len(ids)} tokens, and a perplexity needs 2: name WikiText-103's wiki.test.tokens")
+    rows = rows_of_text(ids, settings.length, settings.overlap)
+    in_megatron = sum(1 for _ in windows(len(ids), settings.length, settings.overlap))
+
+    def results(scores: Scores) -> Results:
+        loss = -float(scores.log_probability.sum())
+        return {
+            "perplexity": _exp(loss / (words - 1)),
+            "token_perplexity": _exp(loss / (len(ids) - 1)),
+            "loss": loss / (len(ids) - 1),
+            "words (O)": words,
+            "tokens (T)": len(ids),
+            "windows": in_megatron,
+        }
+
+    note = "" if " @-@ " in raw or " @,@ " in raw else f"{path} has no ' @-@ ' or ' @,@ ': is it WikiText's own text?"
+    return Task(rows, results, note)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+WIKITEXT103 = Kind("wikitext103", "perplexity", False, open_wikitext)
