@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,15 @@ from mtjax.evaluate.tasks.registry import KINDS
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
+from mtjax.theory.plans import Plan
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import exchange, this_process
 from mtjax.train.processes.peers import Peers
+
+VOCAB_MULTIPLE = 128
+"""Rows of the vocabulary's table are a multiple of this, and of the ways that split it."""
 
 
 def evaluate(options: Options) -> Results:
@@ -41,7 +47,8 @@ def evaluate(options: Options) -> Results:
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the evaluation again: what is done is kept beside --out"
         mesh = attach_devices(shape, peers.count)
-        saved = SavedModel.open(options.source, Hints(config=options.config))
+        rows = math.lcm(VOCAB_MULTIPLE, shape.ways(TENSOR.rules.vocab))
+        saved = SavedModel.open(options.source, Hints(rows, config=options.config))
         config = config_of(options, saved.config, parallel)
         placed = Placed(config, mesh)
         length = length_of(options, config)
@@ -120,15 +127,16 @@ def config_of(options: Options, saved: Config, parallel: Parallel) -> Config:
     Raises:
       UserError: there are fewer rows than stages.
     """
-    shape, rows = parse_mesh(parallel.mesh), options.rows
-    if rows < shape.stage:
-        raise UserError(f"--rows {rows} is below the {shape.stage} stages, which work on different rows: take more")
-    largest = rows // (2 * shape.stage) if shape.stage > 1 else rows  # two turns a stage, or more
+    plan, rows = Plan.of(saved, parse_mesh(parallel.mesh)), options.rows
+    stages = plan.stages
+    if rows < stages:
+        raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
+    largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
     return replace(
         dataclasses.replace(saved, parallel=parallel),
         attention=options.attention,
         compute_dtype=options.compute_dtype,
-        global_batch_size=rows * shape.data,
+        global_batch_size=rows * plan.data_ways,
         microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
         rampup_batch_size=None,
         hidden_dropout=0.0,

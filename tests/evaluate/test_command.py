@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ TEXT = "the cat and the dog went on to the end of the road and there they rested
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """`hf` and `ours`, which it was converted to, and a text."""
+    jax.devices()  # all eight, before a command asks for as many as its mesh needs
     pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder = tmp_path_factory.mktemp("evaluate")
     hf = write_folder(folder / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
