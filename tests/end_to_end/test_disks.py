@@ -161,7 +161,6 @@ def test_lines_that_never_found_room_are_an_error(disk: Disk) -> None:
         lines.close()
 
 
-@LEFT_OPEN
 def test_events_end_on_a_full_disk(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     events = Events(disk("4k"), 1)
     for step in range(1000):

@@ -3,16 +3,29 @@
 import contextlib
 import logging
 import os
+import socket
 import sys
+import time
+from io import FileIO
 from pathlib import Path
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.summary import scalar
-
 from mtjax.errors import UserError, first_line
+from mtjax.train.folder.events import FIRST, START, record, scalar
 
 log = logging.getLogger(__name__)
+
+
+def _append(file: FileIO, content: bytes) -> None:
+    """Writes all of it, or nothing."""
+    size = file.seek(0, os.SEEK_END)
+    written = 0
+    try:
+        while written < len(content):
+            written += file.write(content[written:])
+    except OSError:
+        if written:
+            file.truncate(size)
+        raise
 
 
 class Lines:
@@ -20,7 +33,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = FileIO(path, "ab")
         self._waiting: list[bytes] = []
         self._told = False
 
@@ -29,7 +42,7 @@ class Lines:
         self._waiting.append(line.encode())
         try:
             while self._waiting:
-                self._append(self._waiting[0])
+                _append(self._file, self._waiting[0])
                 self._waiting.pop(0)
         except OSError as e:
             if not self._told:
@@ -38,17 +51,6 @@ class Lines:
             self._why = first_line(e)
         else:
             self._told = False
-
-    def _append(self, line: bytes) -> None:
-        size = self._file.seek(0, os.SEEK_END)
-        written = 0
-        try:
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            if written:
-                self._file.truncate(size)
-            raise
 
     def close(self) -> None:
         """Ends it.
@@ -65,7 +67,7 @@ class Lines:
 
 
 class Events:
-    """Scalars as TensorBoard events, written at once: a thread that meets a full disk would die, and its queue fill up.
+    """Scalars as TensorBoard events, written at once.
 
     They are the same numbers as the lines', so when a disk fails, they end.
 
@@ -77,26 +79,28 @@ class Events:
     def __init__(self, folder: Path, from_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._writer: EventsWriter | None = EventsWriter(str(folder / "events"))
-        self._write(Event(step=from_step, session_log=SessionLog(status=SessionLog.START)))
+        self._file: FileIO | None = FileIO(
+            folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}", "ab"
+        )
+        self._write(0, FIRST)
+        self._write(from_step, START)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Adds a number."""
-        self._write(Event(step=step, summary=scalar(name, value)))
+        self._write(step, scalar(name, value))
 
-    def _write(self, event: Event) -> None:
-        if self._writer is None:
+    def _write(self, step: int, content: bytes) -> None:
+        if self._file is None:
             return
         try:
-            self._writer.write_event(event)
-            self._writer.flush()
+            _append(self._file, record(time.time(), step, content))
         except OSError as e:
             log.warning("TensorBoard events in %s end here: %s", self._folder, first_line(e))
             self.close()
 
     def close(self) -> None:
         """Ends the file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):  # what it still holds
-                writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
