@@ -9,10 +9,7 @@ from mtjax.config import Data
 from mtjax.data.cache import Cache
 from mtjax.data.progress import ProgressLine, say
 from mtjax.errors import UserError
-from mtjax.storage import attempt, filesystem, url_of
-
-BLOCK = 8 << 20
-"""Bytes of one request."""
+from mtjax.storage import attempt, blocks_of, filesystem, url_of
 
 
 def with_local_copies(data: Data, cache: Cache) -> Data:
@@ -66,12 +63,9 @@ def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:
         with ProgressLine(f"copying {Path(paths[0]).name}", total) as progress:
             for path, info in zip(paths, infos, strict=True):
                 with (folder / Path(path).name).open("wb") as file:
-                    for begin in range(0, info["size"], BLOCK):
-                        end = min(begin + BLOCK, info["size"])
-                        file.write(
-                            attempt(f"reading {path}", lambda p=path, b=begin, e=end: fs.cat_file(p, start=b, end=e))
-                        )
-                        done += end - begin
+                    for block in blocks_of(path, info["size"]):
+                        file.write(block)
+                        done += len(block)
                         progress.update(done, done)
 
     return cache.folder("remote", {"files": marks}, build)

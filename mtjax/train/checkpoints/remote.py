@@ -4,7 +4,6 @@ A store has no rename, so a checkpoint is one as soon as its page of metadata is
 first process, once all have said that their parts are. `state/` holds zarr arrays.
 """
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -137,10 +136,8 @@ class RemoteCheckpoints(Checkpoints):
         """Nothing is left of a save that failed: it has no page."""
 
     def newest_on_disk(self) -> Path | None:
-        """The newest checkpoint, if the store can be read."""
-        with contextlib.suppress(UserError):
-            return next((self.folder / str(step) for step in self._complete()), None)
-        return None
+        """The newest checkpoint; the store, which may be out of reach, is not asked."""
+        return self.folder / str(self._latest) if self._latest else None
 
     close = wait
 

@@ -85,7 +85,8 @@ class Saves:
 
     def _give_up(self, step: int, error: Exception, *, last: bool) -> None:
         reason = next((words for words in _REASONS if words in str(error)), None)
-        why = f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
+        said = str(error) if isinstance(error, UserError) else first_line(error)
+        why = f"{shown(self._checkpoints.folder)}: {reason}" if reason else said
         self._checkpoints.reopen()
         # Other processes may have finished their part, and wait for this one's: only all together could go on.
         self._count(step, why, last=last or num_processes() > 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.errors import LOST, UserError, first_line
-from mtjax.storage import attempt, filesystem, names_in, read_bytes, write_bytes
+from mtjax.storage import attempt, blocks_of, files_below, filesystem, names_in, read_bytes, write_bytes
 
 LOCK = ".lock"
 LEASE = 90.0
@@ -59,11 +59,12 @@ class RemoteFolder:
             say(f"note    took {self.url} over from {holder}, which ended without giving it back")
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
-        fs = filesystem(self.url)
         for name in names_in(self.url):
-            if name not in LEFT_OUT:
-                source, target = f"{self.url}/{name}", f"{self.work / name}"
-                attempt(f"reading {source}", lambda s=source, t=target: fs.get(s, t, recursive=True))
+            for source, size in files_below(f"{self.url}/{name}").items() if name not in LEFT_OUT else ():
+                target = self.work / source.removeprefix(f"{self.url}/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    file.writelines(blocks_of(source, size))
         self._uploaded = {path: _mark(path) for path in self._files()}
         self._thread.start()
 
@@ -114,6 +115,8 @@ class RemoteFolder:
                 return taken_from
             except FileExistsError:
                 owner = self._owner()
+            if owner.get("token") == self._token:  # it was written, and the answer was lost
+                return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise UserError(
