@@ -128,7 +128,10 @@ def is_file(path: str | Path) -> bool:
     if url is None:
         return Path(path).is_file()
     fs = filesystem(url)
-    return attempt(f"reading {url}", lambda: fs.isfile(url))
+    try:  # fsspec's own `isfile` takes whatever is raised for a no
+        return attempt(f"reading {url}", lambda: fs.info(url))["type"] == "file"
+    except FileNotFoundError:
+        return False
 
 
 def write_bytes(url: str, content: bytes) -> None:

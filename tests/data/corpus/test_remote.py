@@ -10,7 +10,7 @@ from mtjax.config import Config, Data, replace, validate
 from mtjax.data.cache import Cache
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.errors import UserError
-from mtjax.storage import attempt, filesystem, url_of, write_bytes
+from mtjax.storage import attempt, filesystem, is_file, url_of, write_bytes
 from tests.end_to_end.runs import free_port
 from tests.object_store import ENDPOINT, KEYS, Store, store_on
 
@@ -119,5 +119,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_one_sentence(
         monkeypatch.setenv(name, value)
     type(filesystem("s3://bucket")).clear_instance_cache()
     monkeypatch.setattr(storage, "PAUSES", (0.0,))
-    with pytest.raises(UserError, match=r"^reading s3://bucket/x failed for 0 s: .*; is the store reachable\?$"):
+    with pytest.raises(UserError, match=r"^reading s3://bucket/x failed for \d s: .*; is the store reachable\?$"):
+        is_file("s3://bucket/x")  # not a no: what is not there may be removed, or begun anew
+    with pytest.raises(UserError, match=r"^reading s3://bucket/x.idx failed for \d s: .*; is the store reachable\?$"):
         with_local_copies(Data(data="s3://bucket/x"), Cache(tmp_path))
