@@ -1,12 +1,28 @@
 """A user's mistake, in one sentence: raised where the input enters, printed by the command line (exit code 2)."""
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
 LOST = 75
 """Exit code of a run that ended for what happened around it, and that can be resumed (EX_TEMPFAIL of sysexits.h)."""
+
+_DISK = tuple(
+    os.strerror(code)
+    for code in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ESTALE,
+        errno.EIO,
+    )
+)
 
 
 class UserError(Exception):
@@ -48,3 +64,15 @@ def first_line(error: BaseException, length: int = 200) -> str:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
     return text.splitlines()[0][:length] if text else repr(error)
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """Why a disk refused, in the system's words; None where an error says nothing of one.
+
+    TensorStore and tokenizers have errors of their own, with these words inside. Of an array that a full disk has not
+    taken whole, numpy says how much was "requested and" how much written.
+    """
+    words = next((words for words in _DISK if words in str(error)), None)
+    if words or not isinstance(error, OSError):
+        return words
+    return os.strerror(errno.ENOSPC) if "requested and" in str(error) else error.strerror or first_line(error)

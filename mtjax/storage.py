@@ -1,14 +1,14 @@
 """Object stores: what `s3://bucket/name` and `gs://bucket/name` mean, through fsspec, with retries and errors in words.
 
 Endpoints and keys come from where the stores' own tools look for them: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and
-their like, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles.
+their like, `STORAGE_EMULATOR_HOST`, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles.
 """
 
 import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,22 @@ from mtjax.errors import UserError, first_line, require
 
 LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
 """By scheme: the library that speaks to it, and the extra that installs that."""
-PAUSES = (1.0, 2.0, 4.0)
-"""Seconds between attempts to reach a store; after the last one the run ends with a sentence."""
+PATIENCE = 30.0
+"""Seconds after which no more attempts to reach a store begin: it is said that it can't be reached."""
+PAUSES = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between attempts."""
+SILENCE = 10
+"""Seconds without a connection, or a byte, after which a request counts as lost; a block may take twice that."""
+RETRIES = 5
+"""What TensorStore tries itself within an attempt, 23 seconds in all; its own 32 would take a quarter of an hour."""
+TENSORSTORE = {
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(SILENCE),
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(SILENCE),
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+}
+"""Where it looks for the same."""
+BLOCK = 8 << 20
+"""Bytes of one request of a file that is copied."""
 
 T = TypeVar("T")
 
@@ -43,13 +57,17 @@ def filesystem(url: str) -> Any:
       UserError: its library is not installed; says which extra installs it.
     """
     scheme = url.partition(":")[0]
-    options: dict[str, Any] = {"use_listings_cache": False}
+    library, extra = LIBRARIES[scheme]
+    require(library, extra)
     if scheme == "s3":
-        options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
-    else:
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs, with stacks, it raises in the end
-    require(*LIBRARIES[scheme])
-    return require("fsspec", LIBRARIES[scheme][1]).filesystem(scheme, **options)
+        config = {"connect_timeout": SILENCE, "read_timeout": 2 * SILENCE, "retries": {"max_attempts": 0}}
+        fs = require("fsspec", extra).filesystem("s3", use_listings_cache=False, config_kwargs=config)
+        fs.retries = 2
+        return fs
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs, with stacks, it raises in the end
+    timeout = require("aiohttp", extra).ClientTimeout(total=2 * SILENCE, sock_connect=SILENCE)
+    # The one that fsspec has registered asks another service, before each request, of which kind the bucket is.
+    return require("gcsfs.core", extra).GCSFileSystem(use_listings_cache=False, requests_timeout=timeout)
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:
@@ -61,21 +79,29 @@ def attempt(what: str, action: Callable[[], T]) -> T:
 
     Raises:
       FileNotFoundError, FileExistsError: from the action, at once.
-      UserError: no attempt reached the store, or it refuses.
+      UserError: no attempt within `PATIENCE` reached the store, or it refuses.
     """
+    begun = time.monotonic()
     for pause in (*PAUSES, None):
         try:
             return action()
         except (FileNotFoundError, FileExistsError, UserError):
             raise
-        except PermissionError as e:
-            raise UserError(f"{what}: the store refuses it: {first_line(e)}") from e
         except Exception as e:  # each store's library has errors of its own for a lost connection
-            if pause is None:
-                tries = len(PAUSES) + 1
-                raise UserError(f"{what} failed {tries} times: {first_line(e)}; is the store reachable?") from e
+            if _refuses(e):
+                raise UserError(f"{what}: the store refuses it: {first_line(e)}") from e
+            waited = time.monotonic() - begun
+            if pause is None or waited + pause > PATIENCE:
+                why = first_line(e) if str(e) else "no answer"
+                raise UserError(f"{what} failed for {waited:.0f} s: {why}; is the store reachable?") from e
             time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether a store answers that one may not, in the words of s3fs, gcsfs or TensorStore."""
+    said = str(error).startswith(("Forbidden", "PERMISSION_DENIED", "UNAUTHENTICATED"))
+    return said or isinstance(error, PermissionError) or str(getattr(error, "code", "")) in ("401", "403")
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -102,7 +128,10 @@ def is_file(path: str | Path) -> bool:
     if url is None:
         return Path(path).is_file()
     fs = filesystem(url)
-    return attempt(f"reading {url}", lambda: fs.isfile(url))
+    try:  # fsspec's own `isfile` takes whatever is raised for a no
+        return attempt(f"reading {url}", lambda: fs.info(url))["type"] == "file"
+    except FileNotFoundError:
+        return False
 
 
 def write_bytes(url: str, content: bytes) -> None:
@@ -112,7 +141,31 @@ def write_bytes(url: str, content: bytes) -> None:
       UserError: the store can't be reached, or refuses.
     """
     fs = filesystem(url)
-    attempt(f"writing {url}", lambda: fs.pipe_file(url, content))
+    attempt(f"writing {url}", lambda: fs.pipe_file(url, content, chunksize=BLOCK))
+
+
+def blocks_of(url: str, size: int) -> Iterator[bytes]:
+    """What an object of some bytes holds, block by block.
+
+    Raises:
+      UserError: the store can't be reached, or refuses.
+    """
+    fs = filesystem(url)
+    for begin in range(0, size, BLOCK):
+        end = min(begin + BLOCK, size)
+        yield attempt(f"reading {url}", lambda b=begin, e=end: fs.cat_file(url, start=b, end=e))
+
+
+def files_below(url: str) -> dict[str, int]:
+    """The objects at or below an address, each with its bytes.
+
+    Raises:
+      UserError: the store can't be reached, or refuses.
+    """
+    fs = filesystem(url)
+    infos = attempt(f"listing {url}", lambda: fs.find(url, detail=True))
+    scheme = url.partition(":")[0]
+    return {f"{scheme}://{path}": info["size"] for path, info in infos.items() if info["type"] == "file"}
 
 
 def names_in(url: str) -> list[str]:
@@ -162,11 +215,17 @@ def key_value_store(path: str | Path) -> dict[str, Any]:
         return {"driver": "file", "path": f"{Path(path).resolve()}/"}
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.partition("/")
+    retries = {"max_retries": RETRIES, "initial_delay": "1s", "max_delay": "8s"}
+    for variable, value in TENSORSTORE.items():
+        os.environ.setdefault(variable, value)
     if scheme == "gs":
-        return {"driver": "gcs", "bucket": bucket, "path": f"{name}/"}
+        if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+            os.environ["TENSORSTORE_GCS_HTTP_URL"] = emulator if "://" in emulator else f"http://{emulator}"
+        return {"driver": "gcs", "bucket": bucket, "path": f"{name}/", "gcs_request_retries": retries}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     # Named where they are: TensorStore looks everywhere else first, and complains about each place on stderr.
     keys = {"type": "environment"} if "AWS_ACCESS_KEY_ID" in os.environ else None
     optional = {"endpoint": endpoint, "aws_region": region if endpoint else None, "aws_credentials": keys}
-    return {"driver": "s3", "bucket": bucket, "path": f"{name}/"} | {k: v for k, v in optional.items() if v}
+    spec = {"driver": "s3", "bucket": bucket, "path": f"{name}/", "s3_request_retries": retries}
+    return spec | {k: v for k, v in optional.items() if v}

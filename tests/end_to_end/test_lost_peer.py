@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.errors import LOST
-from tests.end_to_end.runs import Launcher, ended, finish, free_port, wait_for_checkpoint
+from tests.end_to_end.runs import Launcher, ended, finish, free_port, wait_for_checkpoint, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -143,3 +144,39 @@ def test_who_does_not_come_to_a_meeting_is_named(tmp_path: Path) -> None:
         finished = [finish(process, tmp_path) for process in started]
     assert finished[1].code == 2
     assert "error: at the meeting 'the tea' process 0 did not come within 2 s: " in the_error(finished[1].stderr)
+
+
+@pytest.mark.parametrize("victim", [0, 1])  # the first process makes a checkpoint of what all have written
+def test_a_save_that_fails_in_one_process_is_counted_in_all(victim: int, launcher: Launcher) -> None:
+    """The system lets a process write no file longer than a kilobyte, for one save, and then for good."""
+    name = f"part-{victim}"
+    out = launcher.folder / name
+    options = ["--steps", "100000", "--checkpoint-every", "5", "--failed-saves", "1", "--peer-timeout", "30"]
+
+    def allow(size: int) -> None:
+        resource.prlimit(started[victim].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def says(words: str) -> bool:
+        return words in (launcher.folder / f"{name}.txt").read_text()
+
+    with (
+        (launcher.folder / f"{name}.txt").open("w") as said,
+        ended(launcher.start_together(name, *options, stdout=said)) as started,
+    ):
+        wait_for_checkpoint(out, 5, started[0])
+        allow(1000)
+        wait_until(lambda: says("could not be saved"), started[0], "the failed save")
+        allow(resource.RLIM_INFINITY)
+        newest = max(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit())
+        wait_for_checkpoint(out, newest + 20, started[0])
+        allow(1000)
+        begun = time.monotonic()
+        finished = [finish(process, out) for process in started]
+        assert time.monotonic() - begun < 30
+    assert [end.code for end in finished] == [2, 2]
+    for end in finished:
+        assert re.search(
+            rf"step \d+ could not be saved: process {victim} \(\S+, pid {started[victim].pid}\): \S+: File too large; "
+            rf"the last good checkpoint is {name}/checkpoints/\d+; ",
+            the_error(end.stderr),
+        )

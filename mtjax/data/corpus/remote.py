@@ -9,10 +9,7 @@ from mtjax.config import Data
 from mtjax.data.cache import Cache
 from mtjax.data.progress import ProgressLine, say
 from mtjax.errors import UserError
-from mtjax.storage import attempt, filesystem, url_of
-
-BLOCK = 8 << 20
-"""Bytes of one request."""
+from mtjax.storage import attempt, blocks_of, filesystem, is_file, url_of
 
 
 def with_local_copies(data: Data, cache: Cache) -> Data:
@@ -39,20 +36,19 @@ def _word(word: str, cache: Cache) -> str:
 def _copies(url: str, cache: Cache) -> list[str]:
     fs = filesystem(url)
     prefix = url.removesuffix(".bin").removesuffix(".idx")
-    if attempt(f"reading {url}", lambda: fs.exists(f"{prefix}.idx") and fs.exists(f"{prefix}.bin")):
+    if is_file(f"{prefix}.idx") and is_file(f"{prefix}.bin"):
         meta = f"{prefix}.meta.json"
-        rest = [meta] if attempt(f"reading {meta}", lambda: fs.exists(meta)) else []
+        rest = [meta] if is_file(meta) else []
         folder = _copy(fs, [f"{prefix}.idx", f"{prefix}.bin", *rest], cache)
         return [str(folder / Path(prefix).name)]
-    found = attempt(f"reading {url}", lambda: fs.glob(url) if any(c in url for c in "*?[") else _file(fs, url))
+    if any(c in url for c in "*?["):
+        found = attempt(f"listing {url}", lambda: fs.glob(url))
+    else:
+        found = [url] if is_file(url) else []
     if not found:
         raise UserError(f"{url} does not exist, neither as a file nor as a prefix of .bin and .idx")
     urls = [fs.unstrip_protocol(path) for path in sorted(found)]
     return [str(_copy(fs, [path], cache) / Path(path).name) for path in urls]
-
-
-def _file(fs: Any, url: str) -> list[str]:
-    return [url] if fs.isfile(url) else []
 
 
 def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:
@@ -66,12 +62,9 @@ def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:
         with ProgressLine(f"copying {Path(paths[0]).name}", total) as progress:
             for path, info in zip(paths, infos, strict=True):
                 with (folder / Path(path).name).open("wb") as file:
-                    for begin in range(0, info["size"], BLOCK):
-                        end = min(begin + BLOCK, info["size"])
-                        file.write(
-                            attempt(f"reading {path}", lambda p=path, b=begin, e=end: fs.cat_file(p, start=b, end=e))
-                        )
-                        done += end - begin
+                    for block in blocks_of(path, info["size"]):
+                        file.write(block)
+                        done += len(block)
                         progress.update(done, done)
 
     return cache.folder("remote", {"files": marks}, build)

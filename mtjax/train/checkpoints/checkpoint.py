@@ -32,6 +32,7 @@ from mtjax.sharding.records import dotted
 from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoints.arrays import array_handler, read_reordered
+from mtjax.train.checkpoints.barriers import SaveBarriers
 from mtjax.train.checkpoints.damage import Damaged, read_page, together, with_checksum
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
@@ -72,14 +73,13 @@ class Checkpoints:
           UserError: it can't be made or read.
         """
         self.folder = folder
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last,
-            keep_period=keep_every,
-            async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT),
-        )
         self._open_manager = lambda: ocp.CheckpointManager(
             folder.resolve(),
-            options=options,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep_last,
+                keep_period=keep_every,
+                async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=SaveBarriers()),
+            ),
             item_handlers={"state": array_handler(), "page": _PageHandler()},
         )
         try:
@@ -97,6 +97,8 @@ class Checkpoints:
         """
         step = int(state.step)
         page = page_of(step, config, consumed_samples)
+        if self._is_lost:
+            self._manager, self._is_lost = self._open_manager(), False
         prints: Future[Callable[[], dict[str, int]]] = Future()
 
         def whole() -> dict[str, Any]:
@@ -153,13 +155,10 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def reopen(self) -> None:
-        """Begins anew after a save that failed: a manager raises its error for ever."""
-        self._is_lost = True  # until there is a new one
+        """Begins anew, at the next save, after one that failed: a manager raises its error for ever."""
+        self._is_lost = True
         with contextlib.suppress(OSError):
             self._remove_leftovers()
-            if self.folder.is_dir() and jax.process_count() == 1:
-                self._manager = self._open_manager()
-                self._is_lost = False
 
     def _remove_leftovers(self) -> None:
         """Removes what saves that failed or were killed have left; threads of a failed one may still write there."""

@@ -4,7 +4,6 @@ A store has no rename, so a checkpoint is one as soon as its page of metadata is
 first process, once all have said that their parts are. `state/` holds zarr arrays.
 """
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from mtjax.errors import UserError, first_line
 from mtjax.storage import attempt, is_file, names_in, remove, rename, shown, write_bytes
 from mtjax.theory.stages import layer_orders
 from mtjax.train.checkpoints.arrays import read_reordered
+from mtjax.train.checkpoints.barriers import PeerFailed
 from mtjax.train.checkpoints.checkpoint import (
     SET_ASIDE,
     TIMEOUT,
@@ -54,6 +54,7 @@ class RemoteCheckpoints(Checkpoints):
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         self._latest: int | None = None
+        self._before: int | None = None
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns.
@@ -62,7 +63,7 @@ class RemoteCheckpoints(Checkpoints):
           UserError: the save before failed.
         """
         self._finish()
-        step = int(state.step)
+        step, self._before = int(state.step), self._latest
         pieces = copy_pieces(present(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
         page = page_of(step, config, consumed_samples)
@@ -98,7 +99,7 @@ class RemoteCheckpoints(Checkpoints):
         if jax.process_index() == 0 and num_processes() > 1:
             words = [service().blocking_key_value_get(f"{key}/{i}", TIMEOUT * 1000) for i in range(num_processes())]
             if failed := [word for word in words if word != DONE]:
-                raise UserError(failed[0])
+                raise PeerFailed(failed[0])
 
     def _forget(self) -> None:
         """Removes all but the last ones and every `keep_every`-th, the pages first."""
@@ -118,6 +119,8 @@ class RemoteCheckpoints(Checkpoints):
             self._writer.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            if isinstance(failure, PeerFailed):
+                raise failure
             said = str(failure) if isinstance(failure, UserError) else first_line(failure)
             raise UserError(f"a checkpoint was not saved in {shown(self.folder)}: {said}") from failure
 
@@ -134,13 +137,12 @@ class RemoteCheckpoints(Checkpoints):
         self._finish()
 
     def reopen(self) -> None:
-        """Nothing is left of a save that failed: it has no page."""
+        """Forgets a save that failed; without a page it is no checkpoint."""
+        self._latest = self._before
 
     def newest_on_disk(self) -> Path | None:
-        """The newest checkpoint, if the store can be read."""
-        with contextlib.suppress(UserError):
-            return next((self.folder / str(step) for step in self._complete()), None)
-        return None
+        """The newest checkpoint; the store, which may be out of reach, is not asked."""
+        return self.folder / str(self._latest) if self._latest else None
 
     close = wait
 

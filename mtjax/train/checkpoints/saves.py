@@ -4,7 +4,6 @@ Before Orbax begins, each process looks whether its part can be written, and all
 that comes up where the save is waited for: in another thread's exception, which Orbax raises then.
 """
 
-import errno
 import logging
 import os
 import shutil
@@ -14,16 +13,12 @@ from pathlib import Path
 import jax
 
 from mtjax.config import Config
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
+from mtjax.train.checkpoints.barriers import PeerFailed
 from mtjax.train.checkpoints.checkpoint import Checkpoints, present
-from mtjax.train.processes.exchange import exchange, num_processes, this_process
+from mtjax.train.processes.exchange import exchange, num_processes, this_process, whereabouts
 from mtjax.train.step import State
-
-_REASONS = [
-    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO)
-]
-"""What the system says of a disk, in TensorStore's errors, which name each array and file."""
 
 
 class Saves:
@@ -53,7 +48,7 @@ class Saves:
         """
         step = int(state.step)
         self.finish()
-        if why := _agreed(obstacle(self._checkpoints.folder, state)):
+        if why := _agreed("the room for a checkpoint", obstacle(self._checkpoints.folder, state)):
             self._count(step, why, last=last)
             return
         try:
@@ -61,7 +56,9 @@ class Saves:
         except UserError:
             raise
         except Exception as e:
-            self._give_up(step, e, last=last)
+            self._checkpoints.reopen()
+            # Other processes may have begun, and wait for this one: only all together could go on.
+            self._count(step, self._reason(e), last=last or num_processes() > 1)
             return
         self._under_way = step
         if last:
@@ -76,19 +73,24 @@ class Saves:
         step, self._under_way = self._under_way, 0
         if not step:
             return
+        why = None
         try:
             self._checkpoints.wait()
+        except PeerFailed:
+            pass  # that process says why
         except Exception as e:
-            self._give_up(step, e, last=last)
+            why = self._reason(e)
+        if why := _agreed("the end of a save", why):
+            self._checkpoints.reopen()
+            self._count(step, why, last=last)
         else:
             self._failed = 0
 
-    def _give_up(self, step: int, error: Exception, *, last: bool) -> None:
-        reason = next((words for words in _REASONS if words in str(error)), None)
-        why = f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
-        self._checkpoints.reopen()
-        # Other processes may have finished their part, and wait for this one's: only all together could go on.
-        self._count(step, why, last=last or num_processes() > 1)
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, UserError):
+            return str(error)
+        reason = disk_reason(error)
+        return f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
 
     def _count(self, step: int, why: str, *, last: bool) -> None:
         self._failed += 1
@@ -135,6 +137,8 @@ def obstacle(folder: Path, state: State) -> str | None:
     return None
 
 
-def _agreed(why: str | None) -> str | None:
-    """The first process' obstacle that has one, in all processes."""
-    return next((word for word in exchange("the room for a checkpoint", why or "") if word), None)
+def _agreed(name: str, why: str | None) -> str | None:
+    """What the first process says that has something to say, in all processes; with several, it is named."""
+    if why and num_processes() > 1:
+        why = f"process {this_process()} ({whereabouts()}): {why}"
+    return next((word for word in exchange(name, why or "") if word), None)

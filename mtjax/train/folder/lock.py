@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
@@ -48,7 +49,7 @@ def lock_folder(
     except OSError as e:
         raise UserError(f"--out {folder} can't be used: {first_line(e)}") from e
     if holder is not None:
-        say(f"note    took {folder} over from {holder}, which ended without giving it back")
+        say(taken_over(folder, holder))
     return lock
 
 
@@ -60,15 +61,12 @@ def _wait(lock: SoftFileLease, path: Path, say: Callable[[str], object]) -> str 
         if (new := _holder(lock)) != holder:  # it changed hands, or was given back
             holder, renewed = new, _renewed(path)
         elif _renewed(path) != renewed:
-            raise UserError(
-                f"{path.parent} is in use: {holder} is training there; wait for it, stop it, or take another --out"
-            )
+            raise in_use(path.parent, holder)
         waited = time.monotonic() - begun
         if waited > 1.5 * lock.lease_duration:
             raise UserError(f"{path} can't be claimed: remove it, if no run is going on in its folder")
         if waited > 0.1 * lock.lease_duration and not told:
-            seconds = round(lock.lease_duration)
-            say(f"note    {path.parent} is claimed by {holder}: waiting up to {seconds} s for its heartbeat")
+            say(claimed(path.parent, holder, lock.lease_duration))
             told = True
         time.sleep(0.1)
     return holder
@@ -95,8 +93,27 @@ def _renewed(path: Path) -> int:
 
 
 def _end(loss: LeaseCompromise) -> None:
-    """Ends the process, from the heartbeat's thread: whatever else it writes could spoil another run."""
     why = first_line(loss.error) if loss.error else "another start took it over, or removed it"
-    print(f"error: {loss.lock_file} is no longer ours: {why}; --resume goes on once nothing else runs", file=sys.stderr)
+    end(f"{loss.lock_file} is no longer ours: {why}")
+
+
+def in_use(place: object, holder: str | None) -> UserError:
+    """What a second start says where a run goes on."""
+    return UserError(f"{place} is in use: {holder} is training there; wait for it, stop it, or take another --out")
+
+
+def claimed(place: object, holder: str | None, lease: float) -> str:
+    """What it says while it waits for a heartbeat."""
+    return f"note    {place} is claimed by {holder}: waiting up to {lease:.0f} s for its heartbeat"
+
+
+def taken_over(place: object, holder: str) -> str:
+    """What it says when there was none."""
+    return f"note    took {place} over from {holder}, which ended without giving it back"
+
+
+def end(why: str) -> NoReturn:
+    """Ends the process, from the heartbeat's thread: whatever else it writes could spoil another run."""
+    print(f"error: {why}; --resume goes on once nothing else runs there", file=sys.stderr)
     sys.stderr.flush()
     os._exit(LOST)

@@ -17,15 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mtjax.errors import LOST, UserError, first_line
-from mtjax.storage import attempt, filesystem, names_in, read_bytes, write_bytes
+from mtjax.errors import UserError, first_line
+from mtjax.storage import attempt, blocks_of, files_below, filesystem, names_in, read_bytes, write_bytes
+from mtjax.train.folder.lock import LEASE, NAME, claimed, end, in_use, taken_over
 
-LOCK = ".lock"
-LEASE = 90.0
-"""Seconds without a heartbeat after which a holder counts as dead."""
 HEARTBEAT = 10.0
 """Seconds between heartbeats, and between looks at what has changed here."""
-LEFT_OUT = ("checkpoints", LOCK)
+LEFT_OUT = ("checkpoints", NAME)
 """What is in the store but not copied here."""
 
 
@@ -42,7 +40,7 @@ class RemoteFolder:
     def __init__(self, url: str, cache: Path, *, lease: float = LEASE, heartbeat: float = HEARTBEAT) -> None:
         self.url = url
         self.work = cache / "runs" / hashlib.sha256(url.encode()).hexdigest()[:20]
-        self._lock, self._lease, self._heartbeat = f"{url}/{LOCK}", lease, heartbeat
+        self._lock, self._lease, self._heartbeat = f"{url}/{NAME}", lease, heartbeat
         self._token, self._beat = uuid.uuid4().hex, 0
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._uploading, self._closed = threading.Lock(), threading.Event()
@@ -56,14 +54,15 @@ class RemoteFolder:
         """
         holder = self._acquire(say)
         if holder is not None:
-            say(f"note    took {self.url} over from {holder}, which ended without giving it back")
+            say(taken_over(self.url, holder))
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
-        fs = filesystem(self.url)
         for name in names_in(self.url):
-            if name not in LEFT_OUT:
-                source, target = f"{self.url}/{name}", f"{self.work / name}"
-                attempt(f"reading {source}", lambda s=source, t=target: fs.get(s, t, recursive=True))
+            for source, size in files_below(f"{self.url}/{name}").items() if name not in LEFT_OUT else ():
+                target = self.work / source.removeprefix(f"{self.url}/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    file.writelines(blocks_of(source, size))
         self._uploaded = {path: _mark(path) for path in self._files()}
         self._thread.start()
 
@@ -100,7 +99,7 @@ class RemoteFolder:
 
     def _files(self) -> list[Path]:
         paths = (path for path in self.work.rglob("*") if path.is_file())
-        return sorted(path for path in paths if path.suffix != ".tmp" and path.relative_to(self.work).parts[0] != LOCK)
+        return sorted(path for path in paths if path.suffix != ".tmp" and path.relative_to(self.work).parts[0] != NAME)
 
     # --- the claim
 
@@ -114,15 +113,15 @@ class RemoteFolder:
                 return taken_from
             except FileExistsError:
                 owner = self._owner()
+            if owner.get("token") == self._token:  # it was written, and the answer was lost
+                return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
-                raise UserError(
-                    f"{self.url} is in use: {name} is training there; wait for it, stop it, or take another --out"
-                )
+                raise in_use(self.url, name)
             if owner != seen:
                 seen, since = owner, time.monotonic()
                 if not _is_gone(owner):
-                    say(f"note    {self.url} is claimed by {name}: waiting up to {self._lease:.0f} s for its heartbeat")
+                    say(claimed(self.url, name, self._lease))
             if _is_gone(owner) or time.monotonic() - since > self._lease:
                 taken_from = name
                 attempt(f"removing {self._lock}", lambda: _remove(fs, self._lock))
@@ -147,14 +146,14 @@ class RemoteFolder:
         while not self._closed.wait(self._heartbeat):
             try:
                 if self._owner().get("token") != self._token:
-                    _end(f"{self._lock} is no longer ours: another start took it over, or removed it")
+                    end(f"{self._lock} is no longer ours: another start took it over, or removed it")
                 write_bytes(self._lock, self._word())
                 renewed = time.monotonic()
                 self.upload()
                 told = False
             except Exception as e:
                 if time.monotonic() - renewed > self._lease:
-                    _end(f"{self._lock} could not be renewed for {self._lease:.0f} s: {first_line(e)}")
+                    end(f"{self._lock} could not be renewed for {self._lease:.0f} s: {first_line(e)}")
                 if not told:
                     print(f"note    {first_line(e)}; trying again", file=sys.stderr)
                 told = True
@@ -176,10 +175,3 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     """Whether the holder ran on this machine and does not any more."""
     pid = owner.get("pid")
     return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
-
-
-def _end(why: str) -> None:
-    """Ends the process, from the heartbeat's thread: whatever else it writes could spoil another run."""
-    print(f"error: {why}; --resume goes on once nothing else runs there", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(LOST)

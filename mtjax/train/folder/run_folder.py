@@ -1,8 +1,6 @@
 """The folder of a run: which one it is, and what it may already hold."""
 
 import contextlib
-import errno
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import jax
 
 from mtjax.config import Output
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import is_file, names_in, shown, url_of
 from mtjax.train.checkpoints.damage import together
 from mtjax.train.folder.lock import lock_folder
@@ -90,15 +88,14 @@ def writing(folder: Path) -> Iterator[None]:
     """Around what writes to a run's folder.
 
     Raises:
-      UserError: the disk refuses; some libraries have no type of their own for that.
+      UserError: the disk refuses.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as e:
-        disk = isinstance(e, OSError) or os.strerror(errno.ENOSPC) in str(e)
-        if not disk:
+        if disk_reason(e) is None:
             raise
         raise UserError(f"{folder} can't be written to: {first_line(e)}") from e
 

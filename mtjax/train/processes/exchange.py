@@ -1,6 +1,8 @@
 """Words between the processes of a run: meetings with a name and a time-out, over jax's coordination service."""
 
 import itertools
+import os
+import socket
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ _meetings = itertools.count()
 
 
 def exchange(name: str, word: str, timeout: float = TIMEOUT) -> list[str]:
-    """Every process's word, by process. All processes call it, in the same order.
+    """Every process's word, by process. All processes call it, in the same order, in their main threads.
 
     Args:
       name: of the meeting, for messages.
@@ -28,8 +30,17 @@ def exchange(name: str, word: str, timeout: float = TIMEOUT) -> list[str]:
     """
     if num_processes() == 1:
         return [word]
+    return meet(f"{next(_meetings)}", name, word, timeout)
+
+
+def meet(place: str, name: str, word: str, timeout: float) -> list[str]:
+    """`exchange` in any thread, at a place where each of several processes comes once.
+
+    Raises:
+      UserError: not all processes came in time; says which.
+    """
     client = service()
-    place = f"mtjax/{next(_meetings)}/{name.replace(' ', '_')}"
+    place = f"mtjax/{place}/{name.replace(' ', '_')}"
     client.key_value_set(f"{place}/{this_process()}", word)
     try:
         client.wait_at_barrier(place, int(timeout * 1000))
@@ -39,6 +50,11 @@ def exchange(name: str, word: str, timeout: float = TIMEOUT) -> list[str]:
         raise UserError(f"at the meeting '{name}' {who} within {timeout:.0f} s: {first_line(e)}") from e
     words = _words(client, place)
     return [words[process] for process in range(num_processes())]
+
+
+def whereabouts() -> str:
+    """This process, as messages name it after its number: `gpu-7, pid 4711`."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def num_processes() -> int:

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ import jax
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
 from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
-from mtjax.train.processes.exchange import exchange, num_processes, service, this_process
+from mtjax.train.processes.exchange import exchange, num_processes, service, this_process, whereabouts
 from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
@@ -140,7 +139,7 @@ class Peers:
         if self.count == 1:
             self._stderr.close()
         else:
-            self._who = exchange("the start of the run", f"{socket.gethostname()}, pid {os.getpid()}")
+            self._who = exchange("the start of the run", whereabouts())
             self._roll, self._heard = Roll(self._who, SILENCE * self._timeout), time.monotonic()
             for body in (self._beat, self._watch):
                 threading.Thread(target=body, name=f"peers {body.__name__}", daemon=True).start()

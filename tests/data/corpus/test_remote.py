@@ -1,6 +1,5 @@
 """Corpora in an object store are what they are on a disk."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from mtjax.config import Config, Data, replace, validate
 from mtjax.data.cache import Cache
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.errors import UserError
-from mtjax.storage import attempt, filesystem, url_of
-from tests.object_store import KEYS, s3_server
+from mtjax.storage import attempt, filesystem, is_file, url_of, write_bytes
+from tests.end_to_end.runs import free_port
+from tests.object_store import ENDPOINT, KEYS, Store, store_on
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,9 @@ def test_a_lost_connection_is_tried_again_and_then_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     tries: list[int] = []
 
+    class Refused(Exception):
+        code = 403
+
     def fail(until: int) -> str:
         tries.append(1)
         if len(tries) < until:
@@ -55,54 +58,68 @@ def test_a_lost_connection_is_tried_again_and_then_said(monkeypatch: pytest.Monk
 
     assert attempt("reading s3://a/b", lambda: fail(3)) == "done"
     tries.clear()
-    with pytest.raises(UserError, match=r"^reading s3://a/b failed 3 times: connection reset; is the store reachable"):
+    with pytest.raises(UserError, match=r"^reading s3://a/b failed for 0 s: connection reset; is the store reachable"):
         attempt("reading s3://a/b", lambda: fail(9))
+    assert len(tries) == 3
+    tries.clear()
+    monkeypatch.setattr(storage, "PATIENCE", -1.0)
+    with pytest.raises(UserError, match="is the store reachable"):
+        attempt("reading s3://a/b", lambda: fail(9))
+    assert len(tries) == 1
+    for refusal in (PermissionError("no"), OSError("Forbidden: b/x"), Refused("no")):
+        with pytest.raises(UserError, match="^reading s3://a/b: the store refuses it: "):
+            attempt("reading s3://a/b", lambda e=refusal: throw(e))
     tries.clear()
     with pytest.raises(FileNotFoundError):
         attempt("reading", lambda: (tries.append(1), Path("/no/such/file").read_text()))
     assert len(tries) == 1
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server() as address:
-        yield address
+def throw(error: Exception) -> None:
+    raise error
+
+
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with store_on(request.param) as store:
+        yield store
 
 
 @pytest.mark.long
-def test_text_and_indexed_corpora_are_copied_once(server: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    fs, cache = filesystem("s3://bucket"), Cache(tmp_path)
+@pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+def test_text_and_indexed_corpora_are_copied_once(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    url, fs, cache = store.url, filesystem(store.url), Cache(tmp_path)
     big = bytes(range(256)) * 40_000
     for name, content in (("a.txt", b"one"), ("b.txt", b"two"), ("c/x.idx", b"index"), ("c/x.bin", big)):
-        fs.pipe_file(f"bucket/{name}", content)
+        write_bytes(f"{url}/{name}", content)
 
     def local(text: str) -> str:
         return with_local_copies(Data(data=text), cache).data or ""
 
-    assert [Path(p).read_bytes() for p in local("s3://bucket/*.txt").split(",")] == [b"one", b"two"]
-    weight, prefix, _, plain = local("0.3 s3://bucket/c/x 0.7 /here.txt").split()
+    assert [Path(p).read_bytes() for p in local(f"{url}/*.txt").split(",")] == [b"one", b"two"]
+    weight, prefix, _, plain = local(f"0.3 {url}/c/x 0.7 /here.txt").split()
     assert (weight, plain) == ("0.3", "/here.txt")
     assert Path(f"{prefix}.idx").read_bytes() == b"index" and Path(f"{prefix}.bin").read_bytes() == big
-    assert capsys.readouterr().err.count("copying s3://bucket/") == 3
-    assert local("s3://bucket/c/x.bin") == prefix
+    assert capsys.readouterr().err.count(f"copying {url}/") == 3
+    assert local(f"{url}/c/x.bin") == prefix
     assert capsys.readouterr().err == ""
     fs.pipe_file("bucket/a.txt", b"six")  # of the same size
-    assert Path(local("s3://bucket/a.txt")).read_bytes() == b"six"
-    with pytest.raises(UserError, match="^s3://bucket/nothing does not exist, neither as a file nor"):
-        local("s3://bucket/nothing")
+    assert Path(local(f"{url}/a.txt")).read_bytes() == b"six"
+    with pytest.raises(UserError, match=f"^{url}/nothing does not exist, neither as a file nor"):
+        local(f"{url}/nothing")
 
 
 @pytest.mark.long
 def test_a_store_that_does_not_answer_is_an_error_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3fs = pytest.importorskip("s3fs", reason="needs the extra s3: pip install '.[s3]'")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{probe.getsockname()[1]}")
-    for name, value in KEYS.items():
+    """Of S3: gcsfs tries six times itself, which takes half a minute."""
+    pytest.importorskip("s3fs", reason="needs the extra s3: pip install '.[s3]'")
+    for name, value in {**KEYS["s3"], ENDPOINT["s3"]: f"http://127.0.0.1:{free_port()}"}.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
+    type(filesystem("s3://bucket")).clear_instance_cache()
     monkeypatch.setattr(storage, "PAUSES", (0.0,))
-    with pytest.raises(UserError, match=r"^reading s3://bucket/x failed 2 times: .*; is the store reachable\?$"):
+    with pytest.raises(UserError, match=r"^reading s3://bucket/x failed for \d s: .*; is the store reachable\?$"):
+        is_file("s3://bucket/x")  # not a no: what is not there may be removed, or begun anew
+    with pytest.raises(UserError, match=r"^reading s3://bucket/x.idx failed for \d s: .*; is the store reachable\?$"):
         with_local_copies(Data(data="s3://bucket/x"), Cache(tmp_path))
