@@ -53,6 +53,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
         "devices": measured.devices,
         "seconds": measured.seconds,
         "phases": {phase: asdict(spent) for phase, spent in measured.phases.items()},
+        "causes": {cause: asdict(each) for cause, each in measured.causes.items()},
         "collectives": [
             dict(zip(names, key, strict=True)) | asdict(sent) for key, sent in measured.collectives.items()
         ],

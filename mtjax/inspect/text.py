@@ -263,6 +263,10 @@ def show_measured(measured: Measured, console: Console) -> None:
     for phase, spent in in_order(measured):
         phases.add_row(phase, duration(spent.computing), duration(spent.sending), _or_unknown(spent.predicted))
     console.print(phases)
+    causes = _table("By cause", {"cause": "left", **dict.fromkeys(("measured", "predicted"), "right")})
+    for cause, each in measured.causes.items():
+        causes.add_row(cause, duration(each.measured), _or_unknown(each.predicted))
+    console.print(causes)
     sent = _table("By collective", SENT_HEADS)
     for (phase, kind, axes), each in measured.collectives.items():
         cells = (str(each.count), duration(each.measured), _or_unknown(each.predicted))
