@@ -6,6 +6,7 @@ its points, and stated here.
 
 from dataclasses import dataclass, replace
 
+from mtjax.plan.search import chunk_counts
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import gpt
@@ -110,7 +111,6 @@ _H100 = (
     Run("70B", 84, 8192, 64, parse_mesh("48x2x8"), 384, 420.0),
     Run("177B", 96, 12288, 96, parse_mesh("48x6x8"), 1152, 433.0),
 )
-_CHUNKS = (1, 2, 3, 4, 6, 7, 8, 14, 16)
 
 
 def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
@@ -165,7 +165,7 @@ def _fastest(
     variants = [
         replace(plan, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
         for b in microbatches
-        for v in _CHUNKS
+        for v in chunk_counts(anatomy, plan.mesh.stage)
     ]
     fitting = [p for p in variants if _fits(anatomy, p, server)]
     return min(fitting, key=lambda p: step_time(anatomy, p, server, software, constants).total)

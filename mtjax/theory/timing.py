@@ -19,12 +19,13 @@ from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
 from mtjax.theory.mesh import AXES, MeshShape
 from mtjax.theory.parts.part import Product, Scores, Touched
+from mtjax.theory.nccl import collective_seconds
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
 from mtjax.theory.schedules import full_ticks, megatron_bubble
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
-from mtjax.theory.traffic import Transfer, ring_factor, transfers
+from mtjax.theory.traffic import Transfer, transfers
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,14 @@ class Constants:
     """Of InfiniBand, large messages."""
     launch: float = 5e-6
     """The fewest seconds that a kernel takes."""
-    training: float = 0.79
+    small_product: float = 13e-6
+    """Seconds that a product of less than a wave of tiles takes beyond its FLOPs and bytes: start, end, and parts that
+    are added up. The median over the 78 products below 0.2 ms that DeepBench measured on a V100 in 16 bits
+    (github.com/baidu-research/DeepBench, results/train/DeepBench_NV_V100.xlsx); of larger ones it shows none."""
+    contention: float = 0.189
+    """How much longer computing takes while a collective runs beside it: the mean of arXiv 2507.03114 over A100, H100,
+    MI210 and MI250, GPT and Llama."""
+    training: float = 0.795
     """Of the speed of kernels alone, in a training run: clocks, launches, shapes that are not ideal."""
     tile: int = 128
     """Rows and columns of a product that one multiprocessor computes at a time."""
@@ -84,6 +92,8 @@ class StepTime:
     bubble: float
     data_axis: float
     optimizer: float
+    contention: float = 0.0
+    """What computing takes longer because collectives run beside it."""
     hidden: dict[str, float] = field(default_factory=dict)
     """Communication that computation hides, by mesh axis."""
 
@@ -95,7 +105,8 @@ class StepTime:
     @property
     def total(self) -> float:
         """The step."""
-        return self.compute + self.model_axis + self.stage_axis + self.bubble + self.data_axis + self.optimizer
+        sent = self.model_axis + self.stage_axis + self.data_axis + self.contention
+        return self.compute + sent + self.bubble + self.optimizer
 
 
 class Machine:
@@ -110,8 +121,8 @@ class Machine:
     def product(self, m: float, k: float, n: float, batch: float = 1) -> float:
         """Seconds of `batch` products [m,k] x [k,n].
 
-        The last wave of tiles leaves multiprocessors idle; products too small for one wave run as long as a full one,
-        split along k.
+        The last wave of tiles leaves multiprocessors idle; products too small for one wave are split along k, and take
+        a little longer.
         """
         c = self.constants
         tiles = math.ceil(m / c.tile) * math.ceil(n / c.tile) * batch
@@ -119,7 +130,12 @@ class Machine:
         fill = waves / math.ceil(waves) if waves >= 1 else 1.0
         computing = 2 * m * k * n * batch / (self.peak * self.gpu.sustained_products * fill)
         moving = self.element_bytes * batch * (m * k + k * n + m * n)
-        return max(computing / c.training, self.passes(moving), c.launch)
+        start = c.small_product if waves < 1 else 0.0
+        return start + max(computing / c.training, self.passes(moving), c.launch)
+
+    def contention(self, hidden: float) -> float:
+        """Seconds that computing loses to collectives which run beside it for `hidden` seconds."""
+        return hidden * (1 - 1 / (1 + self.constants.contention))
 
     def passes(self, size: float) -> float:
         """Seconds to move `size` bytes through memory."""
@@ -140,10 +156,9 @@ class Machine:
         bandwidth = server.link * c.link
         if crosses:
             bandwidth = min(bandwidth, inside * server.network * c.network)
-        latency = server.network_latency if crosses else server.link_latency
-        one = entry.operation in ("send", "collective-permute")
-        steps = 1 if one else 2 * math.log2(entry.ways) if entry.ways > 1 else 0
-        return entry.count * (entry.size * ring_factor(entry.operation, entry.ways) / bandwidth + steps * latency)
+        latencies = server.link_latency, server.network_latency
+        each = collective_seconds(entry.operation, entry.size, entry.ways, inside, bandwidth, *latencies)
+        return entry.count * each
 
 
 _machine = cache(Machine)
@@ -170,7 +185,9 @@ def step_time(
     for entry in transfers(anatomy, plan):
         spent[entry.axis] += machine.transfer(entry, members_inside(plan, entry.axis, server))
     exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
-    per_step = products + attention + element_wise + head + exposed[MODEL] + exposed[STAGE]
+    hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
+    slowed = machine.contention(sum(hidden.values()))
+    per_step = products + attention + element_wise + head + exposed[MODEL] + exposed[STAGE] + slowed
     return StepTime(
         products=products,
         attention=attention,
@@ -181,7 +198,8 @@ def step_time(
         bubble=per_step * megatron_bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        hidden={axis: spent[axis] - exposed[axis] for axis in spent},
+        contention=slowed,
+        hidden=hidden,
     )
 
 
@@ -215,6 +233,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         bubble=ticks * longest - work + on_layers * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
+        contention=machine.contention(spent[STAGE] - sent),
         hidden={STAGE: spent[STAGE] - sent, DATA: 0.0, MODEL: 0.0},
     )
 
