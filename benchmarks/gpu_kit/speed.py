@@ -21,8 +21,8 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.flops import model_flops
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.timing import step_time
-from mtjax.train.watch.metrics import device_memory
 from mtjax.train.step import make_program
+from mtjax.train.watch.metrics import device_memory
 
 TRACED = 3
 """Steps."""

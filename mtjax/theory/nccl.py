@@ -11,25 +11,26 @@ from dataclasses import dataclass
 
 from mtjax.theory.traffic import ring_factor
 
+
 @dataclass(frozen=True)
 class Way:
     """An algorithm in a protocol."""
 
     start: float
-    """Seconds."""
+    """In steps of a simple ring over NVLink, 3.4 us, like the next."""
     link: float
-    """Seconds of a step over NVLink, of those of a simple ring."""
+    """A step over NVLink."""
     network: float
-    """The same between servers."""
+    """A step between servers, in those of a simple ring there, 9.6 us."""
     share: float
     """Of the bandwidth."""
     is_tree: bool = False
 
 
 WAYS = (
-    Way(8.4e-6, 1.0, 1.0, 1.0),
-    Way(10.0e-6, 1.9 / 3.4, 4.0 / 9.6, 0.92),
-    Way(4.4e-6, 1.2 / 3.4, 8.5 / 9.6, 0.92 * 7 / 9 * 0.9, is_tree=True),
+    Way(8.4 / 3.4, 1.0, 1.0, 1.0),
+    Way(10.0 / 3.4, 1.9 / 3.4, 4.0 / 9.6, 0.92),
+    Way(4.4 / 3.4, 1.2 / 3.4, 8.5 / 9.6, 0.92 * 7 / 9 * 0.9, is_tree=True),
 )
 """A ring in simple and in LL128, a tree in LL128. The tree's bandwidth on one server holds everywhere."""
 
@@ -62,5 +63,5 @@ def collective_seconds(
         between = math.ceil(math.log2(servers)) if way.is_tree else servers - 1
         near = inside - 1 if way.is_tree else ways - servers
         steps = near * way.link * link_step + between * way.network * network_step
-        times.append(way.start + rounds * steps + moving / way.share)
+        times.append(way.start * link_step + rounds * steps + moving / way.share)
     return min(times)

@@ -16,13 +16,14 @@ from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, GRADIENTS, LOSS_BACKWARD, LOSS_FORWARD
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
-from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
+from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.mesh import AXES, MeshShape
-from mtjax.theory.parts.part import Product, Scores, Touched
 from mtjax.theory.nccl import collective_seconds
+from mtjax.theory.parts.part import Product, Scores, Touched
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
 from mtjax.theory.schedules import full_ticks, megatron_bubble
+from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
 from mtjax.theory.traffic import Transfer, transfers
@@ -53,30 +54,6 @@ class Constants:
     """Of the speed of kernels alone, in a training run: clocks, launches, shapes that are not ideal."""
     tile: int = 128
     """Rows and columns of a product that one multiprocessor computes at a time."""
-
-
-@dataclass(frozen=True)
-class Software:
-    """What the program does with the hardware; facts of a code base, not of a run."""
-
-    name: str
-    kernels: ElementWise
-    overlaps_model_axis: bool = False
-    """Collectives inside a layer overlap with the products that use them, in t pieces."""
-    overlaps_data_axis: bool = False
-    """Gradients are reduced during the backward pass, parameters gathered during the forward pass."""
-    drops_last_reduction: bool = True
-    recomputes_logits: bool = False
-
-
-MTJAX = Software("mtjax", FUSED, recomputes_logits=True)
-"""XLA fuses element-wise work; one reduction of the gradients after the last microbatch."""
-MEGATRON_2019 = Software("Megatron-LM of 2019", UNFUSED, drops_last_reduction=False)
-"""PyTorch kernels one by one; gradients all-reduced after the backward pass (`USE_TORCH_DDP = False`)."""
-MEGATRON_2021 = Software("Megatron-LM of 2021", FUSED, drops_last_reduction=False)
-"""Fused bias, GELU, dropout, softmax; scores written out; gradients all-reduced at the end (arXiv 2104.04473)."""
-MEGATRON_CORE = Software("Megatron-Core", FUSED, overlaps_model_axis=True, overlaps_data_axis=True)
-"""`--tp-comm-overlap --overlap-grad-reduce --overlap-param-gather`, as its published runs used."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +261,8 @@ def _exposed(
         exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
     if software.overlaps_data_axis:
         # Gradients of a layer can't leave before its last backward pass, nor parameters arrive after its first use.
-        exposed[DATA] = max(0.0, spent[DATA] - compute / plan.microbatches)
+        # Parameters in parts are gathered in each microbatch.
+        exposed[DATA] = max(0.0, spent[DATA] - (compute if plan.zero == 3 else compute / plan.microbatches))
     if plan.schedule == "interleaved":
         exposed[STAGE] = 0.0
     return exposed
