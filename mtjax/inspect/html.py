@@ -95,7 +95,11 @@ def _cards(report: Report) -> str:
     sent = sum(r.wire_bytes * r.count for r in report.rows)
     cards.append(f"<b>{size(sent)}</b><span>sent by a device in a step</span>")
     if t:
-        cards.append(f"<b>{duration(t.seconds)}</b><span>predicted step on {escape(t.server.name)}</span>")
+        least, most = (duration(seconds) for seconds in t.between)
+        cards.append(
+            f"<b>{duration(t.seconds)}</b><span>predicted step on {escape(t.server.name)}; {least} to {most} as "
+            "published runs were off</span>"
+        )
         cards.append(f"<b>{t.tflops:.0f} TFLOP/s</b><span>per GPU, MFU {t.mfu:.1%}</span>")
         cards.append(f"<b>{t.exposed_share:.1%}</b><span>of the step waits for collectives</span>")
     return '<div class="cards">' + "".join(f'<div class="card">{c}</div>' for c in cards) + "</div>"

@@ -18,15 +18,22 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
 from mtjax.errors import UserError, first_line
+from mtjax.inspect.collectives import computes
 from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import OTHER, locate
+from mtjax.inspect.products import product_of, products_inside
 from mtjax.inspect.report import Report
 from mtjax.inspect.roofline import Roofline
+from mtjax.inspect.walk import Site, walk
 from mtjax.theory.contract import PHASES
 from mtjax.theory.mesh import AUTO, parse_mesh
 
 HOLDS_OTHERS = ("while", "call", "conditional")
 """Operations whose time is that of the operations inside them."""
+PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
+COLLECTIVES, NOTHING = "collectives", "nothing runs"
+"""What a device spends a step on: of attention the fused kernels; collectives whether or not computing hides them."""
 UNKNOWN_SHARE = 0.02
 """Share of the time that may belong to operations without a name in the program."""
 DECIDE = (
@@ -67,6 +74,14 @@ class InPhase:
     predicted: float | None = None
 
 
+@dataclass
+class OfCause:
+    """Seconds of a step that a device spends on a cause."""
+
+    measured: float = 0.0
+    predicted: float | None = None
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a trace says of a step: means over steps and devices, in seconds."""
@@ -79,6 +94,8 @@ class Measured:
     phases: dict[str, InPhase] = field(default_factory=dict)
     collectives: dict[tuple[str, str, tuple[str, ...] | None], Sent] = field(default_factory=dict)
     """By phase, kind and axes."""
+    causes: dict[str, OfCause] = field(default_factory=dict)
+    """Products, attention, memory-bound, collectives, and the time in which a device runs nothing."""
 
 
 def measure(report: Report, path: Path) -> Measured:
@@ -107,6 +124,7 @@ def measure(report: Report, path: Path) -> Measured:
     devices, steps = len({o.device for o in operations}), count_steps(report.step, operations)
     measured = Measured(trace, steps, devices, step_seconds(operations, steps))
     predict_sent(report, measured)
+    measured.causes.update(by_cause(report, operations, steps, devices))
     collectives = {c.name: c for c in report.collectives}
     for operation in operations:
         seconds = operation.seconds / steps / devices
@@ -122,6 +140,64 @@ def measure(report: Report, path: Path) -> Measured:
         for phase, spent in report.time.phases.items():
             measured.phases.setdefault(phase, InPhase()).predicted = spent.total
     return measured
+
+
+def by_cause(report: Report, operations: Iterable[Operation], steps: int, devices: int) -> dict[str, OfCause]:
+    """What the operations of a trace spend a step on, beside the prediction where the hardware is known."""
+    module, sent = report.step.module, {c.name for c in report.collectives}
+    roofline = Roofline(module, list(report.collectives), report.time.server) if report.time else None
+    causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
+    cause_of: dict[str, str] = {}
+    for site in scheduled(module):
+        name = kind_of_work(module, site.computation, site.instruction)
+        cause_of[site.instruction.name] = name
+        if roofline and computes(site.instruction) and site.instruction.opcode not in HOLDS_OTHERS:
+            seconds, by_products = roofline.seconds(site.computation, site.instruction)
+            cause_of[site.instruction.name] = name = name if by_products else MEMORY
+            predicted = causes[name].predicted
+            assert predicted is not None
+            causes[name].predicted = predicted + site.count * seconds
+    if sent:
+        each = [c.count * roofline.collective_seconds(c) for c in report.collectives] if roofline else []
+        causes[COLLECTIVES] = OfCause(predicted=sum(each) if roofline else None)
+    running: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for o in operations:
+        name = COLLECTIVES if o.name in sent else cause_of.get(o.name, MEMORY)
+        if name != NOTHING:
+            causes[name].measured += o.seconds / steps / devices
+            running[o.device].append((o.start, o.start + o.seconds))
+    idle = sum(gaps(spans) for spans in running.values()) / steps / devices
+    causes[NOTHING] = OfCause(idle, 0.0 if roofline else None)
+    return causes
+
+
+def scheduled(module: Module) -> Iterator[Site]:
+    """What a device is told to run, one after the other: of a fusion the whole, of a loop its body."""
+    for site in walk(module):
+        called = [c.instruction for c in site.callers]
+        is_condition = called and (called[-1].attribute("condition") or "").lstrip("%") == site.computation.name
+        if not is_condition and all(c.opcode in HOLDS_OTHERS for c in called):
+            yield site
+
+
+def kind_of_work(module: Module, computation: Computation, instruction: Instruction) -> str:
+    """Products, attention, or work that memory bounds; nothing for what holds other operations."""
+    if instruction.opcode in HOLDS_OTHERS:
+        return NOTHING
+    products = [product_of(computation, instruction)]
+    for callee in module.callees(instruction):
+        products += products_inside(module, callee)
+    known = [p for p in products if p]
+    return ATTENTION if any(p.is_flash for p in known) else PRODUCTS if known else MEMORY
+
+
+def gaps(spans: list[tuple[float, float]]) -> float:
+    """Seconds between the first start and the last end in which nothing runs."""
+    idle, until = 0.0, None
+    for start, end in sorted(spans):
+        idle += max(0.0, start - until) if until is not None else 0.0
+        until = end if until is None else max(until, end)
+    return idle
 
 
 def predict_sent(report: Report, measured: Measured) -> None:

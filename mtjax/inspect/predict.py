@@ -7,8 +7,10 @@ from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.roofline import Event, Roofline, Spent
 from mtjax.theory import flops as formulas
+from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.theory.hardware import Server
+from mtjax.theory.timing import step_time
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class TimeReport:
     """Seconds in which a device waits for a collective."""
     hidden: float
     """Seconds of collectives that computation hides."""
+    contention: float
+    """Seconds that computation takes longer because collectives run beside it."""
     exposed_by_axes: Mapping[str, float]
     hidden_by_axes: Mapping[str, float]
     phases: Mapping[str, Spent]
@@ -36,6 +40,10 @@ class TimeReport:
     """Model FLOPs over the peak; attention counted in full."""
     hfu: float
     """FLOPs of the program over the peak."""
+    by_plan: float
+    """Seconds by the planner's formulas, which know no copies, and no kernels but those of the model."""
+    between: tuple[float, float]
+    """Seconds that runs took at least and at most for which as many were predicted."""
     layers: Mapping[str, tuple[Event, ...]]
     """Timeline of one layer's forward and one layer's backward pass (with its recomputation)."""
 
@@ -69,6 +77,9 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
         memory_bound=total.memory_bound,
         exposed=total.exposed,
         hidden=total.hidden,
+        contention=total.contention,
+        by_plan=step_time(step.anatomy, step.plan, server).total,
+        between=accuracy_on(server).around(walked.seconds),
         exposed_by_axes={axes: spent.exposed for axes, spent in walked.by_axes.items()},
         hidden_by_axes={axes: spent.hidden for axes, spent in walked.by_axes.items()},
         phases=dict(walked.phases),

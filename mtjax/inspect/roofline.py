@@ -3,8 +3,9 @@
 Each operation takes the longer of its products at the FLOP/s that a product of its size reaches and its bytes at the
 memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
 it runs in parallel with whatever the schedule puts before its done. Speeds and latencies are those of
-`theory.timing.Constants` and `theory.hardware`, each with its source; nothing is fitted. Caches are not modelled: every
-operand comes from memory.
+`theory.timing.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
+published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
+operand comes from memory. What is computed while a collective is under way takes longer, for they share the device.
 """
 
 from collections import defaultdict
@@ -45,11 +46,13 @@ class Spent:
     """Computing waited for a collective."""
     hidden: float = 0.0
     """A collective ran while something was computed."""
+    contention: float = 0.0
+    """What was computed meanwhile took longer by this."""
 
     @property
     def total(self) -> float:
         """What they add to the step."""
-        return self.products + self.memory_bound + self.exposed
+        return self.products + self.memory_bound + self.exposed + self.contention
 
     def add(self, other: "Spent", times: int = 1) -> None:
         """Adds `times` another."""
@@ -57,6 +60,7 @@ class Spent:
         self.memory_bound += times * other.memory_bound
         self.exposed += times * other.exposed
         self.hidden += times * other.hidden
+        self.contention += times * other.contention
 
 
 @dataclass
@@ -171,12 +175,15 @@ class _Clock:
     def _wait(self, name: str, collective: Collective) -> None:
         start, end = self.in_flight.pop(name)
         waited = max(0.0, end - self.now)
-        sent = Spent(exposed=waited, hidden=max(0.0, end - start - waited))
+        hidden = max(0.0, end - start - waited)
+        # What is computed takes longer: by all of it where it ends last, by what is more than the wait where it waits.
+        slowed = max(0.0, self.roofline.machines[2].contention(hidden) - waited)
+        sent = Spent(exposed=waited, hidden=hidden, contention=slowed)
         self.result.phases[collective.phase].add(sent)
         self.result.by_axes["+".join(collective.axes or ("?",))].add(sent)
         if waited:
             self.result.events.append(Event(name, "waits", collective.phase, "wait", self.now, end))
-        self.now += waited
+        self.now += waited + slowed
 
     def _enter(self, instruction: Instruction) -> None:
         """Loops run their body as often as XLA says; of a conditional's branches the longest counts."""

@@ -53,6 +53,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
         "devices": measured.devices,
         "seconds": measured.seconds,
         "phases": {phase: asdict(spent) for phase, spent in measured.phases.items()},
+        "causes": {cause: asdict(each) for cause, each in measured.causes.items()},
         "collectives": [
             dict(zip(names, key, strict=True)) | asdict(sent) for key, sent in measured.collectives.items()
         ],
@@ -173,6 +174,9 @@ def _time(time: TimeReport) -> dict[str, Any]:
         "memory_bound": time.memory_bound,
         "exposed": time.exposed,
         "hidden": time.hidden,
+        "contention": time.contention,
+        "between": list(time.between),
+        "by_plan": time.by_plan,
         "exposed_by_axes": dict(time.exposed_by_axes),
         "hidden_by_axes": dict(time.hidden_by_axes),
         "phases": {phase: asdict(spent) for phase, spent in time.phases.items()},

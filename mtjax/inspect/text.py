@@ -12,6 +12,7 @@ from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
+from mtjax.theory.accuracy import accuracy_on
 from mtjax.train.xla_options import Chosen
 
 
@@ -238,7 +239,10 @@ def time_lines(report: Report) -> str:
         f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",
         f"  step {duration(t.seconds)}: products {duration(t.products)}, memory-bound {duration(t.memory_bound)}, "
         f"waiting for collectives {duration(t.exposed)} = {t.exposed_share:.1%} ({waits or 'none'}); "
-        f"collectives behind compute {duration(t.hidden)}",
+        f"collectives behind compute {duration(t.hidden)}, which slow it down by {duration(t.contention)}",
+        f"  between {duration(t.between[0])} and {duration(t.between[1])}: {accuracy_on(t.server).in_words}",
+        f"  the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}); they know the "
+        "kernels of the model, and not the copies, casts and order of this program",
         f"  {t.tflops:.1f} TFLOP/s of the model per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
@@ -263,6 +267,10 @@ def show_measured(measured: Measured, console: Console) -> None:
     for phase, spent in in_order(measured):
         phases.add_row(phase, duration(spent.computing), duration(spent.sending), _or_unknown(spent.predicted))
     console.print(phases)
+    causes = _table("By cause", {"cause": "left", **dict.fromkeys(("measured", "predicted"), "right")})
+    for cause, each in measured.causes.items():
+        causes.add_row(cause, duration(each.measured), _or_unknown(each.predicted))
+    console.print(causes)
     sent = _table("By collective", SENT_HEADS)
     for (phase, kind, axes), each in measured.collectives.items():
         cells = (str(each.count), duration(each.measured), _or_unknown(each.predicted))

@@ -6,16 +6,18 @@ its points, and stated here.
 
 from dataclasses import dataclass, replace
 
+from mtjax.plan.search import chunk_counts
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import gpt
-from mtjax.theory.flops import hardware_flops
+from mtjax.theory.flops import hardware_flops, model_flops
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
 from mtjax.theory.layout import TENSOR_RULES
 from mtjax.theory.memory import fullest_stage
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan
-from mtjax.theory.timing import MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Constants, Software, step_time
+from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
+from mtjax.theory.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
+from mtjax.theory.timing import Constants, step_time
 
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill."""
@@ -70,6 +72,31 @@ def figure_5_base(constants: Constants | None = None) -> Point:
     return Point("1 GPU", plan, FIGURE_5_BASE, speed)
 
 
+def figure_5_fixed_batch(constants: Constants | None = None) -> list[Point]:
+    """The 1.2B model with 8 samples on more and more GPUs: speed of all together, of one (appendix D of 1909.08053)."""
+    layers, h, a, _ = _TABLE_1[0]
+    anatomy = gpt(layers, h, a, 1024, 51_200)
+    one = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
+    base = _speed(anatomy, one, DGX_2H, MEGATRON_2019, constants)
+    points = []
+    for ways, published in ((2, 1.64), (4, 2.34), (8, 2.98)):
+        plan = replace(one, mesh=MeshShape(model=ways))
+        speed = ways * _speed(anatomy, plan, DGX_2H, MEGATRON_2019, constants) / base
+        points.append(Point(f"8 samples on {ways} GPUs", plan, published, speed))
+    return points
+
+
+def megatron_v1(constants: Constants | None = None) -> Point:
+    """TFLOP/s of one V100 on the 1.2B model by Megatron-LM 1.0 (nv-adlr.github.io/MegatronLMV1), with fused kernels.
+
+    Read only when all constants stood: no constant was set from it or changed after.
+    """
+    layers, h, a, _ = _TABLE_1[0]
+    plan = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
+    speed = _speed(gpt(layers, h, a, 1024, 51_200), plan, DGX_2H, MEGATRON_2021, constants)
+    return Point("1 GPU, Megatron-LM 1.0", plan, 62.4, speed)
+
+
 @dataclass(frozen=True)
 class Run:
     """A row of a published weak-scaling table."""
@@ -110,7 +137,6 @@ _H100 = (
     Run("70B", 84, 8192, 64, parse_mesh("48x2x8"), 384, 420.0),
     Run("177B", 96, 12288, 96, parse_mesh("48x6x8"), 1152, 433.0),
 )
-_CHUNKS = (1, 2, 3, 4, 6, 7, 8, 14, 16)
 
 
 def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
@@ -153,6 +179,62 @@ def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     return points
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A model of a table whose rows repeat it."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+
+
+_MPT = {
+    "760m": Shape(24, 1536, 12),
+    "1b": Shape(24, 2048, 16),
+    "3b": Shape(32, 2560, 20),
+    "7b": Shape(32, 4096, 32),
+    "13b": Shape(40, 5120, 40),
+    "30b": Shape(48, 7168, 56),
+    "70b": Shape(80, 8192, 64),
+}
+_COMPOSER: tuple[tuple[str, int, int, int, Recompute, float], ...] = (
+    *(("760m", 8, 24, 384, "none", 345.3), ("760m", 16, 24, 384, "none", 374.9), ("760m", 32, 24, 768, "none", 371.7)),
+    *(("1b", 8, 14, 112, "none", 413.8), ("1b", 16, 20, 320, "none", 419.1), ("1b", 32, 20, 640, "none", 410.9)),
+    *(("1b", 64, 20, 1280, "none", 404.2), ("3b", 16, 10, 480, "none", 432.7), ("3b", 32, 6, 576, "none", 412.7)),
+    *(("3b", 64, 6, 1152, "none", 403.8), ("7b", 8, 6, 48, "none", 459.5), ("13b", 8, 2, 16, "none", 393.7)),
+    *(("13b", 16, 2, 32, "none", 391.7), ("13b", 32, 2, 64, "none", 395.3), ("13b", 64, 2, 128, "none", 394.4)),
+    *(("30b", 8, 3, 504, "full", 377.1), ("30b", 16, 10, 480, "full", 426.2), ("30b", 32, 14, 1344, "full", 434.6)),
+    *(("70b", 32, 2, 1024, "full", 357.7), ("70b", 64, 8, 2048, "full", 421.3)),
+)
+"""Model, GPUs, microbatch, global batch, recompute, model TFLOP/s per GPU."""
+
+
+def composer_h100(constants: Constants | None = None) -> list[Point]:
+    """MosaicML's benchmarks of MPT on H100, all rows of 2,048 tokens: model TFLOP/s per GPU, attention in full.
+
+    Chosen by that rule, and read only when all constants stood: no constant was set from them or changed after. FSDP
+    is ZeRO-3; assumed are the network of a DGX H100, and kernels that are not fused. Padded vocabulary 50,368.
+    """
+    points = []
+    for name, gpus, microbatch, batch, recompute, tflops in _COMPOSER:
+        shape = _MPT[name]
+        anatomy = gpt(shape.num_layers, shape.hidden_size, shape.num_heads, 2048, 50_368)
+        plan = Plan(
+            MeshShape(data=gpus),
+            batch,
+            microbatch,
+            recompute=recompute,
+            zero=3,
+            flash_attention=True,
+            dropout=False,
+            precision=MEGATRON_BF16,
+            residuals="megatron",
+        )
+        time = step_time(anatomy, plan, DGX_H100, COMPOSER, constants).total
+        points.append(Point(f"{name} on {gpus}", plan, tflops, model_flops(anatomy) * batch / time / gpus / 1e12))
+    return points
+
+
 def _fastest(
     anatomy: Anatomy,
     plan: Plan,
@@ -165,7 +247,7 @@ def _fastest(
     variants = [
         replace(plan, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
         for b in microbatches
-        for v in _CHUNKS
+        for v in chunk_counts(anatomy, plan.stages)
     ]
     fitting = [p for p in variants if _fits(anatomy, p, server)]
     return min(fitting, key=lambda p: step_time(anatomy, p, server, software, constants).total)

@@ -10,14 +10,16 @@ from mtjax.plan.options import Options
 from mtjax.plan.search import describe
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
+from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import fullest_stage, stage_memory
 from mtjax.theory.plans import Plan
 from mtjax.theory.schedules import bubble, slots
+from mtjax.theory.software import MTJAX
 from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import MTJAX, Machine, StepTime, members_inside, step_time
+from mtjax.theory.timing import Machine, StepTime, members_inside, step_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""
@@ -163,7 +165,8 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
 
 def time_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Where a step's time goes."""
-    result = table("Time of a step", "", "seconds", "share", "source")
+    note = f"of the step: {accuracy_on(server).in_words} (mtjax plan --published)"
+    result = table("Time of a step", "", "seconds", "share", "source", note=note)
     time = step_time(anatomy, plan, server)
     for name, value in time_parts(time).items():
         result.add_row(name, seconds(value), percent(value / time.total), MODEL)
@@ -182,6 +185,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "stages, exposed": time.stage_axis,
         "pipeline bubble": time.bubble,
         "data ways, exposed": time.data_axis,
+        "slower beside collectives": time.contention,
         "optimizer": time.optimizer,
     }
     return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda kv: -kv[1]))
@@ -215,8 +219,8 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
 
 def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> Table:
     """Speed, utilisation, days and cost."""
-    note = "how far such times were off for published runs: mtjax plan --published"
-    result = table("Summary", "", "", "source", note=note)
+    result = table("Summary", "", "", "source")
+    accuracy = accuracy_on(server)
     time, gpus = step_time(anatomy, plan, server, MTJAX), plan.mesh.size
     peak = Machine(server, plan.element_bytes).peak
     tokens = plan.global_batch_size * anatomy.model.sequence_length
@@ -228,7 +232,8 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
         return percent(flops.utilisation(work, time.total, gpus, peak))
 
     rate = useful / time.total / gpus
-    result.add_row("step", seconds(time.total), MODEL)
+    least, most = accuracy.around(time.total)
+    result.add_row("step", f"{seconds(time.total)} ({seconds(least)} to {seconds(most)})", MODEL)
     result.add_row("tokens/s", f"{tokens / time.total:,.0f} ({tokens / time.total / gpus:,.0f} per GPU)", MODEL)
     result.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
     result.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
@@ -240,10 +245,12 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
     if options.tokens:
         took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY
-        result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", days(length), MODEL)
+        between = " to ".join(days(end) for end in accuracy.around(length))
+        result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", f"{days(length)} ({between})", MODEL)
         rule = flops.training_days(counts.parameters(anatomy), options.tokens, gpus, rate)
         result.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
         if options.price is not None:
             money = flops.cost(gpus, length, options.price)
-            result.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f}", MODEL)
+            between = " to ".join(f"{end:,.0f}" for end in accuracy.around(money))
+            result.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f} ({between})", MODEL)
     return result

@@ -13,7 +13,8 @@ from mtjax.theory.hardware import Server
 from mtjax.theory.memory import Memory, fullest_stage
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan, Recompute
-from mtjax.theory.timing import MTJAX, Software, StepTime, step_time
+from mtjax.theory.software import MTJAX, Software
+from mtjax.theory.timing import StepTime, step_time
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -57,8 +57,12 @@ def print_published(console: Console) -> None:
     base = published.figure_5_base()
     parts = [
         relative_table("Figure 5 of arXiv 1909.08053, V100: speed per GPU relative to one", published.figure_5()),
-        speed_table("That one GPU, 1.2B: TFLOP/s", [base]),
+        speed_table("One V100, 1.2B: TFLOP/s; the second never looked at before", [base, published.megatron_v1()]),
+        speedup_table("Appendix D: 1.2B, 8 samples on several GPUs", published.figure_5_fixed_batch()),
         speed_table("Megatron-Core, H100: model TFLOP/s per GPU", published.h100_weak_scaling()),
+        speed_table(
+            "MosaicML's MPT, H100, FSDP: model TFLOP/s per GPU - never looked at before", published.composer_h100()
+        ),
         speed_table(
             "Table 1 of arXiv 2104.04473, A100: TFLOP/s per GPU - one constant is set from these",
             published.a100_weak_scaling(),
@@ -73,6 +77,14 @@ def relative_table(title: str, points: list[Point]) -> Table:
     for p in points:
         gap = f"{100 * p.gap:+.1f} points"
         result.add_row(f"{p.name} ({p.plan.mesh})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
+    return result
+
+
+def speedup_table(title: str, points: list[Point]) -> Table:
+    """Speed of all GPUs together, of that of one; gaps in percent."""
+    result = table(title, "", "published", "model", "gap")
+    for p in points:
+        result.add_row(p.name, f"{p.published:.2f}", f"{p.predicted:.2f}", f"{p.predicted / p.published - 1:+.1%}")
     return result
 
 

@@ -250,9 +250,9 @@ B200 = Gpu(
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({g.name: g for g in (V100, A100_40, A100_80, H100, H200, B200)})
 
-# Latencies: NCCL's published tuning model puts a hop near 1 us on NVLink and near 5 us on InfiniBand before software.
-_NVLINK_LATENCY = 3e-6
-_NETWORK_LATENCY = 8e-6
+# Of a step of a simple ring, from NCCL's published tuning model (mtjax.theory.nccl).
+_NVLINK_LATENCY = 3.4e-6
+_NETWORK_LATENCY = 9.6e-6
 
 
 def _server(name: str, gpu: Gpu, gpus: int, link: float, network: float, source: str) -> Server:

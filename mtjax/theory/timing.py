@@ -16,15 +16,17 @@ from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, GRADIENTS, LOSS_BACKWARD, LOSS_FORWARD
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
-from mtjax.theory.kernels import CORE, FUSED, UNFUSED, ElementWise, Traffic
+from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.mesh import AXES, MeshShape
+from mtjax.theory.nccl import collective_seconds
 from mtjax.theory.parts.part import Product, Scores, Touched
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
 from mtjax.theory.schedules import full_ticks, megatron_bubble
+from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
-from mtjax.theory.traffic import Transfer, ring_factor, transfers
+from mtjax.theory.traffic import Transfer, transfers
 
 
 @dataclass(frozen=True)
@@ -41,34 +43,17 @@ class Constants:
     """Of InfiniBand, large messages."""
     launch: float = 5e-6
     """The fewest seconds that a kernel takes."""
-    training: float = 0.79
+    small_product: float = 13e-6
+    """Seconds that a product of less than a wave of tiles takes beyond its FLOPs and bytes: start, end, and parts that
+    are added up. The median over the 78 products below 0.2 ms that DeepBench measured on a V100 in 16 bits
+    (github.com/baidu-research/DeepBench, results/train/DeepBench_NV_V100.xlsx); of larger ones it shows none."""
+    contention: float = 0.189
+    """How much longer computing takes while a collective runs beside it: the mean of arXiv 2507.03114 over A100, H100,
+    MI210 and MI250, GPT and Llama."""
+    training: float = 0.795
     """Of the speed of kernels alone, in a training run: clocks, launches, shapes that are not ideal."""
     tile: int = 128
     """Rows and columns of a product that one multiprocessor computes at a time."""
-
-
-@dataclass(frozen=True)
-class Software:
-    """What the program does with the hardware; facts of a code base, not of a run."""
-
-    name: str
-    kernels: ElementWise
-    overlaps_model_axis: bool = False
-    """Collectives inside a layer overlap with the products that use them, in t pieces."""
-    overlaps_data_axis: bool = False
-    """Gradients are reduced during the backward pass, parameters gathered during the forward pass."""
-    drops_last_reduction: bool = True
-    recomputes_logits: bool = False
-
-
-MTJAX = Software("mtjax", FUSED, recomputes_logits=True)
-"""XLA fuses element-wise work; one reduction of the gradients after the last microbatch."""
-MEGATRON_2019 = Software("Megatron-LM of 2019", UNFUSED, drops_last_reduction=False)
-"""PyTorch kernels one by one; gradients all-reduced after the backward pass (`USE_TORCH_DDP = False`)."""
-MEGATRON_2021 = Software("Megatron-LM of 2021", FUSED, drops_last_reduction=False)
-"""Fused bias, GELU, dropout, softmax; scores written out; gradients all-reduced at the end (arXiv 2104.04473)."""
-MEGATRON_CORE = Software("Megatron-Core", FUSED, overlaps_model_axis=True, overlaps_data_axis=True)
-"""`--tp-comm-overlap --overlap-grad-reduce --overlap-param-gather`, as its published runs used."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +69,8 @@ class StepTime:
     bubble: float
     data_axis: float
     optimizer: float
+    contention: float = 0.0
+    """What computing takes longer because collectives run beside it."""
     hidden: dict[str, float] = field(default_factory=dict)
     """Communication that computation hides, by mesh axis."""
 
@@ -95,7 +82,8 @@ class StepTime:
     @property
     def total(self) -> float:
         """The step."""
-        return self.compute + self.model_axis + self.stage_axis + self.bubble + self.data_axis + self.optimizer
+        sent = self.model_axis + self.stage_axis + self.data_axis + self.contention
+        return self.compute + sent + self.bubble + self.optimizer
 
 
 class Machine:
@@ -110,8 +98,8 @@ class Machine:
     def product(self, m: float, k: float, n: float, batch: float = 1) -> float:
         """Seconds of `batch` products [m,k] x [k,n].
 
-        The last wave of tiles leaves multiprocessors idle; products too small for one wave run as long as a full one,
-        split along k.
+        The last wave of tiles leaves multiprocessors idle; products too small for one wave are split along k, and take
+        a little longer.
         """
         c = self.constants
         tiles = math.ceil(m / c.tile) * math.ceil(n / c.tile) * batch
@@ -119,7 +107,12 @@ class Machine:
         fill = waves / math.ceil(waves) if waves >= 1 else 1.0
         computing = 2 * m * k * n * batch / (self.peak * self.gpu.sustained_products * fill)
         moving = self.element_bytes * batch * (m * k + k * n + m * n)
-        return max(computing / c.training, self.passes(moving), c.launch)
+        start = c.small_product if waves < 1 else 0.0
+        return start + max(computing / c.training, self.passes(moving), c.launch)
+
+    def contention(self, hidden: float) -> float:
+        """Seconds that computing loses to collectives which run beside it for `hidden` seconds."""
+        return hidden * (1 - 1 / (1 + self.constants.contention))
 
     def passes(self, size: float) -> float:
         """Seconds to move `size` bytes through memory."""
@@ -140,10 +133,9 @@ class Machine:
         bandwidth = server.link * c.link
         if crosses:
             bandwidth = min(bandwidth, inside * server.network * c.network)
-        latency = server.network_latency if crosses else server.link_latency
-        one = entry.operation in ("send", "collective-permute")
-        steps = 1 if one else 2 * math.log2(entry.ways) if entry.ways > 1 else 0
-        return entry.count * (entry.size * ring_factor(entry.operation, entry.ways) / bandwidth + steps * latency)
+        latencies = server.link_latency, server.network_latency
+        each = collective_seconds(entry.operation, entry.size, entry.ways, inside, bandwidth, *latencies)
+        return entry.count * each
 
 
 _machine = cache(Machine)
@@ -170,7 +162,9 @@ def step_time(
     for entry in transfers(anatomy, plan):
         spent[entry.axis] += machine.transfer(entry, members_inside(plan, entry.axis, server))
     exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
-    per_step = products + attention + element_wise + head + exposed[MODEL] + exposed[STAGE]
+    hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
+    slowed = machine.contention(sum(hidden.values()))
+    per_step = products + attention + element_wise + head + exposed[MODEL] + exposed[STAGE] + slowed
     return StepTime(
         products=products,
         attention=attention,
@@ -181,7 +175,8 @@ def step_time(
         bubble=per_step * megatron_bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        hidden={axis: spent[axis] - exposed[axis] for axis in spent},
+        contention=slowed,
+        hidden=hidden,
     )
 
 
@@ -215,6 +210,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         bubble=ticks * longest - work + on_layers * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
+        contention=machine.contention(spent[STAGE] - sent),
         hidden={STAGE: spent[STAGE] - sent, DATA: 0.0, MODEL: 0.0},
     )
 
@@ -265,7 +261,8 @@ def _exposed(
         exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
     if software.overlaps_data_axis:
         # Gradients of a layer can't leave before its last backward pass, nor parameters arrive after its first use.
-        exposed[DATA] = max(0.0, spent[DATA] - compute / plan.microbatches)
+        # Parameters in parts are gathered in each microbatch.
+        exposed[DATA] = max(0.0, spent[DATA] - (compute if plan.zero == 3 else compute / plan.microbatches))
     if plan.schedule == "interleaved":
         exposed[STAGE] = 0.0
     return exposed

@@ -11,7 +11,18 @@ from jax.profiler import ProfileData
 from mtjax import config
 from mtjax.errors import UserError
 from mtjax.inspect.__main__ import main
-from mtjax.inspect.measured import HOLDS_OTHERS, find_trace, measure
+from mtjax.inspect.measured import (
+    ATTENTION,
+    COLLECTIVES,
+    HOLDS_OTHERS,
+    MEMORY,
+    NOTHING,
+    PRODUCTS,
+    by_cause,
+    find_trace,
+    gaps,
+    measure,
+)
 from mtjax.inspect.report import Report
 from mtjax.inspect.walk import walk
 from tests.end_to_end.runs import Launcher
@@ -76,6 +87,27 @@ def test_every_operation_counts_once_in_its_phase(cpu_report: Report, tmp_path: 
     whole = sum(spent.computing + spent.sending for spent in measured.phases.values())
     assert whole == pytest.approx(1e-6 * sum(length for _, length in each) / 4)
     assert {"layer forward", "layer backward", "optimizer"} <= measured.phases.keys()
+    causes = dict(measured.causes)
+    holding = sum(length for n, _, length in events) - sum(length for _, length in each)
+    assert causes.pop(NOTHING).measured == pytest.approx(1e-6 * holding / 4)  # in which nothing else ran
+    assert sum(cause.measured for cause in causes.values()) == pytest.approx(whole)
+    sent = sum(each.measured for each in measured.collectives.values())
+    assert causes[COLLECTIVES].measured == pytest.approx(sent)
+    assert 0 < causes[PRODUCTS].measured < whole and causes[PRODUCTS].predicted is None
+
+
+@pytest.mark.aot
+def test_predicted_causes_add_up_to_the_predicted_step(gpu_report: Report) -> None:
+    causes, time = by_cause(gpu_report, [], steps=1, devices=1), gpu_report.time
+    assert time is not None
+    assert causes[PRODUCTS].predicted + causes[ATTENTION].predicted == pytest.approx(time.products)
+    assert causes[MEMORY].predicted == pytest.approx(time.memory_bound)
+    assert causes[COLLECTIVES].predicted == pytest.approx(time.exposed + time.hidden)
+
+
+def test_what_runs_on_several_streams_leaves_gaps_where_none_does() -> None:
+    assert gaps([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)]) == 2.0
+    assert gaps([(0.0, 9.0), (1.0, 2.0), (10.0, 11.0)]) == 1.0
 
 
 def test_a_trace_of_something_else_is_an_error_with_its_reason(cpu_report: Report, tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ from mtjax.theory.hardware import DGX_H100
 from mtjax.theory.timing import Constants
 from tests.inspect import snippets
 
-CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0)
+CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0, small_product=0.0, contention=0.0)
 """A kernel takes two seconds and memory its datasheet speed, so that sums can be done in the head."""
 
 SERVER = dataclasses.replace(DGX_H100, link=96.0, link_latency=0.0, network_latency=0.0)
 """Links of 96 bytes a second: an all-reduce of 64 bytes over 4 sends 96 bytes, in one second."""
 
 
-def walk(text: str, server=SERVER) -> Walked:
+def walk(text: str, server=SERVER, constants=CONSTANTS) -> Walked:
     module = hlo.parse(text)
     found = find_collectives(module, {"data": 2, "model": 4}, server.gpus)
-    return Roofline(module, found, server, CONSTANTS).run()
+    return Roofline(module, found, server, constants).run()
 
 
 def test_a_collective_behind_computation_costs_nothing():
@@ -32,6 +32,16 @@ def test_a_collective_behind_computation_costs_nothing():
     assert walked.seconds == pytest.approx(6 * 4)
     assert walked.phases["layer forward"].hidden == pytest.approx(6 * 1)
     assert walked.phases["layer forward"].exposed == 0
+
+
+def test_computing_beside_a_collective_takes_longer():
+    """Where it is twice as slow, by half the second in which the all-reduce runs; less what it waits."""
+    slower = dataclasses.replace(CONSTANTS, contention=1.0)
+    walked = walk(snippets.LOOP, constants=slower)
+    assert walked.seconds == pytest.approx(6 * (4 + 0.5))
+    assert sum(spent.contention for spent in walked.phases.values()) == pytest.approx(6 * 0.5)
+    waits = walk(snippets.LOOP, dataclasses.replace(SERVER, link=96.0 / 5), slower)
+    assert waits.seconds == pytest.approx(6 * (5 + 2))
 
 
 def test_what_computation_does_not_cover_is_waited_for():

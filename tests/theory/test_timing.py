@@ -10,13 +10,14 @@ from mtjax.theory.hardware import DGX_2H, DGX_H100
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timetable import timetable
-from mtjax.theory.timing import MEGATRON_CORE, MTJAX, Constants, Machine, members_inside, step_time
+from mtjax.theory.timing import Constants, Machine, members_inside, step_time
 from mtjax.theory.traffic import Transfer, transfers
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 PLAN = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
-IDEAL = Constants(memory=1, flash_attention=1, link=1, network=1, launch=0, training=1)
+IDEAL = Constants(1, flash_attention=1, link=1, network=1, launch=0, small_product=0, contention=0, training=1)
 
 
 def test_no_product_beats_the_peak_or_the_memory():
@@ -36,10 +37,23 @@ def test_a_partial_last_wave_costs_a_whole_one():
 def test_ring_all_reduce_on_ideal_links():
     machine = Machine(DGX_H100, constants=IDEAL)
     entry = Transfer(MODEL, 8, "all-reduce", "test", 3, 1e9, 2)
-    steps = 3 * 2 * 3 * DGX_H100.link_latency
+    steps = 3 * (8.4e-6 + 14 * DGX_H100.link_latency)
     assert machine.transfer(entry, inside=8) == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 450e9 + steps)
     between = machine.transfer(entry, inside=2)
-    assert between == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 100e9 + 3 * 2 * 3 * DGX_H100.network_latency)
+    steps = 3 * (8.4e-6 + 8 * DGX_H100.link_latency + 6 * DGX_H100.network_latency)
+    assert between == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 100e9 + steps)
+
+
+def test_small_collectives_take_the_protocol_that_starts_soonest():
+    """NCCL's own table, 8 ranks on NVLink: a ring in LL128 takes 10 us and steps of 1.9, a tree 4.4 and of 1.2."""
+    machine = Machine(DGX_H100, constants=IDEAL)
+    tiny = Transfer(MODEL, 8, "all-reduce", "test", 1, 8, 2)
+    assert machine.transfer(tiny, inside=8) == pytest.approx(4.4e-6 + 14 * 1.2e-6, rel=1e-3)
+    gathered = dataclasses.replace(tiny, operation="all-gather")
+    assert machine.transfer(gathered, inside=8) == pytest.approx(10e-6 + 7 * 1.9e-6, rel=1e-3)
+    far = machine.transfer(tiny, inside=1)
+    assert far == pytest.approx(4.4e-6 + 2 * 3 * 8.5e-6, rel=1e-3)  # a tree over 8 servers: three steps up and down
+    assert machine.transfer(dataclasses.replace(tiny, ways=1), inside=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -68,6 +82,7 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
         time.data_axis,
         time.optimizer,
     ]
+    assert time.contention == 0  # one reduction after all microbatches: nothing runs beside it
     assert time.total == pytest.approx(sum(parts))
     assert time.bubble == time.stage_axis == 0
     staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full", residuals="megatron"), DGX_H100)
@@ -83,6 +98,21 @@ def test_overlap_only_hides():
     for axis, exposed in ((MODEL, hidden.model_axis), (DATA, hidden.data_axis)):
         assert hidden.hidden[axis] >= 0
         assert exposed >= 0
+
+
+def test_what_is_hidden_costs_a_share_of_its_time():
+    plan = dataclasses.replace(PLAN, sequence_parallel=True, zero=1)
+    time = step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
+    assert time.contention == pytest.approx(sum(time.hidden.values()) * (1 - 1 / 1.189))
+    free = step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE, Constants(contention=0))
+    assert time.total == pytest.approx(free.total + time.contention)
+
+
+def test_a_product_of_less_than_a_wave_has_a_start():
+    """DeepBench on V100, 16 bits: 1024 x 512 x 700 in 18 us, 3072 x 1024 x 128 in 24, 2048 x 2048 x 128 in 31."""
+    machine = Machine(DGX_2H, constants=Constants(training=1))
+    for m, k, n, measured in ((1024, 512, 700, 18e-6), (3072, 1024, 128, 24e-6), (2048, 2048, 128, 31e-6)):
+        assert machine.product(m, k, n) == pytest.approx(measured, rel=0.3)
 
 
 def test_recompute_costs_about_a_forward_pass():

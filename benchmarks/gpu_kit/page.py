@@ -1,0 +1,199 @@
+"""The results as a page of Markdown."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Answer = Mapping[str, Any]
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Hardware, versions and date first; then what each part found, and which parts did not end."""
+    parts: Mapping[str, Answer] = document["parts"]
+    about = parts.get("machine", {})
+    blocks = [
+        f"# {about.get('device', 'unknown hardware')}, {document['date']}",
+        f"`{document['command']}`, {document['seconds']:.0f} s. Times are medians of three rounds that are waited for "
+        "together; *plan* and *inspect* are predictions, made before anything ran.",
+        machine(about),
+        speeds(parts),
+        *(causes(name, answer) for name, answer in parts.items() if answer.get("causes")),
+        numbers(parts.get("numbers", {})),
+        resumed(parts.get("resume", {})),
+        collectives(parts.get("collectives", {})),
+        meshes(parts.get("meshes", {})),
+        states(parts),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown; nothing where there are no rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    heads = list(heads)
+    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines]) if lines else ""
+
+
+def machine(about: Answer) -> str:
+    """Hardware, versions, best product and copy."""
+    lines = [f"- {line}" for line in about.get("nvidia_smi", ())]
+    lines += [f"- {about['devices']} x {about['device']}, {about['memory'] / 1e9:.1f} GB"] if "device" in about else []
+    versions = about.get("versions", {})
+    lines += ["- " + ", ".join(f"{name} {number}" for name, number in versions.items())] if versions else []
+    lines += [f"- Python {about['python']}, {about['system']}"] if "python" in about else []
+    for dtype, product in about.get("products", {}).items():
+        lines.append(f"- best product in {dtype}: {product['best']:.1f} TFLOP/s{_of_peak(about, dtype, product)}")
+    if "copy_gb" in about:
+        lines.append(f"- a pass over memory: {about['copy_gb']:.0f} GB/s{_of(about['copy_gb'], about['bandwidth_gb'])}")
+    return "\n".join(lines)
+
+
+def _of_peak(about: Answer, dtype: str, product: Answer) -> str:
+    if dtype != "bfloat16" or not about.get("peak_tflops"):
+        return ""
+    share = product["best"] / about["peak_tflops"]
+    return f", {share:.1%} of the datasheet's peak (predictions assume {about['sustained_assumed']:.1%})"
+
+
+def _of(value: float, whole: float | None) -> str:
+    return f", {value / whole:.1%} of the datasheet's" if whole else ""
+
+
+def speeds(parts: Mapping[str, Answer]) -> str:
+    """A row for each model that ran."""
+    best = parts.get("machine", {}).get("products", {}).get("bfloat16", {}).get("best")
+    heads = (
+        "model",
+        "samples",
+        "ms",
+        "MFU",
+        "of best product",
+        "GB",
+        "PyTorch ms",
+        "times as fast",
+        "GB",
+        "plan",
+        "inspect",
+    )
+    rows = []
+    for name, answer in parts.items():
+        if not name.startswith("speed ") or "seconds" not in answer:
+            continue
+        theirs, said = answer.get("torch", {}), answer["predicted"]
+        rows.append(
+            (
+                f"{name.removeprefix('speed ')} ({answer['parameters'] / 1e6:,.0f}M)",
+                f"{answer['microbatches']} x {answer['microbatch']} x {answer['sequence']:,}",
+                _ms(answer["seconds"]),
+                _percent(answer.get("mfu")),
+                _percent(answer["tflops"] / best if best else None),
+                _gigabytes(answer.get("peak_bytes")),
+                _ms(theirs.get("seconds")),
+                f"{theirs['seconds'] / answer['seconds']:.2f}" if "seconds" in theirs else "-",
+                _gigabytes(theirs.get("peak_bytes")),
+                *(_predicted(said[f"{by}_seconds"], answer["seconds"]) for by in ("plan", "inspect")),
+            )
+        )
+    return "## Speed\n\n" + table(heads, rows) if rows else ""
+
+
+def causes(name: str, answer: Answer) -> str:
+    """Where a model's step goes, beside the prediction."""
+    rows = [(cause, _ms(each["measured"]), _ms(each["predicted"])) for cause, each in answer["causes"].items()]
+    rows += [("step as traced", _ms(answer["traced_seconds"]), _ms(answer["predicted"]["inspect_seconds"]))]
+    rows += [(f"*{phase}*", _ms(each["measured"]), _ms(each["predicted"])) for phase, each in answer["phases"].items()]
+    return f"### Where the time goes: {name.removeprefix('speed ')}\n\n" + table(("", "measured ms", "predicted"), rows)
+
+
+def numbers(answer: Answer) -> str:
+    """Errors with their limits, and the two checks."""
+    rows = [
+        (case["family"], case["case"], f"{case['error']:.2e}", f"{case['limit']:.2e}", _verdict(case["ok"]))
+        for case in answer.get("cases", ())
+    ]
+    if not rows:
+        return ""
+    lines = ["Gradients: norm of the difference from float32 on the CPU, over its norm.", ""]
+    lines += [table(("family", "", "error", "limit", ""), rows), ""]
+    if over := answer.get("overflow"):
+        lines.append(
+            f"float16, loss scaled too high: {over['skipped']} steps skipped, then it trains: {_verdict(over['ok'])}."
+        )
+    if twice := answer.get("deterministic"):
+        lines.append(f"`--deterministic`, three steps twice, to the bit: {_verdict(twice['ok'])}.")
+    return "## Numbers\n\n" + "\n".join(lines)
+
+
+def resumed(answer: Answer) -> str:
+    """Whether a killed run ended like one that was not."""
+    if "ok" not in answer:
+        return ""
+    return f"A run of {answer['steps']} steps that was killed and resumed, to the bit: {_verdict(answer['ok'])}."
+
+
+def collectives(answer: Answer) -> str:
+    """NCCL's bandwidth by operation and size."""
+    rows = [
+        (
+            r["operation"],
+            f"{r['bytes'] / 1e6:,.2f}",
+            f"{1e6 * r['seconds']:,.1f}",
+            f"{r['bus_gb']:.1f}",
+            _us(r.get("predicted")),
+        )
+        for r in answer.get("rows", ())
+    ]
+    heads = ("", "MB", "us", "bus GB/s", "predicted us")
+    return f"## NCCL on {answer['ways']} GPUs\n\n" + table(heads, rows) if rows else ""
+
+
+def meshes(answer: Answer) -> str:
+    """One model on several meshes."""
+    rows = []
+    for r in answer.get("rows", ()):
+        if "seconds" not in r:
+            rows.append((r["mesh"], r["layout"], r.get("error", "-"), *["-"] * 6))
+            continue
+        said = r["predicted"]
+        by = (_predicted(said[f"{name}_seconds"], r["seconds"]) for name in ("plan", "inspect"))
+        of_one, peak = _percent(r.get("of_one")), _gigabytes(r["peak_bytes"])
+        rows.append(
+            (r["mesh"], r["layout"], _ms(r["seconds"]), f"{r['tflops']:.0f}", _percent(r.get("mfu")), of_one, peak, *by)
+        )
+    heads = ("mesh", "layout", "ms", "TFLOP/s", "MFU", "of one GPU", "GB", "plan", "inspect")
+    return "## Meshes\n\n" + table(heads, rows) if rows else ""
+
+
+def states(parts: Mapping[str, Answer]) -> str:
+    """What did not end well, and why."""
+    lines = []
+    for name, answer in parts.items():
+        sides = [(name, answer), *([(f"{name}, PyTorch", answer["torch"])] if "torch" in answer else [])]
+        lines += [
+            f"- {n}: {a['state']}: {a.get('error', 'its time was over')}" for n, a in sides if a["state"] != "done"
+        ]
+        lines += [f"- {name}: the trace can't be read: {answer['trace_error']}"] if "trace_error" in answer else []
+    return "## Not run, or not to the end\n\n" + "\n".join(lines) if lines else ""
+
+
+def _verdict(ok: bool) -> str:
+    return "holds" if ok else "**WRONG**"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
+def _us(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e6 * seconds:,.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _gigabytes(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.1f}"
+
+
+def _predicted(seconds: float | None, measured: float) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.1f} ({seconds / measured - 1:+.0%})"

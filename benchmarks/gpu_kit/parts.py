@@ -1,0 +1,85 @@
+"""The parts, the most important first, and what a process of each does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from gpu_kit.child import Child
+from gpu_kit.shapes import REHEARSED, SHAPES
+from mtjax.errors import UserError
+
+OURS, THEIRS = "mtjax", "torch"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work with a time limit of its own."""
+
+    name: str
+    budget: float
+    """Seconds."""
+    children: tuple[str, ...]
+    """Its processes, which begin together; those that use the GPU to themselves take turns in this order."""
+    least_gpus: int = 1
+
+
+def _speed(model: str, budget: float) -> Part:
+    return Part(f"speed {model}", budget, (f"{THEIRS} {model}", f"{OURS} {model}"))
+
+
+PARTS = (
+    Part("machine", 60, ("machine",)),
+    Part("numbers", 120, ("numbers",)),
+    _speed("gpt2-1.2b", 150),
+    Part("resume", 100, ("resume",)),
+    Part("collectives", 90, ("collectives",), least_gpus=2),
+    Part("meshes", 240, ("meshes",), least_gpus=2),
+    _speed("llama-1b", 130),
+    _speed("gpt2-medium", 100),
+    _speed("gpt2-small", 90),
+    _speed("gpt2-xl", 150),
+)
+
+
+def chosen(only: tuple[str, ...], *, rehearse: bool) -> list[Part]:
+    """The parts that are asked for, with `machine`, which the others build on.
+
+    Raises:
+      UserError: a pattern matches none.
+    """
+    for pattern in only:
+        if not any(fnmatch(part.name, pattern) for part in PARTS):
+            raise UserError(f"--only {pattern!r} matches no part; there are {', '.join(p.name for p in PARTS)}")
+    unrehearsed = [f"speed {name}" for name in SHAPES if name not in REHEARSED] if rehearse else []
+    wanted = [p for p in PARTS if not only or p.name == "machine" or any(fnmatch(p.name, o) for o in only)]
+    return [p for p in wanted if p.name not in unrehearsed]
+
+
+def work(child: Child, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what the process is named after; imports what only it needs."""
+    kind, _, model = child.name.partition(" ")
+    memory = float(machine.get("memory", 0.0))
+    if kind == "machine":
+        from gpu_kit import machine as about
+
+        return about.run(child)
+    if kind == "numbers":
+        from gpu_kit import numbers
+
+        return numbers.run(child)
+    if kind == "resume":
+        from gpu_kit import resume
+
+        return resume.run(child)
+    if kind == THEIRS:
+        from gpu_kit import speed_torch
+
+        return speed_torch.run(child, model, memory)
+    if kind == OURS:
+        from gpu_kit import speed
+
+        return speed.run(child, model, memory)
+    from gpu_kit import several
+
+    return several.collectives(child) if kind == "collectives" else several.meshes(child, memory)

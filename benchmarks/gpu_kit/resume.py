@@ -1,0 +1,88 @@
+"""A run that is killed and resumed ends with the bits of one that never was."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_kit.child import Child
+from mtjax.errors import UserError
+
+STEPS, KILLED_AFTER = 30, 10
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = """
+[model]
+num_layers = 2
+hidden_size = 128
+num_heads = 4
+sequence_length = 64
+vocab_multiple = 128
+
+[parallel]
+mesh = "1x1"
+
+[training]
+global_batch_size = 8
+compute_dtype = "bfloat16"
+deterministic = true
+
+[output]
+log_every = 1
+valid_every = 0
+checkpoint_every = 10
+"""
+
+
+def run(child: Child) -> dict[str, Any]:
+    """Losses, gradient norms and fingerprints of both runs; `ok` where they are the same.
+
+    Raises:
+      UserError: a run failed.
+    """
+    folder = child.folder / "runs"
+    folder.mkdir()
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 7))) for _ in range(150)]
+    (folder / "text.txt").write_text("\n\n".join(" ".join(chance.choices(words, k=60)) for _ in range(200)))
+    (folder / "tiny.toml").write_text(MODEL)
+    whole = train(folder, "whole")
+    if whole.wait():
+        raise UserError(f"the run that nobody kills failed: {last_line(folder / 'whole.log')}")
+    killed = train(folder, "killed")
+    while killed.poll() is None and not (folder / f"killed/checkpoints/{KILLED_AFTER}").is_dir():
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    if train(folder, "killed", "--resume").wait():
+        raise UserError(f"the resumed run failed: {last_line(folder / 'killed.log')}")
+    ends = [outcome(folder / name) for name in ("whole", "killed")]
+    resumed = [line for line in (folder / "killed.log").read_text().splitlines() if line.startswith("resumed from")]
+    ok = ends[0] == ends[1] and bool(ends[0]["fingerprints"]) and bool(resumed)
+    return {"ok": ok, "steps": STEPS, "said": resumed, "losses": ends[0]["losses"][-1:], "same": ends[0] == ends[1]}
+
+
+def train(folder: Path, name: str, *options: str) -> "subprocess.Popen[bytes]":
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "mtjax.train", "--config", "tiny.toml", "--data", "text.txt", "--out", name]
+    command += ["--cache-dir", "cache", "--steps", str(STEPS), *options]
+    with (folder / f"{name}.log").open("ab") as log:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """What a run logged, and the fingerprints of its last checkpoint."""
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    page = json.loads((out / f"checkpoints/{STEPS}/page/metadata").read_text())
+    logged = {name: [entry[name] for entry in metrics] for name in ("step", "loss", "grad_norm")}
+    return {"losses": logged["loss"], "logged": logged, "fingerprints": page["fingerprints"]}
+
+
+def last_line(path: Path) -> str:
+    """What a process said last."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

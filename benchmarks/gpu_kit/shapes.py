@@ -1,0 +1,61 @@
+"""The models, and how much of them a step takes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtjax import config as configs
+from mtjax.config import Config
+
+LARGE_MEMORY = 120e9
+"""Bytes of a GPU that count as the larger of the two sizes: 141 GB, not 80."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the samples of its step."""
+
+    name: str
+    preset: str
+    microbatch: tuple[int, int]
+    """Samples that fit GPUs of 80 and of 141 GB, for PyTorch too."""
+    microbatches: int = 1
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the preset."""
+
+
+_LLAMA_1B = {"num_layers": 22, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "mlp_size": 5632}
+"""TinyLlama's 1.1 billion parameters (arXiv 2401.02385), with sequences twice as long."""
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gpt2-1.2b", "gpt2-1.2b", (8, 8), microbatches=4),
+        Shape("llama-1b", "llama2-7b", (4, 8), changes=_LLAMA_1B | {"sequence_length": 4096}),
+        Shape("gpt2-medium", "gpt2-medium", (16, 32)),
+        Shape("gpt2-small", "gpt2-small", (32, 64)),
+        Shape("gpt2-xl", "gpt2-xl", (8, 16)),
+    )
+}
+"""The most important first."""
+REHEARSED = ("gpt2-1.2b", "llama-1b")
+"""Models that a rehearsal runs: one of each family."""
+_TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64, "vocab_size": 500}
+_TINY_LLAMA = {"num_kv_heads": 2, "mlp_size": 128, "vocab_multiple": 128}
+
+
+def config_of(shape: Shape, memory: float, *, rehearse: bool, **fields: Any) -> Config:
+    """The run of a shape on one GPU: bfloat16, no dropout, no recompute.
+
+    Args:
+      shape: which.
+      memory: bytes of a GPU.
+      rehearse: tiny, for CPUs.
+      fields: further changes, say of the mesh.
+    """
+    size = shape.microbatch[memory >= LARGE_MEMORY]
+    changes = dict(shape.changes)
+    if rehearse:
+        size, changes = 2, changes | _TINY | (_TINY_LLAMA if shape.preset.startswith("llama") else {})
+    own = {"mesh": "1x1", "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    own |= {"microbatch_size": size, "global_batch_size": size * shape.microbatches, "warmup_steps": 1}
+    return configs.replace(configs.load(shape.preset), **(changes | own | fields))

@@ -1,0 +1,106 @@
+"""A model's step: how long it takes, what it needs, and what was predicted, by cause."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gpu_kit.child import Child, next_tokens
+from gpu_kit.clock import seconds_of
+from gpu_kit.shapes import SHAPES, config_of
+from mtjax.config import Config
+from mtjax.errors import UserError
+from mtjax.inspect.compiled import compile_program
+from mtjax.inspect.measured import measure
+from mtjax.inspect.report import Report, report
+from mtjax.inspect.targets import running_target
+from mtjax.sharding.mesh import attach_devices
+from mtjax.sharding.placement import global_batch
+from mtjax.theory.counts import parameters
+from mtjax.theory.flops import model_flops
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.timing import step_time
+from mtjax.train.step import make_program
+from mtjax.train.watch.metrics import device_memory
+
+TRACED = 3
+"""Steps."""
+
+
+def run(child: Child, name: str, memory: float) -> dict[str, Any]:
+    """The step of one of the shapes on one GPU."""
+    return time_run(config_of(SHAPES[name], memory, rehearse=child.rehearse), child)
+
+
+def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, Any]:
+    """Compiles, waits for its turn, times, traces.
+
+    Args:
+      config: of the run.
+      child: told what is known before the trace, which may fail.
+      waits: whether another process may be using the GPU.
+    """
+    mesh = attach_devices(parse_mesh(config.parallel.mesh))
+    program = make_program(config, mesh)
+    predicted = report(compile_program(program, running_target(mesh)))
+    if waits:
+        child.wait_for_turn()
+    state, size = program.initialize(0), config.training.global_batch_size
+    batch = global_batch(program.batch_sharding, next_tokens(config, 0), size)
+    results: dict[str, Any] = {}
+
+    def step() -> None:
+        nonlocal state, results
+        state, results = program.step(state, batch)
+
+    found = describe(program.config, predicted) | seconds_of(step, lambda: jax.block_until_ready(results))
+    found |= {"peak_bytes": (device_memory() or (None,))[0], "loss": float(results["loss"])}
+    flops = model_flops(predicted.step.anatomy) * size / mesh.size
+    found["tflops"] = flops / found["seconds"] / 1e12
+    if predicted.time:
+        peak = predicted.time.tflops / predicted.time.mfu
+        found["mfu"] = found["tflops"] / peak
+    child.answer(found)
+    found |= trace(step, lambda: jax.block_until_ready(results), predicted)
+    return found
+
+
+def describe(config: Config, predicted: Report) -> dict[str, Any]:
+    """What runs, and what `plan` and `inspect` say of it; times are None where the hardware is not in the table."""
+    step, server = predicted.step, predicted.target.server
+    by_plan = step_time(step.anatomy, step.plan, server) if server else None
+    return {
+        "parameters": parameters(step.anatomy),
+        "mesh": str(step.mesh),
+        "microbatch": step.plan.microbatch_size,
+        "microbatches": step.plan.microbatches,
+        "batch": config.training.global_batch_size,
+        "sequence": config.model.sequence_length,
+        "attention": "cudnn" if step.plan.flash_attention else "xla",
+        "compile_seconds": step.compile_seconds,
+        "predicted": {
+            "plan_seconds": by_plan.total if by_plan else None,
+            "inspect_seconds": predicted.time.seconds if predicted.time else None,
+            "plan_bytes": predicted.memory.formula.total,
+            "compiled_bytes": predicted.memory.peak,
+        },
+    }
+
+
+def trace(step: Any, wait: Any, predicted: Report) -> dict[str, Any]:
+    """Seconds of a step by cause and by phase, measured and predicted; what is wrong with the trace if it can't be."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(TRACED):
+                step()
+            wait()
+        try:
+            measured = measure(predicted, Path(folder))
+        except UserError as e:
+            return {"trace_error": str(e)}
+    causes = {name: {"measured": c.measured, "predicted": c.predicted} for name, c in measured.causes.items()}
+    phases = {n: {"measured": p.computing + p.sending, "predicted": p.predicted} for n, p in measured.phases.items()}
+    return {"traced_seconds": measured.seconds, "causes": causes, "phases": phases}
