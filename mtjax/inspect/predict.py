@@ -9,6 +9,7 @@ from mtjax.inspect.roofline import Event, Roofline, Spent
 from mtjax.theory import flops as formulas
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.theory.hardware import Server
+from mtjax.train.xla_options import MULTI_STREAMING
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
       flops: of its products, on one device.
       server: the hardware; need not be that compiled for.
     """
-    roofline = Roofline(step.module, list(collectives), server)
+    side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
+    roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side)
     walked = roofline.run()
     total = Spent()
     for spent in walked.phases.values():

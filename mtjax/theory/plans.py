@@ -5,7 +5,6 @@ from typing import Literal
 
 from mtjax.config import Config, Model
 from mtjax.theory.attention import choose_kernel
-from mtjax.theory.contract import Dtype
 from mtjax.theory.layout import Layout, layout_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.timetable import ScheduleName
@@ -108,7 +107,7 @@ class Plan:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
-    def gradient_wire(self) -> Dtype:
+    def gradient_wire(self) -> Literal["float32", "bfloat16"]:
         """Type in which gradients are summed over ranks."""
         return "float32" if self.precision.reduced == 4 else "bfloat16"
 
