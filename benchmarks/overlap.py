@@ -1,8 +1,8 @@
 """What is sent behind computing: XLA's own schedule, what mtjax asks for, and what was tried and left out.
 
 Compiles for H100, runs nothing: the times are those of `mtjax inspect`, a walk over the scheduled program. `small` is 4
-layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the 8.3B is that of arXiv 1909.08053 at batch 512; llama2-7b
-has one sample of 4,096 tokens on each of 8x8 ranks.
+layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the 8.3B is that of arXiv 1909.08053 at batch 512; Llama 2
+7B has one sample of 4,096 tokens on each of 8 data ranks.
 
     python benchmarks/overlap.py [--models small gpt2-8.3b llama2-7b] [--out FILE.json]
 
