@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test test-all test-faults test-layouts check format clean
+.PHONY: help train test test-all test-newest test-faults test-layouts check format clean
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
 	@echo "make test       set up and run the tests: 7 minutes on 2 idle cores"
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot, parity and megatron"
+	@echo "make test-newest  the contracts on the newest jax, where there is a Python 3.12 or newer; NEWEST=/path/to/python names it"
 	@echo "make test-faults  plants faults in a copy, one at a time, and shows that make test's tests notice them"
 	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour on 2 busy cores"
 	@echo "make check      ruff and pyright"
@@ -46,6 +47,21 @@ test: $(VENV)/dev
 test-all: $(VENV)/extras
 	$(PYTEST) --dist loadfile -m '(long or aot or torch) and not exhaustive' $(ARGS)
 
+# The newest jax needs a newer Python than the oldest that mtjax supports: one on the path, or one of pyenv's.
+NEWEST ?= $(shell for p in python3.12 python3.13 python3.14 $(HOME)/.pyenv/versions/3.1[2-4]*/bin/python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+NEWEST_VENV ?= .venv-newest
+
+$(NEWEST_VENV)/done: pyproject.toml
+	@test -n "$(NEWEST)" || { echo "make test-newest needs Python 3.12 or newer, as the newest jax does, and finds none: make test-newest NEWEST=/path/to/python3.12" >&2; exit 1; }
+	$(NEWEST) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot]'
+	@touch $@
+
+test-newest: $(NEWEST_VENV)/done
+	@$(NEWEST_VENV)/bin/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect tests/train/test_xla_options.py $(ARGS)
+
 test-faults: $(VENV)/dev
 	$(BIN)/python -m tests.faults $(ARGS)
 
@@ -62,4 +78,4 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(NEWEST_VENV) .pytest_cache .ruff_cache .hypothesis build dist

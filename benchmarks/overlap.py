@@ -1,9 +1,10 @@
 """What is sent behind computing: XLA's own schedule, what mtjax asks for, and what was tried and left out.
 
-Compiles for H100, runs nothing: the times are those of `mtjax inspect`, a walk over the scheduled program. `small` is 4
-layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the others are models of arXiv 1909.08053 at batch 512.
+Compiles for H100, runs nothing: the times are those of `mtjax inspect`, a walk over the scheduled program. `small` is
+4 layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the 8.3B is that of arXiv 1909.08053 at batch 512;
+Llama 2 7B has one sample of 4,096 tokens on each of 8 data ranks.
 
-    python benchmarks/overlap.py [--models small gpt2-8.3b] [--out FILE.json]
+    python benchmarks/overlap.py [--models small gpt2-8.3b llama2-7b] [--out FILE.json]
 
 No GPU is needed; the extra `aot` is, and cuDNN's package (`pip install nvidia-cudnn-cu13`) for flash attention.
 10 to 60 seconds a row on two cores.
@@ -40,15 +41,18 @@ SMALL: dict[str, Any] = {
     "vocab_size": 50257,
     "global_batch_size": 16,
 }
-MESHES = {"small": "2x4", "gpt2-8.3b": "64x8"}
+MESHES = {"small": "2x4", "gpt2-8.3b": "64x8", "llama2-7b": "8x8"}
+BATCHES = {"llama2-7b": {"global_batch_size": 8, "attention": "xla"}}
 TENSOR: dict[str, Any] = {}
-ZERO_2, ZERO_3 = ({"sequence_parallel": True, "zero": stage} for stage in (2, 3))
-XLAS_OWN, OURS = "its own", "ours"
+ZERO_1, ZERO_2, ZERO_3 = ({"sequence_parallel": True, "zero": stage} for stage in (1, 2, 3))
+IN_HALF = {"gradient_wire_dtype": "bfloat16"}
+XLAS_OWN, ALONE, OURS = "its own", "sums pipelined, one collective at a time", "ours"
 REDUCE = {"xla_gpu_enable_pipelined_all_reduce": True}
 GATHER = {"xla_gpu_enable_pipelined_all_gather": True}
 UNROLL = {"xla_gpu_enable_while_loop_double_buffering": True}
 TRIED: dict[str, dict[str, Any]] = {
     XLAS_OWN: {},
+    ALONE: REDUCE,
     "all-reduce pipelined": REDUCE,
     "both pipelined": REDUCE | GATHER,
     "all-reduce, loops by two": REDUCE | UNROLL,
@@ -56,15 +60,23 @@ TRIED: dict[str, dict[str, Any]] = {
 ROWS: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
     "small": [
         (TENSOR, (XLAS_OWN, "all-reduce pipelined", "all-reduce, loops by two")),
-        (ZERO_2, (XLAS_OWN, OURS, "both pipelined", "all-reduce, loops by two")),
+        (ZERO_2, (XLAS_OWN, ALONE, OURS, "both pipelined", "all-reduce, loops by two")),
     ],
     "gpt2-8.3b": [
-        (ZERO_2, (XLAS_OWN, OURS)),
-        (ZERO_3, (XLAS_OWN, OURS)),
+        (ZERO_2, (XLAS_OWN, ALONE, OURS)),
+        (ZERO_3, (XLAS_OWN, ALONE, OURS)),
         (TENSOR, (XLAS_OWN, "all-reduce pipelined")),
     ],
+    "llama2-7b": [
+        (TENSOR | IN_HALF, (OURS, XLAS_OWN)),
+        (ZERO_3 | IN_HALF, (OURS,)),
+        (ZERO_1 | IN_HALF, (OURS,)),
+        (TENSOR, (OURS, XLAS_OWN)),
+        (ZERO_3, (OURS, ALONE)),
+        (ZERO_1, (OURS, ALONE)),
+    ],
 }
-"""Layouts of each model, and what XLA is asked for in each; without split sequences ours is its own."""
+"""Layouts of each model, and what XLA is asked for in each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,14 @@ class Result:
 def config_of(model: str, layout: dict[str, Any]) -> Config:
     """The run of a row."""
     base = config.replace(Config(), **SMALL) if model == "small" else config.load(model)
-    return config.replace(base, mesh=MESHES[model], recompute="full", attention_dropout=0.0, **layout)
+    settings = {
+        "mesh": MESHES[model],
+        "recompute": "full",
+        "attention_dropout": 0.0,
+        **BATCHES.get(model, {}),
+        **layout,
+    }
+    return config.replace(base, **settings)
 
 
 def measure(model: str, layout: dict[str, Any], options: str) -> Result:

@@ -27,6 +27,9 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 0
     """Split over `data` what every data rank would otherwise hold a copy of: 1 the optimizer's state, 2 also the
     gradients, 3 also the parameters (FSDP)."""
+    gradient_wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over data ranks, and over the stages of a pipeline where these share a
+    parameter: bfloat16 sends half the bytes. Microbatches are added up in float32 either way."""
     overlap: bool = True
     """Ask XLA to overlap communication with computation (GPUs only)."""
     coordinator: str | None = None

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, Collective
+from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, SUMS, Collective
 from mtjax.inspect.hlo import Array, dtype_bits
 from mtjax.inspect.phases import combined_paths, phase_of
+from mtjax.inspect.widened import NARROW
 from mtjax.theory.contract import (
     EMBEDDING_BACKWARD,
     GRADIENTS,
@@ -36,14 +37,23 @@ class Entry:
     """Of this array: a combined operation's may belong to several."""
     left: int
     """Executions in a step that no line has claimed."""
+    dtype: str
+    """In which it was asked to be sent: bf16 of a sum that XLA for CPUs has widened."""
 
     @classmethod
     def of(cls, collective: Collective) -> "list[Entry]":
         """One entry for each array of a collective."""
         paths = combined_paths(collective.op_name) if collective.has_own_name else []
         phases = [phase_of(path) for path in paths] if 1 < len(paths) == len(collective.arrays) else []
+        narrowed = collective.narrowed or (False,) * len(collective.arrays)
         return [
-            cls(collective, array, (phases[i] if phases else None) or collective.phase, collective.count)
+            cls(
+                collective,
+                array,
+                (phases[i] if phases else None) or collective.phase,
+                collective.count,
+                NARROW if narrowed[i] else array.dtype,
+            )
             for i, array in enumerate(collective.arrays)
         ]
 
@@ -84,6 +94,8 @@ class Landmarks:
     """Name -> unsplit shape of each parameter."""
     logits: int = 0
     """Elements of a microbatch's logits, unsplit."""
+    stacks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name -> shape on a device of each parameter that holds several layers, as products take it: not split by ZeRO."""
 
 
 def check(
@@ -92,7 +104,9 @@ def check(
     """Compares collectives with a contract.
 
     For GPUs operations, elements and types must be the contract's. Programs for CPUs widen bf16 and write a
-    reduce-scatter as all-reduce and slice, so for them only elements are compared, and what was rewritten is noted.
+    reduce-scatter as all-reduce and slice: what was rewritten is noted. Of their types only those of sums are compared,
+    as they were before: a sum of bf16 is a breach where the contract says f32, and the other way round where gradients
+    are to travel in bf16.
 
     Args:
       collectives: all of the program.
@@ -101,7 +115,8 @@ def check(
       is_gpu: whether the program is for GPUs.
     """
     entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
-    lines = tuple(_claim(entries, d, is_gpu) for d in sorted(_pools(requirements, is_gpu), key=_claiming_order))
+    asked = sorted(_pools(requirements, is_gpu), key=_claiming_order)
+    lines = tuple(_claim(entries, required, landmarks, is_gpu) for required in asked)
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     left = [e for e in entries if e.left]
     tolerated = _tolerate(left)
@@ -149,7 +164,7 @@ def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
     return required.line.pooled, required.line.hoisted, -required.elements, required.count
 
 
-def _claim(entries: list[Entry], required: Requirement, is_gpu: bool) -> Line:
+def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is_gpu: bool) -> Line:
     """Takes the entries that fulfil a line."""
     kinds = {required.line.kind} | ({ALL_REDUCE} if required.line.kind == REDUCE_SCATTER and not is_gpu else set())
     fitting = [
@@ -160,23 +175,27 @@ def _claim(entries: list[Entry], required: Requirement, is_gpu: bool) -> Line:
         and e.collective.axes == (required.line.axis,)
         and e.collective.kind in kinds
     ]
-    if required.line.pooled and is_gpu and any(e.array.dtype == required.dtype for e in fitting):
-        fitting = [e for e in fitting if e.array.dtype == required.dtype]  # another line, or none, asks for the others
+    has_types = is_gpu or required.line.kind in SUMS
+    if required.line.pooled and has_types:
+        alike = [e for e in fitting if e.dtype == required.dtype]
+        others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
+        if not others or any(e.array.elements > 1 for e in alike):
+            fitting = alike  # another line, or none, asks for the others
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)
     elements = sum(e.array.elements * e.collective.count for e, _ in claimed)
-    notes = _type_notes([e for e, _ in claimed], required, is_gpu)
+    wrong, notes = _type_notes([e for e, _ in claimed], required, is_gpu)
     if required.line.pooled:
         extra_scalars = max(elements - required.total, 0)
         if elements >= required.least and extra_scalars <= SMALL_BYTES // 4:
             status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
-            status, extra = "differs", [_total_note(required, elements)]
-        wrong = [n for n in notes if is_gpu]
-        return Line(required, found, elements, "differs" if wrong else status, (*wrong, *extra))
+            status, extra = "differs", [_total_note(required, elements, _whole_stacks(claimed, landmarks))]
+        if wrong:
+            return Line(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
+        return Line(required, found, elements, status, tuple(extra))
     if found < required.count:
         return Line(required, found, found * required.elements, "missing", (_missing_note(required, found),))
-    wrong = notes if is_gpu else []
     return Line(
         required, found, found * required.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes)
     )
@@ -227,21 +246,29 @@ def _adding_up(sizes: list[tuple[Entry, int]], need: int) -> list[tuple[Entry, i
     return [sizes[place] for place in ways[need]] if need in ways else None
 
 
-def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> list[str]:
-    """Notes on arrays sent in another type than the contract's."""
-    notes = []
-    for dtype in sorted({e.array.dtype for e in claimed} - {required.dtype}):
-        ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
-        example = next(e for e in claimed if e.array.dtype == dtype)
-        notes.append(
-            f"{_what(required)} carries {dtype} instead of {required.dtype}, {ratio:g}x the bytes: "
-            f"{example.array}, from {_origin(example.collective)}"
-            if is_gpu
-            else f"{dtype} for {required.dtype}: CPU programs widen it"
-        )
+def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tuple[list[str], list[str]]:
+    """What is wrong with arrays of another type than the contract's, and what is to be said of others."""
+    wrong, notes = [], []
+    for own, dtype in sorted({(e.dtype, e.array.dtype) for e in claimed}):
+        example = next(e for e in claimed if (e.dtype, e.array.dtype) == (own, dtype))
+        what = f"{example.array}, from {_origin(example.collective)}"
+        if is_gpu and dtype != required.dtype:
+            ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
+            wrong.append(f"{_what(required)} carries {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
+        elif not is_gpu and _is_wrong_sum(own, required):
+            wrong.append(f"{_what(required)} sums {own} instead of {required.dtype}: {what}")
+        elif dtype != required.dtype:
+            notes.append(f"{dtype} for {required.dtype}: CPU programs widen it")
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
         notes.append("all-reduce and slice: CPU programs write a reduce-scatter that way")
-    return notes
+    return wrong, notes
+
+
+def _is_wrong_sum(dtype: str, required: Requirement) -> bool:
+    """Whether what a CPU program sums has fewer bits than the contract's, or more where its type is a setting."""
+    if required.line.kind not in SUMS or dtype == required.dtype:
+        return False
+    return dtype_bits(dtype) < dtype_bits(required.dtype) or required.line.dtype == "bfloat16"
 
 
 def _what(required: Requirement) -> str:
@@ -257,12 +284,26 @@ def _missing_note(required: Requirement, found: int) -> str:
     )
 
 
-def _total_note(required: Requirement, elements: int) -> str:
+def _total_note(required: Requirement, elements: int, at_once: list[str]) -> str:
+    carries = f"{elements:,} elements a step instead of {required.total:,}"
+    if at_once and required.line.kind == ALL_GATHER:
+        return (
+            f"{_what(required)} gathers all layers at once, outside the loop in which each is to be gathered where it "
+            f"is used, of {' and '.join(at_once)}: {carries} ({required.line.elements})"
+        )
     difference = elements - required.total
-    return (
-        f"{_what(required)} carries {elements:,} elements a step instead of {required.total:,}: "
-        f"{abs(difference):,} too {'many' if difference > 0 else 'few'} ({required.line.elements})"
-    )
+    how = "many" if difference > 0 else "few"
+    return f"{_what(required)} carries {carries}: {abs(difference):,} too {how} ({required.line.elements})"
+
+
+def _whole_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> list[str]:
+    """The largest matrices of which arrays hold all layers, in any order of dimensions."""
+    found: dict[str, Array] = {}
+    for entry, _ in claimed:
+        dims = sorted(entry.array.dims)
+        found |= {name: entry.array for name, shape in landmarks.stacks.items() if dims == sorted(shape)}
+    largest = sorted(found.items(), key=lambda named: -named[1].elements)[:3]
+    return [f"{name} ({array})" for name, array in largest if array.elements == largest[0][1].elements]
 
 
 def _tolerate(left: list[Entry]) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.walk import Site, walk
+from mtjax.inspect.widened import widened_sums
 from mtjax.theory.contract import phase_over
 from mtjax.theory.traffic import ring_factor
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
+SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 KINDS = (
     ALL_REDUCE,
     ALL_GATHER,
@@ -58,6 +60,8 @@ class Collective:
     """Whether other work may run between its start and its end."""
     hidden_behind: tuple[str, ...]
     """Names of the operations that compute something between its start and its end."""
+    narrowed: tuple[bool, ...] = ()
+    """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
 
     @property
     def elements(self) -> int:
@@ -110,6 +114,8 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         phase, op_name, own = locate(holder.computation, holder.instruction)
     if not own:  # what surrounds it in the schedule may be another part of the step
         phase = phase_over(kind, axes) or phase
+    arrays = _payload(module, site.computation, instruction, kind)
+    narrowed = widened_sums(module, site.computation, instruction) if kind in SUMS else ()
     window = overlap_window(holder.computation, holder.instruction) if is_started(holder.instruction) else ()
     return Collective(
         kind=kind,
@@ -122,9 +128,10 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         has_own_name=own,
         count=site.count,
         is_exact=site.is_exact,
-        arrays=_payload(site.computation, instruction, kind),
+        arrays=arrays,
         is_async=is_started(holder.instruction),
         hidden_behind=tuple(i.name for i in window if computes(i)),
+        narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
 
 
@@ -176,9 +183,20 @@ def computes(instruction: Instruction) -> bool:
     return collective_kind(instruction) is None and instruction.opcode != "async-start"
 
 
-def _payload(computation: Computation, instruction: Instruction, kind: str) -> tuple[Array, ...]:
+def _payload(module: Module, computation: Computation, instruction: Instruction, kind: str) -> tuple[Array, ...]:
     operands = computation.operand_arrays(instruction)
+    if kind == ALL_REDUCE and len(operands) == 1:
+        return _packed(module, computation, instruction.operands[0]) or operands
     if kind != ALL_GATHER:
         return operands or instruction.arrays
     # A start's result is (operands, results).
     return instruction.arrays[len(operands) :] if instruction.opcode.endswith("-start") else instruction.arrays
+
+
+def _packed(module: Module, computation: Computation, name: str) -> tuple[Array, ...]:
+    """The arrays of which XLA has made a single one, to sum them in one operation; none where it has not."""
+    maker = computation.by_name.get(name)
+    if maker is not None and maker.opcode == "fusion":
+        computation = next(iter(module.callees(maker)), computation)
+        maker = computation.root
+    return computation.operand_arrays(maker) if maker is not None and maker.opcode == "concatenate" else ()

@@ -13,6 +13,7 @@ from mtjax.inspect.text import (
     STAGE_HEADS,
     axes_text,
     bubble_text,
+    describe_types,
     duration,
     permutes_row,
     shapes_text,
@@ -76,7 +77,7 @@ def _subtitle(report: Report) -> str:
     pieces = "microbatches" if plan.microbatches > 1 else "microbatch"
     text = (
         f"{model.num_heads} heads, sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}, "
-        f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}; "
+        f"{describe_types(step.config)}, {describe_recompute(step.config.training)}; "
         f"{plan.microbatches} {pieces} of {plan.microbatch_size} samples on each data rank of mesh {step.mesh}. "
         f"Compiled in {step.compile_seconds:.1f} s."
     )

@@ -37,7 +37,7 @@ COLLECTIVES, NOTHING = "collectives", "nothing runs"
 UNKNOWN_SHARE = 0.02
 """Share of the time that may belong to operations without a name in the program."""
 DECIDE = (
-    *("schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap"),
+    *("schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "gradient_wire_dtype"),
     *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
 )
 """Settings, besides the model's, without which a program is another one."""

@@ -11,6 +11,7 @@ from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.theory.hardware import Server
 from mtjax.theory.timing import step_time
+from mtjax.train.xla_options import MULTI_STREAMING
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
       flops: of its products, on one device.
       server: the hardware; need not be that compiled for.
     """
-    roofline = Roofline(step.module, list(collectives), server)
+    side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
+    roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side)
     walked = roofline.run()
     total = Spent()
     for spent in walked.phases.values():

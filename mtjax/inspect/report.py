@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import NamedSharding
 
 from mtjax.config import Config
 from mtjax.inspect.check import Landmarks, Verdict, check
@@ -174,7 +175,9 @@ def landmarks(step: CompiledStep) -> Landmarks:
     """Sizes by which unexpected arrays of this step are recognised."""
     outputs = (part for part in step.anatomy.head if isinstance(part, Output))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
-    return Landmarks(parameter_shapes(step), logits)
+    stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
+    stacks = {r.name: NamedSharding(step.program.mesh, r.whole).shard_shape(r.shape) for r in stacked}
+    return Landmarks(parameter_shapes(step), logits, {name: shape for name, shape in stacks.items() if shape[0] > 1})
 
 
 def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:

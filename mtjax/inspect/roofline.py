@@ -2,7 +2,8 @@
 
 Each operation takes the longer of its products at the FLOP/s that a product of its size reaches and its bytes at the
 memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
-it runs in parallel with whatever the schedule puts before its done. Speeds and latencies are those of
+it runs in parallel with whatever the schedule puts before its done. One collective is sent at a time - or one inside
+servers and one between them, in a program that has streams for both. Speeds and latencies are those of
 `theory.timing.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
 published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
 operand comes from memory. What is computed while a collective is under way takes longer, for they share the device.
@@ -78,9 +79,15 @@ class Roofline:
     """Walks a module's computations on the GPUs of a server."""
 
     def __init__(
-        self, module: Module, collectives: list[Collective], server: Server, constants: Constants | None = None
+        self,
+        module: Module,
+        collectives: list[Collective],
+        server: Server,
+        constants: Constants | None = None,
+        *,
+        side_by_side: bool = False,
     ) -> None:
-        self.module, self.server = module, server
+        self.module, self.server, self.side_by_side = module, server, side_by_side
         self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
         self.launch = self.machines[2].constants.launch
         self.collectives: Mapping[str, Collective] = {c.name: c for c in collectives}
@@ -128,7 +135,8 @@ class _Clock:
     def __init__(self, roofline: Roofline, computation: Computation) -> None:
         self.roofline, self.computation = roofline, computation
         self.now = 0.0
-        self.sending_until = 0.0
+        self.sending_until: dict[bool, float] = defaultdict(float)
+        """By whether it is between servers, where both may send at a time."""
         self.in_flight: dict[str, tuple[float, float]] = {}
         self.result = Walked()
 
@@ -158,9 +166,10 @@ class _Clock:
             self.now += seconds
 
     def _send(self, instruction: Instruction, collective: Collective) -> None:
-        start = max(self.now, self.sending_until)
+        link = self.roofline.side_by_side and collective.servers > 1
+        start = max(self.now, self.sending_until[link])
         end = start + self.roofline.collective_seconds(collective)
-        self.sending_until = end
+        self.sending_until[link] = end
         over = "+".join(collective.axes) if collective.axes else "?"
         self._event(instruction, f"{collective.kind} over {over}", collective.phase, "send", start, end)
         self.in_flight[instruction.name] = (start, end)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
@@ -35,7 +36,7 @@ def heading(report: Report) -> str:
     return (
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
         f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}; "
-        f"{step.config.training.compute_dtype}, {describe_recompute(step.config.training)}\n"
+        f"{describe_types(step.config)}, {describe_recompute(step.config.training)}\n"
         f"mesh {step.mesh.in_words}, "
         f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
         f"samples on each data rank; target {step.target.name}\n"
@@ -43,6 +44,12 @@ def heading(report: Report) -> str:
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
         f"read in {report.analysis_seconds:.1f} s"
     )
+
+
+def describe_types(config: Config) -> str:
+    """The type in which a run computes, and that of gradients on the wire where it is not float32."""
+    wire = config.parallel.gradient_wire_dtype
+    return config.training.compute_dtype + (f", gradients sent in {wire}" if wire != "float32" else "")
 
 
 def asked_of_xla(chosen: Chosen) -> str:

@@ -65,8 +65,8 @@ class Placed:
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
-        dtype = config.training.compute_dtype
-        self.records = parameter_records(self.axes, self.abstract_parameters, self.layout, self.shape, dtype)
+        types = config.training.compute_dtype, config.parallel.gradient_wire_dtype
+        self.records = parameter_records(self.axes, self.abstract_parameters, self.layout, self.shape, *types)
         self.region = Region(self.shape, self.layout.rules, self.records)
 
     # --- parameters

@@ -265,6 +265,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.gradient_wire != "float32" and plan.residuals == "jax":
+        parts.append(f"gradients sent in {plan.gradient_wire}")
     if plan.stages > 1:
         parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
     return ", ".join(parts)

@@ -34,6 +34,8 @@ class GradientSum:
     """Those of `axes` that split this dimension; () when `UNSPLIT`."""
     ways: int
     """In how many parts they split it."""
+    wire: str = "float32"
+    """Type in which it travels, and in which it is added to other ranks'."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "total"])
@@ -199,7 +201,9 @@ starting_from.defvjp(_starting_forward, _starting_backward)
 
 
 def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> Array:
-    """A rank's gradient summed over ranks in float32; where a dimension is split, this rank's part of the sum.
+    """A rank's gradient summed over ranks, in float32; where a dimension is split, this rank's part of the sum.
+
+    In bfloat16 each rank's is rounded before it is sent, and the sum wherever it meets another rank's.
 
     Args:
       gradient: of the rank's own samples, unsplit but for `place`.
@@ -209,10 +213,14 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
     rest = tuple(axis for axis in total.axes if axis not in total.parts)
 
     def local(g: Array) -> Array:
-        if total.dim == UNSPLIT:
-            # With split sequences a norm's was summed over `model` before: XLA would merge both into one sum.
-            return sum_ranks(lax.optimization_barrier(g), total.axes)
-        return sum_ranks(lax.psum_scatter(g, total.parts, scatter_dimension=total.dim, tiled=True), rest)
+        g = g.astype(total.wire)
+        if total.dim == UNSPLIT or total.wire != "float32":
+            # With split sequences a norm's was summed over `model` before: XLA would merge both into one sum. On CPUs
+            # it adds bfloat16 up in float32, and would not round before.
+            g = lax.optimization_barrier(g)
+        if total.dim != UNSPLIT:
+            g = lax.psum_scatter(g, total.parts, scatter_dimension=total.dim, tiled=True)
+        return sum_ranks(g, rest).astype(jnp.float32)
 
     with jax.named_scope("gradients"):
         return over_the_rest(local, explicit_part(place))(gradient.astype(jnp.float32))

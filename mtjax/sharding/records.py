@@ -77,7 +77,9 @@ def dotted(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str) -> Tree:
+def parameter_records(
+    axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str, wire: str = "float32"
+) -> Tree:
     """A record of each parameter, in a tree like theirs.
 
     Args:
@@ -86,16 +88,23 @@ def parameter_records(axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape,
       layout: its rules name only axes of this mesh.
       mesh: ways of each axis.
       compute_dtype: in which ZeRO-3 gathers matrices.
+      wire: type in which gradients are summed over ranks.
     """
 
     def record(path: Any, names: tuple[str, ...], array: Any) -> ParameterRecord:
-        return _record(dotted(path), names, array.shape, layout, mesh, compute_dtype)
+        return _record(dotted(path), names, array.shape, layout, mesh, compute_dtype, wire)
 
     return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
 
 
 def _record(
-    name: str, axes: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, compute_dtype: str
+    name: str,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    layout: Layout,
+    mesh: MeshShape,
+    compute_dtype: str,
+    wire: str,
 ) -> ParameterRecord:
     rules, matrix = layout.rules, is_matrix(axes)
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.ways((axis,)) > 1)
@@ -115,7 +124,7 @@ def _record(
         whole=whole,
         stored=split if layout.zero == 3 else whole,
         reduced=split,
-        total=GradientSum(replicas, dim, parts, mesh.ways(parts)),
+        total=GradientSum(replicas, dim, parts, mesh.ways(parts), wire),
         late=late,
         sent=sent if layout.zero == 3 and parts else None,
     )

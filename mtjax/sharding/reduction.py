@@ -1,8 +1,9 @@
 """Which of a step's gradients are summed over which ranks, and when.
 
-A gradient is summed in float32 over the mesh axes that replicate its parameter. Mostly that happens once a step, after
-the last microbatch. Where the rest of the backward pass can hide it - with a single microbatch - and where full
-gradients must never live - in ZeRO-2 and 3 - it happens inside the backward pass, layer by layer.
+A gradient is summed over the mesh axes that replicate its parameter, in the type of `gradient_wire_dtype`. Mostly that
+happens once a step, after the last microbatch. Where the rest of the backward pass can hide it - with a single
+microbatch - and where full gradients must never live - in ZeRO-2 and 3 - it happens inside the backward pass, layer by
+layer.
 """
 
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class Reduction:
                 leaves[i] = leaf
         for i, record in enumerate(table):
             if record.late:
-                leaves[i] = sum_gradient(leaves[i], table[i].reduced, GradientSum(record.late, UNSPLIT, (), 1))
+                late = GradientSum(record.late, UNSPLIT, (), 1, record.total.wire)
+                leaves[i] = sum_gradient(leaves[i], record.reduced, late)
         return jax.tree.unflatten(tree, leaves)
 
 

@@ -24,13 +24,19 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """The contract of a model on a plan's layout."""
     pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
     scattered = plan.mesh.model > 1 and all(stack.tokens % plan.mesh.model == 0 for stack in anatomy.stacks)
-    settings = (plan.label_smoothing, plan.drops_last_reduction, pipeline, scattered)
+    settings = (plan.label_smoothing, plan.drops_last_reduction, pipeline, scattered, plan.gradient_wire)
     return _contract(anatomy, plan.layout(anatomy.model), *settings)
 
 
 @cache
 def _contract(
-    anatomy: Anatomy, layout: Layout, label_smoothing: bool, drops_last: bool, pipeline: str, scattered: bool
+    anatomy: Anatomy,
+    layout: Layout,
+    label_smoothing: bool,
+    drops_last: bool,
+    pipeline: str,
+    scattered: bool,
+    wire: Dtype,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     turns = "ticks" if pipeline else "microbatches"
@@ -45,21 +51,21 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
         lines += part.sends(replace(common, side=stack.side, needed_again=needed))
-    staged = over_stage_lines(anatomy, layout, scattered) if pipeline else []
+    lines += over_data_lines(layout.zero, bool(pipeline), wire)
+    lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     family = anatomy.model.family
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
-    return Contract(
-        name, add_up([*lines, *over_data_lines(layout.zero, bool(pipeline)), *staged]), split=("heads", "mlp", "vocab")
-    )
+    return Contract(name, add_up(lines), split=("heads", "mlp", "vocab"))
 
 
-def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool) -> list[Expectation]:
+def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
     """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
 
     Args:
       anatomy: of the model; with several stacks, the streams of all travel together.
       layout: whether the stream is split along the sequence.
       scattered: whether the model ranks can split what they all have for the way.
+      wire: type in which gradients travel.
     """
     lines = []
     for stack in anatomy.stacks:
@@ -71,15 +77,15 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool) -> list[
             whole = "the stream, which travelled in parts"
             lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole))
     why = "gradients of what is outside the layers, which every stage holds"
-    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", "float32", pooled=True, why=why)
+    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
     return [*lines, shared]
 
 
-def over_data_lines(zero: int, staged: bool = False) -> list[Expectation]:
-    """Gradients and, with ZeRO, parameters: everything that may cross `data`."""
+def over_data_lines(zero: int, staged: bool = False, wire: Dtype = "float32") -> list[Expectation]:
+    """Gradients, in the type `wire`, and, with ZeRO, parameters: everything that may cross `data`."""
 
     def line(
-        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "float32", hoisted: bool = False
+        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire, hoisted: bool = False
     ) -> Expectation:
         return Expectation(phase, kind, DATA, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
 
@@ -95,17 +101,17 @@ def over_data_lines(zero: int, staged: bool = False) -> list[Expectation]:
         why = "once more where embeddings and head, each a branch of its own, have a table in common"
         scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
     if zero < 3:
-        return [whole, *scatters, line(PARAMETERS, "all-gather", "1", split, "the updated parameters")]
+        return [whole, *scatters, line(PARAMETERS, "all-gather", "1", split, "the updated parameters", "float32")]
     times = f"parameter_gathers*{turns}"
     often = "forward and again backward; layers of a group also when their group is computed again"
-    vectors = "layer_vectors + outside_vectors"
+    vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
     outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
     return [
         whole,
         *scatters,
         line(PARAMETERS, "all-gather", times, "layer_matrices", f"matrices of the layers, {often}", "compute"),
         line(PARAMETERS, "all-gather", turns, outside, "matrices outside the layers", "compute", True),
-        line(PARAMETERS, "all-gather", times, vectors, "biases and norms, as often as they are needed", hoisted=True),
+        line(PARAMETERS, "all-gather", times, vectors, small, "float32", True),
     ]
 
 

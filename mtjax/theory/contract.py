@@ -49,7 +49,7 @@ SMALL_BYTES = 4096
 """Scalars - a loss, a norm, a token count - may cross any axis outside the layers: at most this much at a time."""
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-Dtype = Literal["compute", "float32"]
+Dtype = Literal["compute", "float32", "bfloat16"]
 Symbols = Mapping[str, int]
 """Word of the formulas -> its value."""
 
@@ -141,7 +141,8 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
     Raises:
       UserError: a formula can't be worked out, or comes out negative or broken.
     """
-    types = {"compute": {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[compute_dtype], "float32": "f32"}
+    types = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+    types["compute"] = types[compute_dtype]
     asked = []
     for line in contract.lines:
         if line.axis not in AXES:

@@ -51,6 +51,12 @@ class MeshShape:
         return self.stage > 1
 
     @property
+    def shares_batch_and_layers(self) -> bool:
+        """Whether several ranks share the batch, and several each layer. Where a server has as many GPUs as there are
+        model ways, gradients then cross other links than activations."""
+        return min(self.data, self.model) > 1
+
+    @property
     def in_words(self) -> str:
         """As it is shown to people: "64x8 (data x model)", or with the name of each axis."""
         return f"{self} ({' x '.join(POSITIONAL[2])})" if self.axes == POSITIONAL[2] else str(self)

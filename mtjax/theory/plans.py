@@ -31,6 +31,7 @@ class Precision:
 
 MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
 """float32 parameters are their own master; products cast them."""
+MTJAX_BF16_WIRE = replace(MTJAX, reduced=2)
 MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
 MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
 """The float32 copy of the gradients counts with the optimizer."""
@@ -106,6 +107,11 @@ class Plan:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
+    def gradient_wire(self) -> Literal["float32", "bfloat16"]:
+        """Type in which gradients are summed over ranks."""
+        return "float32" if self.precision.reduced == 4 else "bfloat16"
+
+    @property
     def reduces_at_once(self) -> bool:
         """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
         return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
@@ -149,6 +155,7 @@ class Plan:
             attention_dropout=run.model.attention_dropout > 0,
             label_smoothing=run.optimizer.label_smoothing > 0,
             loss_chunk=training.loss_chunk,
+            precision=MTJAX if run.parallel.gradient_wire_dtype == "float32" else MTJAX_BF16_WIRE,
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
         return replace(plan, **settings)  # pyright: ignore[reportArgumentType]

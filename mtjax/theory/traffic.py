@@ -79,7 +79,7 @@ def _element_bytes(line: Expectation, plan: Plan) -> int:
         return plan.precision.reduced
     if line.axis == DATA and line.phase == PARAMETERS and plan.zero < 3:
         return plan.precision.gathered
-    return plan.element_bytes if line.dtype == "compute" else 4
+    return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2}[line.dtype]
 
 
 def _between_stages(anatomy: Anatomy, plan: Plan) -> Iterator[Transfer]:

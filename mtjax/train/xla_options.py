@@ -46,19 +46,31 @@ OVERLAP = (
         "0.10.2, on by default",
     ),
 )
-SPLIT_SEQUENCES = (
+PIPELINED_SUMS = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
         True,
-        "the same for an all-reduce, which with split sequences is a sum of gradients; without, it would also be the "
-        "next layer's input, which waits for it all the sooner",
+        "the same for an all-reduce, which with split sequences is a sum of gradients; without, it is also the next "
+        "layer's input, which waits for it all the sooner unless both are under way at a time",
         "0.10.2, off by default",
     ),
 )
-"""In addition, where the residual stream is split over the sequence.
+"""In addition, where the residual stream is split over the sequence, or collectives go side by side.
 
-docs/inspect.md has what was left out, and measurements of all of them.
+docs/inspect.md and docs/speed.md have what was left out, and what each of them brings.
 """
+MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
+SIDE_BY_SIDE = (
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "gradients and ZeRO's parameters travel between servers while activations do inside one; otherwise none begins "
+        "before the one before it is done",
+        "0.10.2, 1 by default",
+    ),
+    Option(MULTI_STREAMING, True, "each on a stream of its own: on one they would still wait", "0.10.2"),
+)
+"""In addition, on meshes of data and model ways, whose collectives cross different links."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -149,10 +161,13 @@ def deterministic(device: Any) -> Chosen:
 
 
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
-    parallel, staged = config.parallel, MeshShape(**mesh.shape).has_stages
+    parallel, shape = config.parallel, MeshShape(**mesh.shape)
+    staged = shape.has_stages
+    side_by_side = shape.shares_batch_and_layers and not staged
     tables = (
         (OVERLAP, parallel.overlap),
-        (SPLIT_SEQUENCES, parallel.overlap and parallel.sequence_parallel),
+        (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
+        (SIDE_BY_SIDE, parallel.overlap and side_by_side),
         (STAGES, parallel.overlap and staged),
         (SECTIONS, staged and len(anatomy_of(config.model).stacks) > 1),
     )

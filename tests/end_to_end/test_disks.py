@@ -1,4 +1,4 @@
-"""Disks that are full, can't be written to, or are gone: real file systems that are small, or that a fault takes away."""
+"""Disks that are full, can't be written to, or are gone: real file systems, small ones or ones that a fault takes."""
 
 import os
 import re

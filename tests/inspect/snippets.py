@@ -187,3 +187,19 @@ ENTRY %main (p: f32[4], q: f32[4]) -> f32[4] {{
   ROOT %combined = f32[4]{{0}} all-reduce(%second), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add
 }}
 """
+
+PACKED = f"""{HEADER}
+{ADD}
+%packing (a: f32[1], b: f32[128]) -> f32[129] {{
+  %a = f32[1]{{0}} parameter(0)
+  %b = f32[128]{{0}} parameter(1)
+  ROOT %both = f32[129]{{0}} concatenate(%a, %b), dimensions={{0}}
+}}
+
+ENTRY %main (norm: f32[1], bias: f32[128]) -> f32[129] {{
+  %norm = f32[1]{{0}} parameter(0)
+  %bias = f32[128]{{0}} parameter(1)
+  %packed = f32[129]{{0}} fusion(%norm, %bias), kind=kLoop, calls=%packing
+  ROOT %sum = f32[129]{{0}} all-reduce(%packed), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(step)/(optimizer/reduce_sum:shard_map/gradients/psum)"}}
+}}
+"""

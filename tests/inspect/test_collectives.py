@@ -3,6 +3,7 @@
 import pytest
 
 from mtjax.inspect import hlo
+from mtjax.inspect.check import Entry
 from mtjax.inspect.collectives import find_collectives, ring_factor
 from mtjax.inspect.phases import phase_of
 from tests.inspect import snippets
@@ -53,6 +54,16 @@ def test_fusions_and_calls_are_entered():
     permute, swap = found(snippets.FUSED_AND_CALLED)
     assert (permute.kind, permute.axes, permute.wire_bytes) == ("collective-permute", ("data",), 16)
     assert (swap.kind, swap.axes) == ("all-to-all", ("data", "model"))
+
+
+def test_arrays_that_are_packed_into_one_count_each_in_its_own_phase():
+    (c,) = found(snippets.PACKED)
+    assert [str(array) for array in c.arrays] == ["f32[1]", "f32[128]"]
+    assert (c.phase, c.axes) == ("optimizer", ("data",))
+    assert [(str(entry.array), entry.phase) for entry in Entry.of(c)] == [
+        ("f32[1]", "optimizer"),
+        ("f32[128]", "gradients"),
+    ]
 
 
 def test_every_operand_counts_and_a_synchronous_start_hides_nothing():

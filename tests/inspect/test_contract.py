@@ -1,11 +1,13 @@
 """The tensor layout's contract on compiled programs: operations and bytes for H100, elements for CPUs."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from jax import lax
 
-from mtjax.inspect.report import Report, inspect
+from mtjax import config
+from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
 from mtjax.sharding import parameters
 from mtjax.theory.counts import rank_parameters
@@ -105,7 +107,7 @@ ONE_MICROBATCH = {"sequence_parallel": True, "microbatch_size": None, "hidden_si
 GROUPS = {"num_layers": 4, "recompute_num_layers": 2}
 SPLIT = [
     {"sequence_parallel": True},
-    {"sequence_parallel": True, "zero": 1},
+    {"sequence_parallel": True, "zero": 1, "gradient_wire_dtype": "bfloat16"},
     {"zero": 2, "microbatch_size": None},
     {"sequence_parallel": True, "zero": 3},
 ]
@@ -116,6 +118,19 @@ def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
     assert report.verdict.violations == ()
     assert len(report.verdict.lines) > 5
+    assert_gradients_have_their_type(report)
+
+
+def assert_gradients_have_their_type(found: Report) -> None:
+    """The contract of the other type is broken, and says by what."""
+    kinds = ["float32", "bfloat16"]
+    asked = found.config.parallel.gradient_wire_dtype
+    other = kinds[1 - kinds.index(asked)]
+    wrong = report(replace(found.step, config=config.replace(found.config, gradient_wire_dtype=other)))
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    breaches = [v for v in wrong.verdict.violations if "over data in gradients" in v]
+    verb = "carries" if found.target.is_gpu else "sums"
+    assert any(f"{verb} {short[asked]} instead of {short[other]}" in v for v in breaches), wrong.verdict.violations
 
 
 @needs_aot
@@ -143,6 +158,7 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     """Operations, elements and types; nothing else crosses `data` or `model`."""
     report = inspect(tiny(**({"num_layers": 2} | settings)), find_target("h100x8"))
     assert report.verdict.violations == ()
+    assert_gradients_have_their_type(report)
     kinds = {c.kind for c in report.collectives}
     assert "all-to-all" not in kinds and "collective-permute" not in kinds
     if settings.get("sequence_parallel"):

@@ -13,7 +13,7 @@ from tests.inspect.test_contract import sent
 
 ONE_BY_ONE: dict[str, Any] = {"mesh": "2x2x2", "num_layers": 4, "microbatch_size": 1, "global_batch_size": 16}
 """8 microbatches on 2 stages: 9 ticks forward and 9 backward; s = 64, h = 64."""
-SPLIT = {"recompute": "full", "sequence_parallel": True, "zero": 1}
+SPLIT = {"recompute": "full", "sequence_parallel": True, "zero": 1, "gradient_wire_dtype": "bfloat16"}
 HALF_STREAM = 64 * 64 // 2
 
 
@@ -37,7 +37,7 @@ def permutes(report: Report) -> dict[tuple[int, str], int]:
         pytest.param({"recompute": "full", "zero": 3}, marks=pytest.mark.long),
         pytest.param({"recompute": "none", "sequence_parallel": True, "zero": 2}, marks=pytest.mark.long),
     ],
-    ids=["split sequences, ZeRO-1", "residuals kept", "ZeRO-3", "residuals kept, split, ZeRO-2"],
+    ids=["split sequences, ZeRO-1, bfloat16 on the wire", "residuals kept", "ZeRO-3", "residuals kept, split, ZeRO-2"],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
     report = inspect(tiny(**ONE_BY_ONE, **settings), find_target("cpu"))

@@ -1,5 +1,7 @@
 """Planted breaches of the contract: each is caught, and called by its name."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +16,8 @@ from mtjax.inspect.targets import find_target
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding.axes import spec
+from mtjax.sharding.parameters import is_wrapped, materialize
+from mtjax.sharding.schedules import accumulate
 from mtjax.theory.contract import Contract, Expectation, Requirement
 from mtjax.theory.layout import TENSOR, Layout
 from mtjax.theory.mesh import parse_mesh
@@ -74,9 +78,11 @@ def test_gathered_logits(monkeypatch):
 RUN = tiny()
 
 
-def collective(phase="layer forward", kind="all-reduce", axes=(MODEL,), count=12, arrays=((2, 64, 64),), dtype="bf16"):
-    shapes = tuple(Array(dtype, dims) for dims in arrays)
-    return Collective(kind, "c", axes, 4, 1, phase, f"jit(step)/{phase}/dot", True, count, True, shapes, False, ())
+def collective(
+    phase="layer forward", kind="all-reduce", axes=(MODEL,), count=12, arrays=((2, 64, 64),), dtype="bf16", narrow=()
+):
+    shapes, path = tuple(Array(dtype, dims) for dims in arrays), f"jit(step)/{phase}/dot"
+    return Collective(kind, "c", axes, 4, 1, phase, path, True, count, True, shapes, False, (), narrow)
 
 
 def whole_program() -> list[Collective]:
@@ -144,6 +150,34 @@ def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
     (found,) = violations(wide)
     assert "carries f32 instead of bf16, 2x the bytes" in found
     assert violations(wide, is_gpu=False) == ()
+
+
+def test_gradients_summed_in_bf16_are_seen_in_programs_for_cpus_too():
+    """XLA widens them there; all of them, or one of two."""
+    program, rest = whole_program(), whole_program()[8:]
+    size = program[7].elements - 1
+    all_narrow = collective("gradients", axes=(DATA,), count=1, arrays=((size,),), dtype="f32", narrow=(True,))
+    (found,) = violations([*program[:7], all_narrow, *rest], is_gpu=False)
+    assert found.startswith("all-reduce over data in gradients sums bf16 instead of f32: f32[")
+    halves = ((size - 2000,), (2000,))
+    one = collective("gradients", axes=(DATA,), count=1, arrays=halves, dtype="f32", narrow=(False, True))
+    few, extra = violations([*program[:7], one, *rest], is_gpu=False)
+    assert "2,000 too few" in few and "1 extra all-reduce over data in gradients: f32[2000]" in extra
+
+
+def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
+    def early(records, wrapped):
+        def one(record, leaf):
+            if record.is_stacked and is_wrapped(leaf):
+                leaf = replace(leaf, names=record.axes, total=record.total)
+            return materialize(leaf)
+
+        return jax.tree.map(one, records, wrapped, is_leaf=is_wrapped)
+
+    monkeypatch.setattr(accumulate, "materialize_outside_stacks", early)
+    (found,) = inspect_tiny(replace(TENSOR, zero=3), zero=3, microbatch_size=None).verdict.violations
+    assert found.startswith("all-gather over data in parameters gathers all layers at once, outside the loop")
+    assert "stack.layers.mlp.up.weight (f32[2,64,64])" in found and "too few" not in found
 
 
 def test_three_summed_cotangents_are_not_one():

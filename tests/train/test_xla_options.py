@@ -21,8 +21,9 @@ from mtjax.train.xla_options import (
     CPU,
     DETERMINISTIC,
     OVERLAP,
+    PIPELINED_SUMS,
     SECTIONS,
-    SPLIT_SEQUENCES,
+    SIDE_BY_SIDE,
     STAGES,
     Chosen,
     Option,
@@ -62,8 +63,8 @@ def test_an_option_that_xla_does_not_know_is_left_out_and_named():
     """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
     device = jax.devices()[0]
     assert accepted(OVERLAP, device) == Chosen(dict.fromkeys(names(OVERLAP), True))
-    found = accepted((*SPLIT_SEQUENCES, *OVERLAP[1:], *STRANGE), device)
-    assert found.options == dict.fromkeys(names((*SPLIT_SEQUENCES, *OVERLAP[1:])), True)
+    found = accepted((*PIPELINED_SUMS, *OVERLAP[1:], *STRANGE), device)
+    assert found.options == dict.fromkeys(names((*PIPELINED_SUMS, *OVERLAP[1:])), True)
     assert found.refused == names(STRANGE)
 
 
@@ -79,10 +80,12 @@ def test_a_step_is_compiled_with_them_in_a_run_and_for_inspection():
 
 @needs_aot
 def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
-    mesh = find_target("h100x4").mesh(parse_mesh("2x4"))
-    assert choose(tiny(), mesh) == Chosen(dict.fromkeys(names(OVERLAP), True))
+    mesh, line = (find_target("h100x4").mesh(parse_mesh(text)) for text in ("2x4", "1x8"))
+    assert choose(tiny(), line) == Chosen(dict.fromkeys(names(OVERLAP), True))
     split = tiny(sequence_parallel=True)
-    assert choose(split, mesh) == Chosen(dict.fromkeys(names(OVERLAP + SPLIT_SEQUENCES), True))
+    assert choose(split, line) == Chosen(dict.fromkeys(names(OVERLAP + PIPELINED_SUMS), True))
+    everything = {option.name: option.value for option in (*OVERLAP, *PIPELINED_SUMS, *SIDE_BY_SIDE)}
+    assert choose(tiny(), mesh) == choose(split, mesh) == Chosen(everything)
     assert choose(replace(split, overlap=False), mesh) == Chosen({})
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
     stages = find_target("h100x8").mesh(parse_mesh("2x2x2"))
@@ -135,18 +138,21 @@ def test_a_deterministic_step_is_compiled_for_gpus_with_its_options():
 
 @needs_aot
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [1, 3])
-def test_more_is_sent_behind_computing_with_them(zero):
-    """Of split sequences; the contract holds with and without, for the same bytes.
+@pytest.mark.parametrize(
+    ("layout", "left"),
+    [({"sequence_parallel": True, "zero": 1}, 1.0), ({"sequence_parallel": True, "zero": 3}, 1.0), ({}, 0.9)],
+)
+def test_more_is_sent_behind_computing_with_them(layout, left):
+    """On two servers; the contract holds with and without, for the same bytes.
 
     At this width what is predicted is the same where cuDNN is installed; 256 wide it was not, and no more was hidden.
     """
-    settings = {"sequence_parallel": True, "zero": zero, "microbatch_size": None, "num_layers": 4, "hidden_size": 1024}
+    settings = layout | {"microbatch_size": None, "num_layers": 4, "hidden_size": 1024}
     run = tiny(**settings, sequence_length=1024, loss_chunk=1024)
-    off, on = (inspect(replace(run, overlap=asked), find_target("h100x8")) for asked in (False, True))
+    off, on = (inspect(replace(run, overlap=asked), find_target("h100x4")) for asked in (False, True))
     assert off.verdict.violations == on.verdict.violations == ()
     assert on.time is not None and off.time is not None
-    assert on.time.exposed < off.time.exposed
+    assert on.time.exposed < left * off.time.exposed
     sent = [sum(c.wire_bytes * c.count for c in r.collectives) for r in (off, on)]
     assert sent[0] == pytest.approx(sent[1], rel=1e-3)
     assert "asked of XLA: xla_gpu_enable_latency_hiding_scheduler=true, " in heading(on)

@@ -1,0 +1,79 @@
+"""Sums of bf16 in programs for CPUs: XLA widens them to f32, and calls the reducer "..._promoted".
+
+What is sent is then f32, but of values with bf16's eight bits: on a GPU bf16 would be sent. XLA combines sums after
+that, and the combined operation has the reducer of one of them. So of several arrays those count that come out of bf16
+and that all readers round to bf16 again; where XLA has dropped either rounding, the program does not show it.
+"""
+
+from collections.abc import Iterator
+
+from mtjax.inspect.hlo import Computation, Instruction, Module
+
+_PROMOTED = "_promoted"
+_VIEWS = ("bitcast", "reshape", "copy", "transpose")
+NARROW = "bf16"
+
+
+def widened_sums(module: Module, computation: Computation, instruction: Instruction) -> tuple[bool, ...]:
+    """Of each operand of an all-reduce or reduce-scatter, whether it is a sum of bf16 that was widened."""
+    if len(instruction.operands) == 1:
+        return ((instruction.attribute("to_apply") or "").endswith(_PROMOTED),)
+    results: dict[int, str] = {}
+    for user in computation.users.get(instruction.name, ()):
+        if user.opcode == "get-tuple-element":
+            results[int(user.attribute("index") or 0)] = user.name
+    return tuple(
+        number in results
+        and _comes_out_of_bf16(module, computation, operand)
+        and _is_rounded_by_all(module, computation, results[number])
+        for number, operand in enumerate(instruction.operands)
+    )
+
+
+def _comes_out_of_bf16(module: Module, computation: Computation, name: str) -> bool:
+    """Whether a value is one of bf16, converted."""
+    made_by = _made_by(module, computation, name)
+    return any(i.opcode == "convert" and _reads(inside, i) == NARROW for inside, i in made_by)
+
+
+def _reads(computation: Computation, instruction: Instruction) -> str:
+    arrays = computation.operand_arrays(instruction)
+    return arrays[0].dtype if arrays else ""
+
+
+def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tuple[Computation, Instruction]]:
+    """The operation that makes a value, and those before it as long as they are views or conversions."""
+    index = None
+    while name in computation.by_name:
+        instruction = computation.by_name[name]
+        if instruction.opcode == "get-tuple-element":
+            index = int(instruction.attribute("index") or 0)
+        elif instruction.opcode == "fusion":
+            computation = next(iter(module.callees(instruction)))
+            root = computation.root
+            name = root.operands[index] if index is not None and root.opcode == "tuple" else root.name
+            index = None
+            continue
+        else:
+            yield computation, instruction
+            if instruction.opcode not in (*_VIEWS, "convert"):
+                return
+        name = instruction.operands[0]
+
+
+def _is_rounded_by_all(module: Module, computation: Computation, name: str) -> bool:
+    """Whether all that read a value convert it to bf16 first."""
+    users = computation.users.get(name, ())
+    return bool(users) and all(_rounds(module, computation, user, name) for user in users)
+
+
+def _rounds(module: Module, computation: Computation, user: Instruction, name: str) -> bool:
+    if user.opcode == "convert":
+        return user.arrays[0].dtype == NARROW
+    if user.opcode in _VIEWS:
+        return _is_rounded_by_all(module, computation, user.name)
+    if user.opcode != "fusion":
+        return False
+    fused = next(iter(module.callees(user)))
+    parameters = (p for p, operand in zip(fused.parameters, user.operands, strict=True) if operand == name)
+    return all(_is_rounded_by_all(module, fused, parameter.name) for parameter in parameters)
