@@ -12,7 +12,8 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.setting import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
-from mtjax.errors import UserError, nearest
+from mtjax.convert.places import open_source, place
+from mtjax.errors import UserError
 
 if TYPE_CHECKING:
     from mtjax.convert.stream import Sink, Source
@@ -35,7 +36,6 @@ Examples:
 Converting back returns every bit. Memory holds a few times the largest tensor, however large the model. DIR after --to
 must be new; it appears only when it is complete.
 """
-KINDS = ("hf", "mtjax", "megatron")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,13 @@ def run(options: Options) -> None:
 
     start = time.monotonic()
     with new_folder(target_path) as folder:
-        source = _open_source(from_kind, source_path, options)
+        source = open_source(
+            from_kind,
+            source_path,
+            vocab_size=options.vocab_size,
+            vocab_multiple=options.vocab_multiple,
+            config=options.config,
+        )
         for note in source.origin.notes:
             print(note)
         sink = _open_sink(to_kind, folder, target_path, source, options)
@@ -115,33 +121,6 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: leave it out")
-
-
-def place(text: str) -> tuple[str, Path]:
-    """("hf", Path("DIR")) from "hf:DIR".
-
-    Raises:
-      UserError: it is not KIND:DIR, or the kind does not exist.
-    """
-    kind, colon, rest = text.partition(":")
-    if not colon or not rest:
-        raise UserError(f"{text!r} is not KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
-    if kind not in KINDS:
-        raise UserError(f"no kind of weights is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
-    return kind, Path(rest).expanduser()
-
-
-def _open_source(kind: str, folder: Path, options: Options) -> "Source":
-    from mtjax.convert.hugging_face import HuggingFaceSource
-    from mtjax.convert.megatron import MegatronSource
-    from mtjax.convert.mtjax_folder import MtjaxSource
-
-    openers: dict[str, Callable[[], Source]] = {
-        "hf": lambda: HuggingFaceSource(folder, options.vocab_multiple),
-        "mtjax": lambda: MtjaxSource(folder),
-        "megatron": lambda: MegatronSource(folder, options.vocab_size, options.vocab_multiple, options.config),
-    }
-    return openers[kind]()
 
 
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":

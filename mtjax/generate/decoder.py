@@ -248,8 +248,7 @@ class Decoder:
         """Matrices in the compute type."""
 
         def cast(variable: Any) -> Any:
-            axes = variable.get_metadata().get("axes")
-            is_wide = axes is None and variable[...].ndim > 3 or axes is not None and is_matrix(axes)
+            is_wide = is_matrix(variable.get_metadata()["axes"])
             return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
 
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))

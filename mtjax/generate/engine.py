@@ -39,6 +39,11 @@ class _Running:
     scores: list[Token] = field(default_factory=list)
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and text."""
+        return len(self.request.prompt) + self.written
+
+    @property
     def is_written(self) -> bool:
         """Whether the prompt was read."""
         return self.read == len(self.request.prompt)
@@ -197,14 +202,12 @@ class Engine:
         after = prompt[start + 1 : start + length + 1]
         tokens, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
         tokens[: len(own)], targets[: len(after)] = own, after
-        chunk = PromptChunk(
-            *map(jnp.asarray, (tokens, targets)),
-            *map(jnp.int32, (start, len(own), running.place)),
-            draws_of(request.sampling, request.logprobs),
-        )
+        draws = draws_of(request.sampling, request.logprobs)
+        first, count, place = (jnp.int32(number) for number in (start, len(own), running.place))
+        chunk = PromptChunk(jnp.asarray(tokens), jnp.asarray(targets), first, count, place, draws)
         assert self._device is not None
-        *device, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
-        self._device = tuple(device)
+        cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
+        self._device = cache, sequences
         running.read += len(own)
         if request.echo:
             running.scores += told(scores, after)
@@ -220,8 +223,8 @@ class Engine:
         if self._active is None or self._active[0] != places:
             self._active = places, jnp.asarray(np.isin(np.arange(self._sequences), places))
         assert self._device is not None
-        *device, drawn = self._decoder.step(*self._device, self._active[1])
-        self._device = tuple(device)
+        cache, sequences, drawn = self._decoder.step(*self._device, self._active[1])
+        self._device = cache, sequences
         tokens = np.asarray(drawn.token).tolist()
         with_logprobs = any(running.request.logprobs for running in writing)
         rows = told(drawn, tokens, with_logprobs)
@@ -234,9 +237,7 @@ class Engine:
         running.written += 1
         if token.id in request.stop_ids or request.on_token(token):
             self._end(running, "stop")
-        elif running.written >= request.sampling.max_tokens:
-            self._end(running, "length")
-        elif len(request.prompt) + running.written >= self.max_context:
+        elif running.written >= request.sampling.max_tokens or running.length >= self.max_context:
             self._end(running, "length")
 
 

@@ -183,7 +183,7 @@ class _Ranks:
         return lax.psum(values_BV.sum(-1), self.places.rows)
 
     def side_by_side(self, own_BN: Array) -> Array:
-        """Every rank's few columns, by a sum: jax 0.10 has no public all-gather of which it knows that all get the same."""
+        """Every rank's few columns, by a sum: jax 0.10 does not know of its all-gather that all ranks get the same."""
         ranks, few = lax.axis_size(self.places.rows), own_BN.shape[1]
         is_own = jnp.arange(ranks)[:, None] == lax.axis_index(self.places.rows)
         spread = jnp.where(is_own, own_BN[:, None], 0).reshape(len(own_BN), ranks * few)
@@ -230,7 +230,7 @@ def _threshold(ranks: _Ranks, below_top_BV: Array, ordered_BV: Array, warping: W
 
 
 def _bisect(ordered_BV: Array, holds: Callable[[Array], Array]) -> Array:
-    """The highest threshold at which `holds`, of which columns reach it, is true; it is true of low ones. Bit by bit."""
+    """The highest threshold at which `holds`, of which columns reach it, is true, as it is of all lower ones."""
 
     def turn(i: Array, threshold_B: Array) -> Array:
         higher_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))

@@ -25,7 +25,7 @@ class Reading:
     positions: Int[Array, "batch seq"]
     """Of the new tokens in their sequences. What is beyond the cache's length is not written; of a chunk, all is."""
     sequence: Int[Array, ""] | None = None
-    """The sequence that a chunk continues, [1, seq] with positions in a row; None for a token of each, [sequences, 1]."""
+    """That a chunk, [1, seq] with positions in a row, continues; None for a token of each, [sequences, 1]."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
@@ -37,9 +37,7 @@ class KeyValues:
     values: Float[Array, "sequences groups length head_dim"]
 
     @classmethod
-    def empty(
-        cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike
-    ) -> "KeyValues":
+    def empty(cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "KeyValues":
         """Room for `length` tokens of each of `sequences`; each rank has the groups of its own query heads."""
         shape = (sequences, groups, length, head_dim)
         return cls(*(jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2)))

@@ -117,8 +117,9 @@ class AssembledQKV(nnx.Module):
     """`GroupedQKV` with its parameters by groups: [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
     def __init__(self, weight: Array, bias: Array | None) -> None:
-        self.weight = nnx.Param(weight)
-        self.bias = None if bias is None else nnx.Param(bias)
+        names = ("heads", None, "head_dim")
+        self.weight = nnx.Param(weight, axes=("embed", *names))
+        self.bias = None if bias is None else nnx.Param(bias, axes=names)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """As `GroupedQKV`."""
