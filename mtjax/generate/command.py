@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from mtjax.data.progress import say
@@ -29,11 +30,13 @@ def run(options: Options) -> None:
     if not (prompts or options.input or options.interactive):
         if sys.stdin.isatty():
             raise UserError("there is no prompt: give texts, --input FILE, --interactive, or a text to standard input")
-        prompts = (sys.stdin.read(),)
+        prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
         model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
         say(f"model   {config_in_words(model.placed.config, model.parameters)}")
-        job = Job(options, model)
+        decoder = Decoder(model.placed, model.parameters)
+        job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
+        del model
         if options.interactive:
             job.chat()
         elif options.input is not None:
@@ -45,10 +48,10 @@ def run(options: Options) -> None:
 class Job:
     """One run of the command."""
 
-    def __init__(self, options: Options, model: LoadedModel) -> None:
+    def __init__(self, options: Options, model: LoadedModel, decoder: Decoder) -> None:
         self._options, self._model = options, model
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
-        self._decoder = Decoder(model.placed, model.parameters)
+        self._decoder = decoder
 
     def continue_texts(self, prompts: Iterable[str]) -> None:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
@@ -60,7 +63,7 @@ class Job:
         for prompt, number in wanted:
             ids = self._model.tokenizer.encode_prompt(prompt)
             completion = self._completion(ids, with_sample(options.sampling, number))
-            completion.on_piece = partial(told, clock, shown if len(wanted) == 1 else None)
+            completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
         engine.run()
@@ -166,9 +169,9 @@ class Clock:
         return f"{self._tokens} tokens{speed}"
 
 
-def told(clock: Clock, shown: Shown | None, piece: Piece) -> None:
-    """Counts a piece, and shows it if that is wanted at once."""
-    if piece.token is not None:
+def told(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
+    """Counts a token that was written, and shows its piece if that is wanted at once."""
+    if completion.pieces and piece.token is not None:
         clock.count()
     if shown is not None:
         shown.piece(piece)

@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave a batch of sequences that is being written.
 
 One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
-between them is bounded. Each step reads at most one chunk of one prompt, and writes a token of every sequence whose
-prompt was read: long prompts don't keep others waiting.
+between them is bounded. Each step reads some chunks of prompts, and writes a token of every sequence whose prompt was
+read: long prompts don't keep others waiting.
 """
 
 import threading
@@ -57,6 +57,7 @@ class Engine:
       sequences: that are written at a time.
       most_waiting: requests that wait at most; None for any number.
       chunks: static lengths of a prompt's chunks; a chunk is filled up to the shortest that it fits.
+      read_between: tokens of prompts after which no further chunk is read before the next step of the others.
       shortest_cache: the cache has room for this many tokens of each sequence, or 2, 4, 8, ... times as many: the
         least that the running requests need.
 
@@ -71,11 +72,12 @@ class Engine:
         *,
         most_waiting: int | None = None,
         chunks: tuple[int, ...] = (16, 64, 256),
+        read_between: int = 512,
         shortest_cache: int = 128,
     ) -> None:
         self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
         self.max_context = decoder.config.model.sequence_length
-        self._most_waiting = most_waiting
+        self._most_waiting, self._read_between = most_waiting, read_between
         self._free = list(range(sequences))[::-1]
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
@@ -137,15 +139,16 @@ class Engine:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Reads a chunk and writes a token of each sequence; returns whether there was anything to do."""
+        """Reads some chunks and writes a token of each sequence; returns whether there was anything to do."""
         self._admit()
         if not self._running:
             return False
         self._make_room()
-        reading = next((r for r in self._running.values() if not r.is_written), None)
-        if reading is not None:
-            self._read_chunk(reading)
-        self._write_tokens([r for r in self._running.values() if r.is_written and r is not reading])
+        writing = [running for running in self._running.values() if running.is_written]
+        left = self._read_between
+        while left > 0 and (reading := next((r for r in self._running.values() if not r.is_written), None)):
+            left -= self._read_chunk(reading)
+        self._write_tokens(writing)
         return True
 
     def _admit(self) -> None:
@@ -194,7 +197,8 @@ class Engine:
 
     # --- tokens
 
-    def _read_chunk(self, running: _Running) -> None:
+    def _read_chunk(self, running: _Running) -> int:
+        """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
         request, start = running.request, running.read
         prompt = request.prompt
         length = self._chunk_length(len(prompt) - start)
@@ -215,6 +219,7 @@ class Engine:
             if request.echo:
                 request.on_prompt([Token(prompt[0]), *running.scores])
             self._tell(running, *told(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
+        return length
 
     def _write_tokens(self, writing: list[_Running]) -> None:
         if not writing:

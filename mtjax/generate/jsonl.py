@@ -48,7 +48,7 @@ class JsonLines:
         self._sampling, self._stops = sampling, tuple(stops)
         try:
             self._file = target.open("a+b")
-            self._lines = source.read_text(encoding="utf-8").splitlines()
+            self._lines = source.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as e:
             name = getattr(e, "filename", None) or source
             raise UserError(f"{name} can't be used: {getattr(e, 'strerror', None) or e}") from e
@@ -71,8 +71,12 @@ class JsonLines:
         """
         for number, text in enumerate(self._lines):
             for sample in range(self._samples if text.strip() else 0):
-                if (number, sample) not in self._done:
-                    yield self._line(number, sample, text)
+                line, before = self._line(number, sample, text), self._done.get((number, sample))
+                if before is None:
+                    yield line
+                elif before != line.prompt:
+                    where = f"{self._source}:{number + 1}"
+                    raise UserError(f"{self._target} has a text for another prompt than {where}: name another file")
 
     def write(self, line: Line, completion: Completion, with_logprobs: bool) -> None:
         """Appends a text that has ended."""
@@ -83,7 +87,7 @@ class JsonLines:
             record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self._done.add((line.number, line.sample))
+        self._done[line.number, line.sample] = line.prompt
         self._progress.update(len(self._done))
 
     def _line(self, number: int, sample: int, text: str) -> Line:
@@ -119,21 +123,21 @@ def with_sample(sampling: Sampling, sample: int) -> Sampling:
     return replace(sampling, seed=(sampling.seed + sample) % 2**64)
 
 
-def done_in(file: "BufferedRandom | Any", path: Path) -> set[tuple[int, int]]:
-    """Which texts an output has; a last line that was cut off is removed.
+def done_in(file: BufferedRandom, path: Path) -> dict[tuple[int, int], str]:
+    """The prompts of the texts that an output has, by line and sample; a last line that was cut off is removed.
 
     Raises:
       UserError: the file has other lines: it is not such an output.
     """
     file.seek(0)
-    done: set[tuple[int, int]] = set()
+    done: dict[tuple[int, int], str] = {}
     end = 0
     for raw in file:
         if not raw.endswith(b"\n"):
             break
         try:
             record = json.loads(raw)
-            done.add((record["index"], record["sample"]))
+            done[record["index"], record["sample"]] = record["prompt"]
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path} exists and is not an output of this command: name another file") from e
         end += len(raw)

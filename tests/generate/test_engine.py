@@ -5,6 +5,7 @@ import threading
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,15 +34,15 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 
 
 
 @cache
-def decoder_of(family: str, mesh: str) -> Decoder:
+def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
     """Random weights, large enough for texts that vary."""
-    config = tiny_config(init_std=0.3, sequence_length=64, **FAMILIES[family])
+    config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
     placed = Placed(config, mesh_of(mesh))
     return Decoder(placed, placed.initialize_parameters(0))
 
 
 def engine_of(family: str, mesh: str, sequences: int = 4) -> Engine:
-    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), shortest_cache=16)
+    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), read_between=8, shortest_cache=16)
 
 
 def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
@@ -84,6 +85,19 @@ def test_the_cache_changes_no_probability(family: str) -> None:
     np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
     assert all(next(iter(token.likely)) == token.id for token in out)  # greedy
     assert all(token.likely[token.id] == token.logprob for token in out)
+
+
+def test_sixteen_bits_are_near() -> None:
+    told: list[list[Token]] = [[], []]
+    for dtype, out in zip(("float32", "bfloat16"), told, strict=True):
+        decoder = decoder_of("llama", "1x4", dtype)
+        assert {a.dtype.name for a in jax.tree.leaves(decoder.empty(1, 16)[0])} == {dtype}
+        engine = Engine(decoder, 1, chunks=(16,), shortest_cache=32)
+        engine.submit(Request(tuple(PROMPTS[1][:16]), Sampling(1), logprobs=True, echo=True, on_prompt=out.extend))
+        engine.run()
+    own, near = ([token.logprob for token in out[1:]] for out in told)
+    np.testing.assert_allclose(own, near, atol=0.6)
+    assert np.abs(np.subtract(own, near)).max() > 1e-3  # other numbers were computed with
 
 
 def test_requests_join_and_leave() -> None:
