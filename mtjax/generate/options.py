@@ -41,8 +41,8 @@ class Options:
     """Texts that are written at a time."""
     samples: int = at_least(1, 1, most=2**20)
     """Texts for each prompt: the first has the seed --seed, the next one more, and so on."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a text, besides the end of a document; they are left out of it."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A string that ends a text, besides the end of a document; it is left out. May be given several times."""
     ignore_eos: bool = False
     """Go on after the end of a document."""
     echo: bool = False

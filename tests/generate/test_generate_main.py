@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -50,6 +51,8 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat"))
     assert generate(capsys, folder) == one
     assert generate(capsys, folder, "--mesh", "1x2", "--echo", "the cat") == f"the cat{one}"
+    cut = one[1:3]
+    assert generate(capsys, folder, "--stop", "never", "--stop", cut, "the cat") == one[: one.index(cut)] + "\n"
     several = generate(capsys, folder, "--temperature", "1", "--samples", "2", "the cat", "the dog")
     assert [line for line in several.splitlines() if line.startswith("---")] == [
         "--- 'the cat' (1)",
@@ -78,6 +81,22 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
+    places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}
+    kinds = [kind for kind in places if kind != "megatron" or find_spec("torch")]
+    for kind in kinds:
+        assert main(["convert", "--from", f"hf:{folder}", "--to", f"{kind}:{tmp_path / kind}", *places[kind]]) == 0
+    capsys.readouterr()
+    settings = ["--compile-cache", "off", "--max-tokens", "6", "--ignore-eos", "the cat"]
+    expected = generate(capsys, folder, "the cat")
+    tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
+    for kind, place in (("mtjax", tmp_path / "mtjax"), ("megatron", f"megatron:{tmp_path / 'megatron'}")):
+        if kind in kinds:
+            words = [] if kind == "mtjax" else tokenizer
+            assert main(["generate", "--from", str(place), "--mesh", "1x2", *words, *settings]) == 0
+            assert capsys.readouterr().out == expected
+
+
 def test_a_chat_by_the_template(folder, capsys, monkeypatch, tmp_path) -> None:
     settings = folder / "tokenizer_config.json"
     plain = settings.read_text()
@@ -96,7 +115,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"prompt": 3}\n')
     files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
-    assert "--top-p" in refused(capsys, "--from", str(folder), "--top-p", "0", "x")
+    assert "top_p is 0.0" in refused(capsys, "--from", str(folder), "--top-p", "0", "x")
     assert "go together" in refused(capsys, "--from", str(folder), "--input", str(source))
     assert "exclude each other" in refused(capsys, "--from", str(folder), *files, "x")
     assert f"say --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
