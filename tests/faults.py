@@ -526,6 +526,28 @@ FAULTS = (
         "convert",
         "test_the_vocabulary_is_padded_with_zeros",
     ),
+    # --- generate
+    Fault(
+        "generate: each model rank draws the same noise for its columns",
+        "threefry(seed, varying_like(count, column_V), column_V.astype(jnp.uint32))",
+        "threefry(seed, varying_like(count, column_V), (column_V % 64).astype(jnp.uint32))",
+        "generate",
+        "test_texts_depend",
+    ),
+    Fault(
+        "generate: a sequence whose prompt is being read is written to by the others' steps",
+        "jnp.where(active, state.positions, cache[0].length)",
+        "jnp.where(active, state.positions, 0)",
+        "generate",
+        "test_texts_depend",
+    ),
+    Fault(
+        "generate: top-p counts tokens that top-k has left out",
+        "jnp.where(ordered_BV >= by_count[:, None], jnp.exp(below_top_BV), 0)",
+        "jnp.exp(below_top_BV)",
+        "generate",
+        "test_tokens_are_as_frequent",
+    ),
 )
 
 

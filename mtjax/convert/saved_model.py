@@ -1,6 +1,7 @@
 """A model in one of the formats, on disk: opened by what `--from` says, and read onto any mesh."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of
 from mtjax.convert.places import parse_weights
-from mtjax.convert.stream import TOKENIZER_FILES, Source
+from mtjax.convert.stream import TOKENIZER_FILES, Source, looks_like
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.records import dotted
+from mtjax.theory.layout import TENSOR
+from mtjax.theory.mesh import MeshShape
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.checkpoints.weights import check_same_weights, restore_weights
 
@@ -38,6 +43,11 @@ class Hints:
 
 
 NO_HINTS = Hints()
+
+
+def vocab_multiple_for(shape: MeshShape) -> int:
+    """A vocabulary padded to a multiple of this divides over the mesh."""
+    return math.lcm(128, shape.ways(TENSOR.rules.vocab))
 
 
 def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
@@ -68,6 +78,9 @@ class SavedModel:
           UserError: there are no such weights.
         """
         kind, folder = parse_weights(text)
+        said = looks_like(folder).partition("it looks like ")[2]
+        if text != f"{kind}:{folder}" and said and not said.startswith(f"{kind}:"):
+            raise UserError(f"{text} holds no mtjax weights: say --from {said}")
         return cls(folder, open_source(kind, folder, hints))
 
     @property
@@ -75,11 +88,23 @@ class SavedModel:
         """Its model is theirs; of a run, the rest too."""
         return self.source.origin.config
 
-    @property
-    def tokenizer(self) -> str | None:
-        """How `--tokenizer` names the tokenizer that came with the weights; None where none did."""
-        files = self.source.origin.files
-        return tokenizer_of([name for name in TOKENIZER_FILES if (files / name).is_file()], files)
+    def tokenizer(self, named: str | None = None) -> tuple[str, Tokenizer]:
+        """The tokenizer that is named, else the one beside the weights, else their run's; and its name.
+
+        Raises:
+          UserError: there is none, or it has more tokens than the model.
+        """
+        origin = self.source.origin
+        beside = [name for name in TOKENIZER_FILES if (origin.files / name).is_file()]
+        name = named or tokenizer_of(beside, origin.files) or origin.config.data.tokenizer
+        if name is None:
+            raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
+        tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size
+        if size is not None and tokenizer.vocab_size > size:
+            raise UserError(
+                f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
+            )
+        return name, tokenizer
 
     @property
     def identity(self) -> str:

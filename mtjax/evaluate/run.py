@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 from mtjax import __version__
 from mtjax.config import Config, Parallel, replace
-from mtjax.convert.saved_model import Hints, SavedModel
-from mtjax.data import Tokenizer
+from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for
 from mtjax.data.progress import ProgressLine
-from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
+from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.options import Options
@@ -24,15 +22,11 @@ from mtjax.evaluate.tasks.registry import KINDS
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import exchange, this_process
 from mtjax.train.processes.peers import Peers
-
-VOCAB_MULTIPLE = 128
-"""Rows of the vocabulary's table are a multiple of this, and of the ways that split it."""
 
 
 def evaluate(options: Options) -> Results:
@@ -47,13 +41,12 @@ def evaluate(options: Options) -> Results:
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the evaluation again: what is done is kept beside --out"
         mesh = attach_devices(shape, peers.count)
-        rows = math.lcm(VOCAB_MULTIPLE, shape.ways(TENSOR.rules.vocab))
-        saved = SavedModel.open(options.source, Hints(rows, config=options.config))
+        saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
         config = config_of(options, saved.config, parallel)
         placed = Placed(config, mesh)
         length = length_of(options, config)
         scorer = Scorer(placed, length)
-        name, tokenizer = tokenizer_of(options, saved, config)
+        name, tokenizer = saved.tokenizer(options.tokenizer)
         settings = Settings(length, min(options.overlap or length, length))
         task = KINDS[options.task].open(options.data, tokenizer, settings)
         question = Question(options, settings, name, saved.identity)
@@ -160,23 +153,6 @@ def length_of(options: Options, config: Config) -> int:
     if options.overlap is not None and options.overlap > length:
         raise UserError(f"--overlap {options.overlap} is above the {length} tokens of a window")
     return length
-
-
-def tokenizer_of(options: Options, saved: SavedModel, config: Config) -> tuple[str, Tokenizer]:
-    """The tokenizer, and how `--tokenizer` names it.
-
-    Raises:
-      UserError: the weights came without one, or the model's vocabulary is smaller.
-    """
-    name = options.tokenizer or saved.tokenizer
-    if name is None:
-        raise UserError(f"{saved.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
-    tokenizer, size = open_tokenizer(name), config.model.vocab_size
-    if size is not None and tokenizer.vocab_size > size:
-        raise UserError(
-            f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
-        )
-    return name, tokenizer
 
 
 def introduce(task: Task, placed: Placed, kept: Kept) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from mtjax.models.cache import Reading
 from mtjax.models.rotary import Rotation
 
 RESIDUAL = ("batch", "act_seq", "embed")
@@ -24,7 +25,7 @@ class Context:
     """When given, queries and keys are rotated by it."""
     is_causal: bool = True
     """Tokens attend to those before them only."""
-    bias: Float[Array, "1 heads seq key_seq"] | None = None
+    bias: Float[Array, "#batch heads seq key_seq"] | None = None
     """When given, added to the scores of self-attention."""
     scale: float | None = None
     """Of the scores; head_dim^-0.5 when None."""
@@ -32,3 +33,5 @@ class Context:
     """What cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None
     """1 where cross-attention may look, 0 on padding; None lets it see everything."""
+    reading: Reading | None = None
+    """Where the tokens stand in sequences whose earlier tokens a cache, the layers' state, holds; None without one."""

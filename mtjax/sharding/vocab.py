@@ -27,7 +27,7 @@ NEVER = -1e30
 
 
 @dataclass(frozen=True)
-class _Specs:
+class VocabSpecs:
     """Where the arguments live, read off the rules once: a `custom_vjp` is traced at times of jax's choosing."""
 
     table: PartitionSpec
@@ -36,7 +36,8 @@ class _Specs:
     hidden: PartitionSpec
 
     @classmethod
-    def in_force(cls, sequence: str = "act_seq") -> "_Specs":
+    def in_force(cls, sequence: str = "act_seq") -> "VocabSpecs":
+        """By the rules in force; `sequence` is the logical name of the second dimension of hidden states."""
         return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, "embed"))
 
     @property
@@ -69,7 +70,7 @@ class _Specs:
         return lax.axis_index(self.rows) * rows
 
 
-def _map(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`shard_map` over all axes that are still explicit.
 
     Differentiating through a map inside a manual region does not lower, so every map below stands inside one side of a
@@ -94,29 +95,29 @@ def vocab_parallel_embedding(
     Returns:
       [batch, act_seq, embed], placed as the residual stream.
     """
-    return _embedding(_Specs.in_force(), jnp.dtype(dtype), table, tokens)
+    return _embedding(VocabSpecs.in_force(), jnp.dtype(dtype), table, tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _embedding(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+def _embedding(places: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
     def local(table_VH: Array, tokens_BS: Array) -> Array:
-        row, owned = _own_rows(places, tokens_BS, table_VH.shape[0])
+        row, owned = own_rows(places, tokens_BS, table_VH.shape[0])
         vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
         return places.sum_into_residual(vectors)
 
     with jax.named_scope("embedding"):
-        return _map(local, (places.table, places.tokens), places.hidden)(table, tokens)
+        return map_ranks(local, (places.table, places.tokens), places.hidden)(table, tokens)
 
 
-def _embedding_forward(places: _Specs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
+def _embedding_forward(places: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
     return _embedding(places, dtype, table, tokens), (table, tokens)
 
 
-def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
+def _embedding_backward(places: VocabSpecs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
         gradient_BSH = places.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
-        row, owned = _own_rows(places, tokens_BS, rows)
+        row, owned = own_rows(places, tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped
         zeros = varying_like(jnp.zeros((rows, width), jnp.float32), table_VH, gradient_BSH, tokens_BS)
         flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
@@ -124,14 +125,14 @@ def _embedding_backward(places: _Specs, dtype: jnp.dtype, saved: Any, gradient: 
 
     with jax.named_scope("embedding"):
         table, tokens = saved
-        mapped = _map(local, (places.table, places.tokens, places.hidden), places.table)
+        mapped = map_ranks(local, (places.table, places.tokens, places.hidden), places.table)
         return mapped(table, tokens, gradient), None
 
 
 _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
-def _own_rows(places: _Specs, tokens: Array, rows: int) -> tuple[Array, Array]:
+def own_rows(places: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
     """Row of each token in this rank's slice, 0 where the slice doesn't have it, and whether it does."""
     row = tokens - places.first_row(rows)
     owned = (row >= 0) & (row < rows)
@@ -180,18 +181,18 @@ def vocab_parallel_cross_entropy(
     Returns:
       Losses in float32. Weight and sum them; a token of weight 0 has no gradient.
     """
-    return _cross_entropy(_Specs.in_force(sequence), options, hidden, table, bias, labels)
+    return _cross_entropy(VocabSpecs.in_force(sequence), options, hidden, table, bias, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
-    places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
+    places: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> Array:
     return _cross_entropy_forward(places, options, hidden, table, bias, labels)[0]
 
 
 def _cross_entropy_forward(
-    places: _Specs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
+    places: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> tuple[Array, Any]:
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         top, scale, target, *rest = _summaries(places, options, hidden_BSH, table_VH, bias_V, labels_BS)
@@ -202,13 +203,13 @@ def _cross_entropy_forward(
 
     with jax.named_scope("loss"):
         arguments = (places.hidden, places.table, places.bias, places.tokens)
-        mapped = _map(local, arguments, (places.tokens, places.tokens))
+        mapped = map_ranks(local, arguments, (places.tokens, places.tokens))
         loss, log_z = mapped(hidden, table, bias, labels)
         return loss, (hidden, table, bias, labels, log_z)
 
 
 def _cross_entropy_backward(
-    places: _Specs, options: LossOptions, saved: Any, gradient: Array
+    places: VocabSpecs, options: LossOptions, saved: Any, gradient: Array
 ) -> tuple[Array, Array, Array | None, None]:
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
@@ -220,7 +221,7 @@ def _cross_entropy_backward(
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = _logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = own_logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -244,7 +245,7 @@ def _cross_entropy_backward(
 
     with jax.named_scope("loss"):
         parameters, tokens = (places.hidden, places.table, places.bias), places.tokens
-        mapped = _map(local, (*parameters, tokens, tokens, tokens), parameters)
+        mapped = map_ranks(local, (*parameters, tokens, tokens, tokens), parameters)
         return *mapped(*saved, gradient), None
 
 
@@ -252,7 +253,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _summaries(
-    places: _Specs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
+    places: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
 ) -> tuple[Array, ...]:
     """What is known of each token's logits without gathering them, inside the map.
 
@@ -264,10 +265,10 @@ def _summaries(
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         hidden_CH, labels_C = chunk
-        logits_CV, column_V = _logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
+        logits_CV, column_V = own_logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
         highest = logits_CV.max(-1)
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-        row, owned = _own_rows(places, labels_C, table_VH.shape[0])
+        row, owned = own_rows(places, labels_C, table_VH.shape[0])
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
 
@@ -289,7 +290,7 @@ def vocab_parallel_scores(
 
     Arguments are those of `vocab_parallel_cross_entropy`; smoothing and z-loss don't matter.
     """
-    places, plain = _Specs.in_force(), replace(options, label_smoothing=0.0)
+    places, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
 
     def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
         top, scale, target = _summaries(places, plain, hidden_BSH, table_VH, None, labels_BS)
@@ -297,11 +298,11 @@ def vocab_parallel_scores(
 
     with jax.named_scope("loss"):
         arguments = (places.hidden, places.table, places.tokens)
-        return _map(local, arguments, (places.tokens, places.tokens))(hidden, table, labels)
+        return map_ranks(local, arguments, (places.tokens, places.tokens))(hidden, table, labels)
 
 
-def _logits(
-    places: _Specs, hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int
+def own_logits(
+    places: VocabSpecs, hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int
 ) -> tuple[Array, Array]:
     """float32 logits of this rank's columns, and which columns of the entire vocabulary they are."""
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

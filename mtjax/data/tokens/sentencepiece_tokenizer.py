@@ -37,6 +37,14 @@ class SentencePieceTokenizer:
         """Ids of `text`, nothing added."""
         return self._processor.encode(text)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of `text`; a SentencePiece model does not say what to add."""
+        return self.encode(text)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of `text`; a SentencePiece model knows no names of special tokens in it."""
+        return self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, over all cores."""
         return self._processor.encode(list(texts), num_threads=-1)

@@ -40,6 +40,14 @@ class Tokenizer(Protocol):
         """Ids of `text`, nothing added at either end; a special token's name in it is plain text."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of `text` as a model is given it, with what the tokenizer adds: Llama's `<s>`, T5's `</s>`."""
+        ...
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of `text` in which the names of special tokens stand for them; nothing added."""
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, over all cores where the tokenizer can."""
         ...
@@ -86,6 +94,18 @@ class FastTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, nothing added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of `text`, with what the tokenizer's post-processor adds."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of `text`, in which names of special tokens are these."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""

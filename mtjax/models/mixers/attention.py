@@ -13,8 +13,10 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.models.cache import KeyValues
 from mtjax.models.context import Context
 from mtjax.models.kernels import cudnn, xla
+from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.linear import Linear, constant, normal, project
 from mtjax.models.mixers.mixer import State
@@ -49,10 +51,15 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to those that the context lets it see."""
+        """Attends from each token to those that the context lets it see, or to what a cache holds up to it."""
         query, key, value = self.qkv(reshard(x, spec("batch", "seq", "embed")))
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        mixed = self.attend(query, key, value, context, self.rate)
+        if state is None:
+            mixed = self.attend(query, key, value, context, self.rate)
+        else:
+            assert isinstance(state, KeyValues) and context.reading is not None
+            state = state.extended(key, value, context.reading)
+            mixed = attend_cached(query, state, context.reading, context.bias, context.scale)
         return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state
 
 
@@ -94,13 +101,36 @@ class GroupedQKV(nnx.Module):
 
         Groups are the key and value heads, or the model ways where those are more.
         """
+        return _grouped_product(x, *self._assembled())
+
+    def assembled(self) -> "AssembledQKV":
+        """The same, its parameters assembled once: for many products with few tokens."""
+        return AssembledQKV(*self._assembled())
+
+    def _assembled(self) -> tuple[Array, Array | None]:
         weight = _by_groups(self.query.weight[...], self.key_value.weight[...])
         biases = (self.query.bias, self.key_value.bias)
-        bias = None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
-        product = project(x, weight, bias, ("heads", None, "head_dim"))
-        query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
-        heads = query.shape[2] * query.shape[3]
-        return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
+        return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
+
+
+class AssembledQKV(nnx.Module):
+    """`GroupedQKV` with its parameters by groups: [embed, groups, heads / groups + 2, head_dim]; not for training."""
+
+    def __init__(self, weight: Array, bias: Array | None) -> None:
+        names = ("heads", None, "head_dim")
+        self.weight = nnx.Param(weight, axes=("embed", *names))
+        self.bias = None if bias is None else nnx.Param(bias, axes=names)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """As `GroupedQKV`."""
+        return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+    product = project(x, weight, bias, ("heads", None, "head_dim"))
+    query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
+    heads = query.shape[2] * query.shape[3]
+    return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
 
 
 def _by_groups(query: Array, key_value: Array) -> Array:

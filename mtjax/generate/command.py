@@ -1,0 +1,177 @@
+"""What `mtjax generate` does: prompts from the command line, from a file, or from somebody who types."""
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+from mtjax.data.progress import say
+from mtjax.errors import UserError, shortened
+from mtjax.generate.chat import ChatTemplate, Message
+from mtjax.generate.completion import Completion, Piece
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.jsonl import JsonLines, with_sample
+from mtjax.generate.options import Options
+from mtjax.generate.request import Sampling
+from mtjax.generate.show import Shown
+from mtjax.generate.weights import LoadedModel, config_in_words, load_model
+from mtjax.train.compile_cache import CompileCache
+
+
+def run(options: Options) -> None:
+    """Loads the weights and continues what is asked for.
+
+    Raises:
+      UserError: weights, prompts or settings are wrong.
+    """
+    prompts = options.prompts
+    if not (prompts or options.input or options.interactive):
+        if sys.stdin.isatty():
+            raise UserError("there is no prompt: give texts, --input FILE, --interactive, or a text to standard input")
+        prompts = (sys.stdin.read().removesuffix("\n"),)
+    with CompileCache(options.compile_cache):
+        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
+        say(f"model   {config_in_words(model.placed.config, model.parameters)}")
+        decoder = Decoder(model.placed, model.parameters)
+        job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
+        del model
+        if options.interactive:
+            job.chat()
+        elif options.input is not None:
+            job.file()
+        else:
+            job.continue_texts(prompts)
+
+
+class Job:
+    """One run of the command."""
+
+    def __init__(self, options: Options, model: LoadedModel, decoder: Decoder) -> None:
+        self._options, self._model = options, model
+        self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
+        self._decoder = decoder
+
+    def continue_texts(self, prompts: Iterable[str]) -> None:
+        """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
+        options = self._options
+        wanted = [(prompt, number) for prompt in prompts for number in range(options.samples)]
+        engine = Engine(self._decoder, min(options.batch, len(wanted)))
+        shown = Shown(sys.stdout, options.show_logprobs)
+        clock, done = Clock(), list[Completion]()
+        for prompt, number in wanted:
+            ids = self._model.tokenizer.encode_prompt(prompt)
+            completion = self._completion(ids, with_sample(options.sampling, number))
+            completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
+            engine.submit(completion.request)
+            done.append(completion)
+        engine.run()
+        for (prompt, number), completion in zip(wanted, done, strict=True):
+            if len(wanted) > 1:
+                shown.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
+                for piece in (*completion.prompt_pieces, *completion.pieces):
+                    shown.piece(piece)
+            shown.end()
+        say(clock.in_words())
+
+    def file(self) -> None:
+        """Continues the prompts of a JSONL file that the output does not have yet."""
+        options = self._options
+        assert options.input is not None and options.output is not None
+        engine, waiting = Engine(self._decoder, options.batch), 2 * options.batch
+        with JsonLines(options.input, options.output, options.samples, options.sampling, options.stop) as lines:
+            for line in lines.left():
+                ids = self._model.tokenizer.encode_prompt(line.prompt)
+                completion = self._completion(ids, line.sampling, line.stops)
+                completion.on_end = partial(lines.write, line, completion, options.logprobs)
+                try:
+                    engine.submit(completion.request)
+                except UserError as e:
+                    raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
+                while engine.load[0] >= waiting:
+                    engine.step()
+            engine.run()
+
+    def chat(self) -> None:
+        """Answers what is typed until the input ends."""
+        options, template = self._options, ChatTemplate.of(self._model.folder)
+        engine, tokenizer = Engine(self._decoder, 1), self._model.tokenizer
+        if template is None and options.system is not None:
+            raise UserError(f"{self._model.folder} has no chat_template, and --system needs one: leave it out")
+        say("Ctrl-D ends it" + ("" if template else "; there is no chat_template: each line is continued by itself"))
+        first: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+        messages = list(first)
+        while (typed := _typed()) is not None:
+            if template is None:
+                ids = tokenizer.encode_prompt(typed)
+            else:
+                messages.append({"role": "user", "content": typed})
+                ids = tokenizer.encode_marked(template.render(messages))
+            shown = Shown(sys.stdout, options.show_logprobs)
+            completion = self._completion(ids, options.sampling)
+            completion.on_piece = shown.piece
+            try:
+                engine.submit(completion.request)
+            except UserError as e:
+                say(f"{e}; the conversation begins anew")
+                messages = list(first)
+                continue
+            engine.run()
+            shown.end()
+            messages.append({"role": "assistant", "content": completion.text})
+
+    def _completion(self, ids: list[int], sampling: Sampling, stops: tuple[str, ...] | None = None) -> Completion:
+        options = self._options
+        return Completion(
+            self._model.tokenizer,
+            tuple(ids),
+            sampling,
+            self._stop_ids,
+            options.stop if stops is None else stops,
+            options.show_logprobs or options.logprobs,
+            options.echo,
+        )
+
+
+def _typed() -> str | None:
+    """A line that is not empty; None when the input has ended."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        if line.strip():
+            return line.rstrip("\n")
+
+
+FIRST = 2
+"""Tokens whose steps compile programs."""
+
+
+class Clock:
+    """Tokens per second of the texts of an engine, without the first ones, for which programs are compiled."""
+
+    def __init__(self) -> None:
+        self._tokens, self._start = 0, 0.0
+
+    def count(self) -> None:
+        """One more token was written."""
+        self._tokens += 1
+        if self._tokens == FIRST:
+            self._start = time.perf_counter()
+
+    def in_words(self) -> str:
+        """What was counted."""
+        after, seconds = self._tokens - FIRST, time.perf_counter() - self._start
+        speed = f", {after / seconds:.1f} a second behind the first {FIRST}" if after > 0 else ""
+        return f"{self._tokens} tokens{speed}"
+
+
+def told(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
+    """Counts a token that was written, and shows its piece if that is wanted at once."""
+    if completion.pieces and piece.token is not None:
+        clock.count()
+    if shown is not None:
+        shown.piece(piece)

@@ -1,0 +1,85 @@
+"""Text for text: a prompt's continuation as the engine writes it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.text import TextWriter
+
+DEFAULT = Sampling()
+
+
+class Piece(NamedTuple):
+    """Text that a token made certain; "" for one that is half a character, or may begin a stop string."""
+
+    text: str
+    token: Token | None
+    """None for what was held back until the end."""
+
+
+@dataclass(eq=False)
+class Completion:
+    """A prompt and its continuation.
+
+    Attributes:
+      request: for `Engine.submit`.
+      prompt_pieces: of the prompt, if it is to be told.
+      pieces: of the continuation so far.
+      ended: why it ended; None before.
+    """
+
+    tokenizer: Tokenizer
+    prompt: tuple[int, ...]
+    sampling: Sampling = DEFAULT
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    logprobs: bool = False
+    echo: bool = False
+    on_piece: Callable[[Piece], None] = field(default=lambda piece: None, repr=False)
+    """Told each piece as it comes, the prompt's first, in the engine's thread."""
+    on_end: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Told that it has ended."""
+
+    def __post_init__(self) -> None:
+        self.prompt_pieces: list[Piece] = []
+        self.pieces: list[Piece] = []
+        self.ended: ENDED | None = None
+        self._writer = TextWriter(self.tokenizer, self.prompt, self.stops)
+        self.request = Request(
+            self.prompt,
+            self.sampling,
+            self.stop_ids,
+            self.logprobs,
+            self.echo,
+            on_prompt=self._told_prompt,
+            on_token=self._told_token,
+            on_end=self._told_end,
+        )
+
+    @property
+    def text(self) -> str:
+        """The continuation so far, without stop strings."""
+        return self._writer.text
+
+    def _told_prompt(self, tokens: list[Token]) -> None:
+        writer = TextWriter(self.tokenizer)
+        for token in tokens:
+            self._add(self.prompt_pieces, Piece(writer.add(token.id), token))
+        self._add(self.prompt_pieces, Piece(writer.end(), None))
+
+    def _told_token(self, token: Token) -> bool:
+        self._add(self.pieces, Piece(self._writer.add(token.id), token))
+        return self._writer.is_stopped
+
+    def _told_end(self, why: ENDED) -> None:
+        self.ended = why
+        self._add(self.pieces, Piece(self._writer.end(), None))
+        self.on_end()
+
+    def _add(self, pieces: list[Piece], piece: Piece) -> None:
+        if piece.token is None and not piece.text:
+            return
+        pieces.append(piece)
+        self.on_piece(piece)

@@ -1,0 +1,261 @@
+"""A decoder-only model as generation runs it: weights prepared once, and the programs that read and write a cache.
+
+Layers are no stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
+copies a layer's weights out of it for every token, which on CPUs takes twice as long as the products
+(docs/generate.md). Matrices are in the compute type, and those of grouped queries, keys and values are assembled.
+
+Every device of a mesh works on all sequences; heads, MLP, vocabulary and cache are split over the model ways.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from mtjax.config.sizes import head_dim, num_kv_heads, padded_vocab_size
+from mtjax.errors import UserError
+from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
+from mtjax.models.cache import KeyValues, Reading
+from mtjax.models.families.gpt import GPT
+from mtjax.models.layer import Layer
+from mtjax.models.mixers.attention import GroupedQKV
+from mtjax.models.placed import Placed
+from mtjax.sharding.axes import spec, use_rules, ways
+from mtjax.theory.layout import is_matrix
+
+Tree = Any
+Cache = list[KeyValues]
+"""Of each layer."""
+
+_register = partial(jax.tree_util.register_dataclass, meta_fields=[])
+
+
+@partial(_register, data_fields=["model", "layers"])
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A model without its layers, and its layers in their order."""
+
+    model: Any
+    layers: list[Layer]
+
+
+@partial(_register, data_fields=["tokens", "positions", "draws", "counts"])
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences that are being written, on the devices; each array is [sequences, ...]."""
+
+    tokens: Int[Array, " sequences"]
+    """The newest token of each, which no layer has read yet."""
+    positions: Int[Array, " sequences"]
+    """Of these tokens."""
+    draws: Draws
+    counts: Int[Array, "sequences vocab"]
+    """See `mtjax.generate.sampling.count_prompt`."""
+
+
+@partial(_register, data_fields=["tokens", "targets", "start", "count", "sequence", "draws"])
+@dataclass(frozen=True)
+class PromptChunk:
+    """Some tokens of a prompt, filled up to a static length."""
+
+    tokens: Int[Array, " seq"]
+    targets: Int[Array, " seq"]
+    """The token after each; of the filling, -1."""
+    start: Int[Array, ""]
+    """Position of the first."""
+    count: Int[Array, ""]
+    """Tokens without the filling."""
+    sequence: Int[Array, ""]
+    """To which they belong."""
+    draws: Draws
+    """Of this sequence, with one row: for the token after the chunk."""
+
+
+class Decoder:
+    """A model on a mesh, ready to continue sequences.
+
+    Programs are compiled when a shape is first used: number of sequences, length of the cache, length of a chunk.
+    """
+
+    def __init__(self, placed: Placed, parameters: Tree) -> None:
+        """Prepares the weights.
+
+        Raises:
+          UserError: the family doesn't continue text, or the mesh has stages.
+        """
+        if not issubclass(placed.family, GPT):
+            raise UserError(f"a {placed.config.model.family} does not continue text; gpt and llama do")
+        if placed.stages > 1:
+            raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
+        self.placed, self.config = placed, placed.config
+        self.rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
+        self.dtype = jnp.dtype(self.config.training.compute_dtype)
+        self.weights = self._prepared(parameters)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        size = self.config.model.vocab_size
+        assert size is not None  # the table has rows
+        return size
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest sequence that the model can read at all; None where positions have no end."""
+        model = self.config.model
+        return model.sequence_length if model.position == "learned" else None
+
+    def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
+        """A cache with room for `length` tokens of each of some sequences, none of which is being written."""
+        with self._traced():
+            return jax.jit(self._empty, static_argnums=(0, 1))(sequences, length)
+
+    def resized(self, cache: Cache, length: int) -> Cache:
+        """The cache with room for `length` tokens of each sequence."""
+        with self._traced():
+            return self._compiled_resize(cache, length)
+
+    def read(self, cache: Cache, sequences: Sequences, chunk: PromptChunk, scored: bool) -> tuple[Any, ...]:
+        """Reads a chunk of a prompt, and draws the token after it.
+
+        Returns:
+          Cache and sequences, in the memory of those given; the drawn token; and of each token of the chunk, if
+          `scored`, how likely its target was.
+        """
+        with self._traced():
+            return self._compiled_read(self.weights, cache, sequences, chunk, scored)
+
+    def step(
+        self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
+    ) -> tuple[Cache, Sequences, Drawn]:
+        """Reads the newest token of each active sequence and draws the next; in the memory of those given."""
+        with self._traced():
+            return self._compiled_step(self.weights, cache, sequences, active)
+
+    def lower_step(self, sequences: int, length: int) -> jax.stages.Lowered:
+        """The program of `step`."""
+        with self._traced():
+            cache, state = jax.eval_shape(partial(self._empty, sequences, length))
+            active = jax.ShapeDtypeStruct((sequences,), jnp.bool_)
+            return self._compiled_step.lower(self.weights, cache, state, active)
+
+    # --- what is compiled
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        with jax.set_mesh(self.placed.mesh), use_rules(self.rules):
+            yield
+
+    @cached_property
+    def _compiled_step(self) -> Any:
+        return jax.jit(self._step, donate_argnums=(1, 2))
+
+    @cached_property
+    def _compiled_read(self) -> Any:
+        return jax.jit(self._read, donate_argnums=(1, 2), static_argnums=4)
+
+    @cached_property
+    def _compiled_resize(self) -> Any:
+        return jax.jit(lambda cache, length: [layer.resized(length) for layer in cache], static_argnums=1)
+
+    def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
+        model = self.config.model
+        groups = max(num_kv_heads(model), ways("heads"))
+        cache = [
+            KeyValues.empty(sequences, groups, length, head_dim(model), self.dtype) for _ in range(model.num_layers)
+        ]
+        counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
+        zeros = jnp.zeros(sequences, jnp.int32)
+        return cache, Sequences(zeros, zeros, no_draws(sequences), counts)
+
+    def _step(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
+        positions = jnp.where(active, state.positions, cache[0].length)  # beyond it nothing is written
+        hidden, cache = self._hidden(weights, cache, state.tokens[:, None], Reading(positions[:, None]))
+        table = weights.model.output_table[...]
+        drawn = draw_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
+        draws = dataclasses.replace(state.draws, number=state.draws.number + active)
+        tokens = jnp.where(active, drawn.token, state.tokens)
+        counts = count_drawn(state.counts, jnp.where(active, drawn.token, -1))
+        return cache, Sequences(tokens, state.positions + active, draws, counts), drawn
+
+    def _read(
+        self, weights: DecoderWeights, cache: Cache, state: Sequences, chunk: PromptChunk, scored: bool
+    ) -> tuple[Any, ...]:
+        place, own = jnp.arange(len(chunk.tokens)), chunk.sequence
+        reading = Reading((chunk.start + place)[None], own)
+        hidden, cache = self._hidden(weights, cache, chunk.tokens[None], reading)
+        prompt = jnp.where(place < chunk.count, chunk.tokens, -1)
+        counts = count_prompt(state.counts, own, prompt, chunk.start == 0)
+        table, size = weights.model.output_table[...], self.vocab_size
+        last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
+        own_counts = lax.dynamic_index_in_dim(counts, own, keepdims=True)
+        drawn = draw_tokens(last, table, own_counts, chunk.draws, size)
+        scores = score_tokens(hidden[0], table, jnp.maximum(chunk.targets, 0), size) if scored else None
+        is_last = chunk.targets[chunk.count - 1] < 0
+        counts = count_drawn(counts, jnp.where((jnp.arange(len(state.tokens)) == own) & is_last, drawn.token[0], -1))
+        put = lambda all_rows, row: all_rows.at[own].set(row[0])  # noqa: E731
+        draws = jax.tree.map(put, state.draws, dataclasses.replace(chunk.draws, number=chunk.draws.number + 1))
+        position = (chunk.start + chunk.count)[None]
+        state = Sequences(put(state.tokens, drawn.token), put(state.positions, position), draws, counts)
+        return cache, state, drawn, scores
+
+    def _hidden(
+        self, weights: DecoderWeights, cache: Cache, tokens: Array, reading: Reading
+    ) -> tuple[Float[Array, "batch seq embed"], Cache]:
+        """Final hidden states of tokens, and the cache with them."""
+        model, (section,) = weights.model, weights.model.sections.values()
+        # Filling and idle sequences may be anywhere; a position that a table does not have would read as NaN.
+        last = (self.context_length or 2**30) - 1
+        batch = {"tokens": tokens, "position_ids": jnp.minimum(reading.positions, last)}
+        stream = section.embed(batch, None, None)
+        context = dataclasses.replace(section.context(batch, None, stream), reading=reading)
+        x, after = stream.x, []
+        with jax.named_scope("layers"):
+            for layer, kept in zip(weights.layers, cache, strict=True):
+                x, states = layer(x, context, {"attention": kept})
+                assert states is not None
+                after.append(states["attention"])
+        return model.final_norm(x), after
+
+    # --- weights
+
+    def _prepared(self, parameters: Tree) -> DecoderWeights:
+        with self._traced():
+            model: Any = self.placed.model_in_use(parameters)
+            stack = model.stack.layers
+            take = jax.jit(partial(self._layer))
+            layers = [take(stack, jnp.int32(i)) for i in range(self.config.model.num_layers)]
+            model.stack.layers = None
+            return DecoderWeights(jax.jit(self._cast)(model), layers)
+
+    def _layer(self, stack: Layer, number: Array) -> Layer:
+        """One layer's own arrays."""
+        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
+        for mixer in (getattr(layer, name) for name in layer.mixers):
+            if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
+                mixer.qkv = mixer.qkv.assembled()
+        return self._cast(layer)
+
+    def _cast(self, module: Any) -> Any:
+        """Matrices in the compute type."""
+
+        def cast(variable: Any) -> Any:
+            is_wide = is_matrix(variable.get_metadata()["axes"])
+            return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
+
+        return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def no_draws(rows: int) -> Draws:
+    """The most likely tokens, nothing reported."""
+    zeros, ones, none = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
+    warping = Warping(zeros, none, ones, zeros, ones, zeros, zeros)
+    return Draws(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))

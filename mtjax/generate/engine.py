@@ -1,0 +1,266 @@
+"""Continuous batching: requests join and leave a batch of sequences that is being written.
+
+One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
+between them is bounded. Each step reads some chunks of prompts, and writes a token of every sequence whose prompt was
+read: long prompts don't keep others waiting.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mtjax.errors import UserError
+from mtjax.generate.decoder import Cache, Decoder, PromptChunk, Sequences
+from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.sampling import Drawn, Draws, Warping
+
+LOOKAHEAD = 128
+"""Tokens that a request will write, as far as the cache makes room ahead."""
+
+
+class QueueFull(UserError):
+    """More requests wait than the engine was told to hold."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that has a sequence of the cache."""
+
+    request: Request
+    place: int
+    """Of the sequence."""
+    read: int = 0
+    """Tokens of the prompt that are in the cache."""
+    written: int = 0
+    scores: list[Token] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and text."""
+        return len(self.request.prompt) + self.written
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the prompt was read."""
+        return self.read == len(self.request.prompt)
+
+
+class Engine:
+    """A decoder with requests.
+
+    Args:
+      decoder: the model.
+      sequences: that are written at a time.
+      most_waiting: requests that wait at most; None for any number.
+      chunks: static lengths of a prompt's chunks; a chunk is filled up to the shortest that it fits.
+      read_between: tokens of prompts after which no further chunk is read before the next step of the others.
+      shortest_cache: the cache has room for this many tokens of each sequence, or 2, 4, 8, ... times as many: the
+        least that the running requests need.
+
+    Attributes:
+      max_context: tokens of the longest sequence, prompt included.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: int = 8,
+        *,
+        most_waiting: int | None = None,
+        chunks: tuple[int, ...] = (16, 64, 256),
+        read_between: int = 512,
+        shortest_cache: int = 128,
+    ) -> None:
+        self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
+        self.max_context = decoder.config.model.sequence_length
+        self._most_waiting, self._read_between = most_waiting, read_between
+        self._free = list(range(sequences))[::-1]
+        self._sequences = sequences
+        self._running: dict[int, _Running] = {}
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[Request] = set()
+        self._changed = threading.Condition()
+        self._device: tuple[Cache, Sequences] | None = None
+        self._active: tuple[tuple[int, ...], Any] | None = None
+
+    # --- from any thread
+
+    def submit(self, request: Request) -> None:
+        """Puts a request into the queue.
+
+        Raises:
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+          QueueFull: too many wait.
+        """
+        ids, size = request.prompt, self._decoder.vocab_size
+        if not ids:
+            raise UserError("the prompt has no tokens: give at least one")
+        if len(ids) >= self.max_context:
+            raise UserError(f"the prompt has {len(ids)} tokens, and the model's context ends at {self.max_context}")
+        if wrong := next((i for i in ids if not 0 <= i < size), None):
+            raise UserError(f"the prompt has the id {wrong}, and the vocabulary ends at {size - 1}")
+        with self._changed:
+            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+                raise QueueFull(f"{len(self._waiting)} requests wait already: try again later")
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step; does nothing to one that has ended."""
+        with self._changed:
+            self._cancelled.add(request)
+            self._changed.notify()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests that wait, and that run."""
+        return len(self._waiting), len(self._running)
+
+    # --- from the thread that owns the device
+
+    def run(self, stopped: threading.Event | None = None) -> None:
+        """Works until nothing is left to do; with `stopped`, waits for more until that is set and `wake` was called."""
+        while True:
+            if self.step():
+                continue
+            with self._changed:
+                if stopped is None or stopped.is_set():
+                    return
+                if not self._waiting and not self._cancelled:
+                    self._changed.wait()
+
+    def wake(self) -> None:
+        """Lets `run` look at `stopped`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def step(self) -> bool:
+        """Reads some chunks and writes a token of each sequence; returns whether there was anything to do."""
+        self._admit()
+        if not self._running:
+            return False
+        self._make_room()
+        writing = [running for running in self._running.values() if running.is_written]
+        left = self._read_between
+        while left > 0 and (reading := next((r for r in self._running.values() if not r.is_written), None)):
+            left -= self._read_chunk(reading)
+        self._write_tokens(writing)
+        return True
+
+    def _admit(self) -> None:
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            left = [request for request in self._waiting if request in cancelled]
+            self._waiting = deque(request for request in self._waiting if request not in cancelled)
+            joining = [self._waiting.popleft() for _ in range(min(len(self._free), len(self._waiting)))]
+        for request in left:
+            request.on_end("cancelled")
+        for running in [r for r in self._running.values() if r.request in cancelled]:
+            self._end(running, "cancelled")
+        for request in joining:
+            place = self._free.pop()
+            self._running[place] = _Running(request, place)
+
+    def _end(self, running: _Running, why: ENDED) -> None:
+        del self._running[running.place]
+        self._free.append(running.place)
+        running.request.on_end(why)
+
+    # --- the cache
+
+    def _make_room(self) -> None:
+        """Gives the cache the least length that the running requests need, or leaves it at up to four times that."""
+        need = self._shortest
+        while need < max(self._need(running) for running in self._running.values()):
+            need *= 2
+        if self._device is None:
+            self._device = self._decoder.empty(self._sequences, need)
+            return
+        cache, sequences = self._device
+        length = cache[0].length
+        if length < need or length > 4 * need:
+            self._device = self._decoder.resized(cache, need), sequences
+
+    def _need(self, running: _Running) -> int:
+        prompt = len(running.request.prompt)
+        ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
+        start = prompt // self._chunks[-1] * self._chunks[-1]
+        filled = start + self._chunk_length(prompt - start)
+        return max(filled, min(prompt + ahead, self.max_context))
+
+    def _chunk_length(self, tokens: int) -> int:
+        return next((length for length in self._chunks if length >= tokens), self._chunks[-1])
+
+    # --- tokens
+
+    def _read_chunk(self, running: _Running) -> int:
+        """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
+        request, start = running.request, running.read
+        prompt = request.prompt
+        length = self._chunk_length(len(prompt) - start)
+        own = prompt[start : start + length]
+        after = prompt[start + 1 : start + length + 1]
+        tokens, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
+        tokens[: len(own)], targets[: len(after)] = own, after
+        draws = draws_of(request.sampling, request.logprobs)
+        first, count, place = (jnp.int32(number) for number in (start, len(own), running.place))
+        chunk = PromptChunk(jnp.asarray(tokens), jnp.asarray(targets), first, count, place, draws)
+        assert self._device is not None
+        cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
+        self._device = cache, sequences
+        running.read += len(own)
+        if request.echo:
+            running.scores += told(scores, after)
+        if running.is_written:
+            if request.echo:
+                request.on_prompt([Token(prompt[0]), *running.scores])
+            self._tell(running, *told(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
+        return length
+
+    def _write_tokens(self, writing: list[_Running]) -> None:
+        if not writing:
+            return
+        places = tuple(sorted(running.place for running in writing))
+        if self._active is None or self._active[0] != places:
+            self._active = places, jnp.asarray(np.isin(np.arange(self._sequences), places))
+        assert self._device is not None
+        cache, sequences, drawn = self._decoder.step(*self._device, self._active[1])
+        self._device = cache, sequences
+        tokens = np.asarray(drawn.token).tolist()
+        with_logprobs = any(running.request.logprobs for running in writing)
+        rows = told(drawn, tokens, with_logprobs)
+        for running in writing:
+            row = rows[running.place]
+            self._tell(running, row if running.request.logprobs else Token(row.id))
+
+    def _tell(self, running: _Running, token: Token) -> None:
+        request = running.request
+        running.written += 1
+        if token.id in request.stop_ids or request.on_token(token):
+            self._end(running, "stop")
+        elif running.written >= request.sampling.max_tokens or running.length >= self.max_context:
+            self._end(running, "length")
+
+
+def draws_of(sampling: Sampling, logprobs: bool) -> Draws:
+    """What a request asks of its first draw, as one row."""
+    fractions = (sampling.temperature, sampling.top_p, sampling.min_p)
+    temperature, top_p, min_p = (jnp.full(1, value, jnp.float32) for value in fractions)
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    penalties = (jnp.full(1, value, jnp.float32) for value in penalties)
+    warping = Warping(temperature, jnp.full(1, sampling.top_k, jnp.int32), top_p, min_p, *penalties)
+    words = np.array([[sampling.seed >> 32, sampling.seed & (2**32 - 1)]], np.uint32)
+    return Draws(warping, jnp.asarray(words), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
+
+
+def told(drawn: Drawn, ids: Any, with_logprobs: bool = True) -> list[Token]:
+    """Rows of what was drawn or scored as tokens: the first ones, with these ids."""
+    if not with_logprobs:
+        return [Token(i) for i in ids]
+    own, likely, theirs = (np.asarray(a).tolist() for a in (drawn.logprob, drawn.likely, drawn.likely_logprobs))
+    rows = zip(ids, own, likely, theirs, strict=False)
+    return [Token(i, p, dict(zip(near, q, strict=True))) for i, p, near, q in rows]

@@ -1,0 +1,93 @@
+"""Weights of any kind, on a mesh: of a run, a checkpoint, Hugging Face's folders and Megatron's checkpoints."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtjax.config import Config, Parallel, replace
+from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for
+from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import UserError, first_line
+from mtjax.models.placed import Placed
+from mtjax.sharding.mesh import attach_devices
+from mtjax.theory.mesh import parse_mesh
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with everything that generating needs."""
+
+    placed: Placed
+    parameters: Tree
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    """Tokens that end a text."""
+    folder: Path
+    """Where the tokenizer's files are."""
+
+
+def load_model(source: str, mesh: str = "1x1", dtype: str | None = None, tokenizer: str | None = None) -> LoadedModel:
+    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices.
+
+    Args:
+      source: a folder of `mtjax train` or `mtjax convert`, or a checkpoint; hf:DIR and megatron:DIR for others'.
+      mesh: DATAxMODEL.
+      dtype: of matrices and activations; bfloat16 on GPUs and float32 on CPUs when None.
+      tokenizer: how `--tokenizer` names one; the weights' own when None.
+
+    Raises:
+      UserError: there are no such weights, they have no tokenizer, or don't fit the mesh.
+    """
+    shape = parse_mesh(mesh)
+    devices = attach_devices(shape)
+    saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
+    dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
+    config = with_fields(saved.config, parallel=Parallel(mesh=mesh))
+    config = replace(config, compute_dtype=dtype, global_batch_size=shape.size, microbatch_size=None)
+    placed = Placed(replace(config, recompute="none", rampup_batch_size=None), devices)
+    _, read_by = saved.tokenizer(tokenizer)
+    files = saved.source.origin.files
+    return LoadedModel(placed, saved.parameters(placed), read_by, stop_ids_of(saved, read_by), files)
+
+
+def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a text: those that came with Hugging Face's weights, else the tokenizer's end of a document."""
+    origin = saved.source.origin
+    settings: list[Mapping[str, Any]] = [origin.hugging_face, read_json(origin.files / "generation_config.json")]
+    ends: set[int] = set()
+    for named in (entry.get("eos_token_id") for entry in settings):
+        ends |= set(named) if isinstance(named, list) else {named} if isinstance(named, int) else set()
+    return frozenset(ends or {tokenizer.eod})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; an empty one where there is no file.
+
+    Raises:
+      UserError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not JSON: {first_line(e)}") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should be a JSON object")
+    return value
+
+
+def config_in_words(config: Config, parameters: Tree) -> str:
+    """What was loaded, for people."""
+    model, count = config.model, sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    return (
+        f"{model.family}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"context {model.sequence_length}, vocabulary {model.vocab_size}, {config.training.compute_dtype}"
+    )

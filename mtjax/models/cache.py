@@ -1,0 +1,86 @@
+"""A cache of keys and values, so that those of each token are computed once; the state of an attention layer."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from mtjax.sharding.axes import spec
+
+CACHE = ("batch", "heads", "key_seq", "head_dim")
+"""Sequences, groups of query heads, positions, width. Positions are next to the width: a head's keys are one matrix in
+memory, and no product has to turn them around."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where new tokens stand among the sequences of a cache.
+
+    Either a chunk of one sequence, or one token of each.
+    """
+
+    positions: Int[Array, "batch seq"]
+    """Of the new tokens in their sequences. What is beyond the cache's length is not written; of a chunk, all is."""
+    sequence: Int[Array, ""] | None = None
+    """That a chunk, [1, seq] with positions in a row, continues; None for a token of each, [sequences, 1]."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
+@dataclass(frozen=True)
+class KeyValues:
+    """A layer's cache: what attention remembers of each sequence."""
+
+    keys: Float[Array, "sequences groups length head_dim"]
+    values: Float[Array, "sequences groups length head_dim"]
+
+    @classmethod
+    def empty(cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "KeyValues":
+        """Room for `length` tokens of each of `sequences`; each rank has the groups of its own query heads."""
+        shape = (sequences, groups, length, head_dim)
+        return cls(*(jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2)))
+
+    @property
+    def length(self) -> int:
+        """Tokens for which each sequence has room."""
+        return self.keys.shape[2]
+
+    def extended(
+        self,
+        key: Float[Array, "batch seq groups head_dim"],
+        value: Float[Array, "batch seq groups head_dim"],
+        reading: Reading,
+    ) -> "KeyValues":
+        """With the keys and values of new tokens; written in place where the cache was donated."""
+        return KeyValues(_written(self.keys, key, reading), _written(self.values, value, reading))
+
+    def read_by(self, reading: Reading) -> tuple[Array, Array]:
+        """Keys and values of the sequences that are continued, [batch, groups, length, head_dim]."""
+        if reading.sequence is None:
+            return self.keys, self.values
+        keys, values = (
+            lax.dynamic_index_in_dim(kept, reading.sequence, keepdims=True) for kept in (self.keys, self.values)
+        )
+        return keys, values
+
+    def resized(self, length: int) -> "KeyValues":
+        """With room for `length` tokens; what is beyond is lost."""
+        keys, values = (_resized(kept, length) for kept in (self.keys, self.values))
+        return KeyValues(keys, values)
+
+
+def _written(kept: Array, new: Array, reading: Reading) -> Array:
+    new = new.astype(kept.dtype)
+    if reading.sequence is not None:
+        block = new.transpose(0, 2, 1, 3)
+        return lax.dynamic_update_slice(kept, block, (reading.sequence, 0, reading.positions[0, 0], 0))
+    each = kept.at[jnp.arange(kept.shape[0]), :, reading.positions[:, 0]]
+    return each.set(new[:, 0], mode="drop", unique_indices=True)
+
+
+def _resized(kept: Array, length: int) -> Array:
+    if length <= kept.shape[2]:
+        return kept[:, :, :length]
+    return jnp.pad(kept, ((0, 0), (0, 0), (0, length - kept.shape[2]), (0, 0)))

@@ -1,0 +1,198 @@
+"""Greedy and drawn texts: as transformers', whatever the mesh, the batch and the neighbours; and what a step sends."""
+
+import dataclasses
+import threading
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine, QueueFull
+from mtjax.generate.request import Request, Sampling, Token
+from mtjax.generate.sampling import MOST_LIKELY
+from mtjax.inspect.collectives import Collective, find_collectives
+from mtjax.inspect.hlo import parse
+from mtjax.models.placed import Placed
+from tests.tiny import VOCAB, initial_state, mesh_of, program_of, tiny_config
+
+LLAMA = {
+    "family": "llama",
+    "num_kv_heads": 2,
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "tie_embeddings": False,
+    "scaled_init": False,
+}
+FAMILIES = {"gpt": {}, "llama": LLAMA}
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 21, 5, 1, 9)]
+
+
+@cache
+def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
+    """Random weights, large enough for texts that vary."""
+    config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
+    placed = Placed(config, mesh_of(mesh))
+    return Decoder(placed, placed.initialize_parameters(0))
+
+
+def engine_of(family: str, mesh: str, sequences: int = 4) -> Engine:
+    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), read_between=8, shortest_cache=16)
+
+
+def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
+    told: list[list[Token]] = [[] for _ in prompts]
+    for i, (prompt, out) in enumerate(zip(prompts, told, strict=True)):
+        own = dataclasses.replace(sampling, seed=i if seeds is None else seeds[i])
+        engine.submit(Request(tuple(prompt), own, on_token=lambda t, out=out: out.append(t), **options))
+    engine.run()
+    return told
+
+
+def ids(told: list[list[Token]]) -> list[list[int]]:
+    return [[token.id for token in out] for out in told]
+
+
+WARPED = Sampling(24, temperature=1.5, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_depend_neither_on_the_mesh_nor_on_the_batch(family: str) -> None:
+    alone = [ids(texts(engine_of(family, "1x1", 1), [prompt], WARPED, [i]))[0] for i, prompt in enumerate(PROMPTS)]
+    assert len({tuple(out) for out in alone}) == len(PROMPTS) and len({i for out in alone for i in out}) > 40
+    assert ids(texts(engine_of(family, "1x1"), PROMPTS, WARPED)) == alone
+    assert ids(texts(engine_of(family, "2x4"), PROMPTS, WARPED)) == alone
+    again = ids(texts(engine_of(family, "1x1"), [PROMPTS[1]] * 2, WARPED, [1, 7]))
+    assert again[0] == alone[1] != again[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_changes_no_probability(family: str) -> None:
+    """Each token's, beside the same tokens read as one prompt in chunks of other lengths."""
+    engine = engine_of(family, "2x4")
+    (out,) = texts(engine, [PROMPTS[2]], Sampling(30), logprobs=True)
+    scores: list[Token] = []
+    whole = (*PROMPTS[2], *(token.id for token in out))
+    engine.submit(Request(whole, Sampling(1), logprobs=True, echo=True, on_prompt=scores.extend))
+    engine.run()
+    assert [token.id for token in scores] == list(whole) and scores[0].logprob is None
+    read = scores[len(PROMPTS[2]) :]
+    np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
+    assert all(next(iter(token.likely)) == token.id for token in out)  # greedy
+    assert all(token.likely[token.id] == token.logprob for token in out)
+
+
+def test_sixteen_bits_are_near() -> None:
+    told: list[list[Token]] = [[], []]
+    for dtype, out in zip(("float32", "bfloat16"), told, strict=True):
+        decoder = decoder_of("llama", "1x4", dtype)
+        assert {a.dtype.name for a in jax.tree.leaves(decoder.empty(1, 16)[0])} == {dtype}
+        engine = Engine(decoder, 1, chunks=(16,), shortest_cache=32)
+        engine.submit(Request(tuple(PROMPTS[1][:16]), Sampling(1), logprobs=True, echo=True, on_prompt=out.extend))
+        engine.run()
+    own, near = ([token.logprob for token in out[1:]] for out in told)
+    np.testing.assert_allclose(own, near, atol=0.6)
+    assert np.abs(np.subtract(own, near)).max() > 1e-3  # other numbers were computed with
+
+
+def test_requests_join_and_leave() -> None:
+    engine = engine_of("gpt", "1x1", 2)
+    told: dict[str, list[int]] = {}
+    ends: list[tuple[str, str]] = []
+
+    def ask(name: str, prompt: list[int], most: int, **options) -> Request:
+        out = told.setdefault(name, [])
+        listener = {"on_token": lambda t: out.append(t.id), "on_end": lambda why: ends.append((name, why))}
+        request = Request(tuple(prompt), Sampling(most), **(listener | options))
+        engine.submit(request)
+        return request
+
+    ask("long", PROMPTS[0], 40)
+    ask("to the end of the context", PROMPTS[1], 1000)
+    third = ask("never begins", PROMPTS[2], 5)
+    engine.step()
+    assert engine.load == (1, 2)
+    engine.cancel(third)
+    leaving = ask("leaves", PROMPTS[3], 40)
+    while len(told["leaves"]) < 3:
+        engine.step()
+    engine.cancel(leaving)
+    ask("stops itself", PROMPTS[4], 9, on_token=lambda token: True)
+    engine.run()
+    assert engine.load == (0, 0) and len(ends) == 5
+    assert dict(ends) == {
+        "long": "length",
+        "to the end of the context": "length",
+        "never begins": "cancelled",
+        "leaves": "cancelled",
+        "stops itself": "stop",
+    }
+    assert len(told["to the end of the context"]) == 64 - len(PROMPTS[1])
+    expected = ids(texts(engine_of("gpt", "1x1", 1), [PROMPTS[0]], Sampling(40)))[0]
+    assert told["long"] == expected
+    stopped = ids(texts(engine, [PROMPTS[0]], Sampling(40), stop_ids=frozenset(expected[5:6])))[0]
+    assert stopped == expected[: expected.index(expected[5])]
+
+
+def test_one_thread_works_for_others() -> None:
+    engine, stopped = engine_of("gpt", "1x1", 2), threading.Event()
+    engine._most_waiting = 3
+    worker = threading.Thread(target=engine.run, args=(stopped,))
+    ended = threading.Semaphore(0)
+    requests = [Request((1, 2), Sampling(4), on_end=lambda why: ended.release()) for _ in range(4)]
+    for request in requests[:3]:
+        engine.submit(request)
+    with pytest.raises(QueueFull, match="3 requests wait"):
+        engine.submit(requests[3])
+    worker.start()
+    for _ in range(3):
+        assert ended.acquire(timeout=120)
+    engine.submit(requests[3])
+    assert ended.acquire(timeout=120)
+    stopped.set()
+    engine.wake()
+    worker.join(timeout=120)
+    assert not worker.is_alive()
+
+
+def test_wrong_prompts_are_refused() -> None:
+    engine = engine_of("gpt", "1x1", 2)
+    for prompt, why in (((), "no tokens"), ((1,) * 64, "context ends at 64"), ((3, VOCAB), "ends at 249")):
+        with pytest.raises(UserError, match=why):
+            engine.submit(Request(prompt))
+
+
+def sent_by(compiled: Any, mesh: str) -> list[Collective]:
+    return find_collectives(parse(compiled.as_text()), dict(mesh_of(mesh).shape), 8)
+
+
+def test_a_step_sends_no_logits_and_writes_its_cache_in_place() -> None:
+    sequences, length = 4, 64
+    compiled = {mesh: decoder_of("llama", mesh).lower_step(sequences, length).compile() for mesh in ("1x1", "1x4")}
+    config = decoder_of("llama", "1x4").config.model
+    found = sent_by(compiled["1x4"], "1x4")
+    assert {collective.kind for collective in found} == {"all-reduce"}
+    stream = [c for c in found if [array.elements for array in c.arrays] == [sequences * config.hidden_size]]
+    assert sum(c.count for c in stream) == 2 * config.num_layers + 1  # and the embedding
+    rest = max(array.elements for c in found for array in c.arrays if c not in stream)
+    assert rest <= sequences * MOST_LIKELY * 4  # numbers of the most likely: never a vocabulary
+    assert all(collective.group_size == 1 for collective in sent_by(compiled["1x1"], "1x1"))
+    for mesh, heads in (("1x1", 2), ("1x4", 1)):
+        cache = config.num_layers * 2 * sequences * heads * length * 4 * 4
+        assert compiled[mesh].memory_analysis().alias_size_in_bytes >= cache
+        assert compiled[mesh].memory_analysis().temp_size_in_bytes < cache
+
+
+def test_training_is_compiled_as_before() -> None:
+    """What generation adds to layers is not in a program that has no cache."""
+    program = program_of("1x1")
+    before = program.lower_step().as_text()
+    placed = Placed(program.config, mesh_of("1x1"))
+    decoder = Decoder(placed, initial_state(program).parameters)
+    assert ids(texts(Engine(decoder, 1, chunks=(8,), shortest_cache=16), [[1, 2, 3]], Sampling(2)))
+    assert program.lower_step().as_text() == before

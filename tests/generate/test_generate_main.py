@@ -1,0 +1,137 @@
+"""The command: prompts from everywhere, texts to everywhere, and one sentence when something is wrong."""
+
+import io
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.cli import main
+from mtjax.generate.show import COLOURS, colour
+from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_tensors, write_folder
+
+pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
+
+CONTEXT = 96
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A GPT-2 with random weights; no token ends its texts."""
+    assert len(jax.devices()) >= 4  # in use: their number is fixed
+    shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
+    config = GPT2_CONFIG | {"n_positions": CONTEXT}
+    return write_folder(tmp_path_factory.mktemp("hf") / "gpt2", random_tensors(shapes), config, tokenizer=True)
+
+
+def generate(capsys, folder: Path, *words: str) -> str:
+    code = main(
+        ["generate", "--from", f"hf:{folder}", "--compile-cache", "off", "--max-tokens", "6", "--ignore-eos", *words]
+    )
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["generate", *words]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
+    return said.err
+
+
+def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkeypatch) -> None:
+    one = generate(capsys, folder, "the cat")
+    assert one.endswith("\n") and len(one) > 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat"))
+    assert generate(capsys, folder) == one
+    assert generate(capsys, folder, "--mesh", "1x2", "--echo", "the cat") == f"the cat{one}"
+    cut = one[1:3]
+    assert generate(capsys, folder, "--stop", "never", "--stop", cut, "the cat") == one[: one.index(cut)] + "\n"
+    several = generate(capsys, folder, "--temperature", "1", "--samples", "2", "the cat", "the dog")
+    assert [line for line in several.splitlines() if line.startswith("---")] == [
+        "--- 'the cat' (1)",
+        "--- 'the cat' (2)",
+        "--- 'the dog' (1)",
+        "--- 'the dog' (2)",
+    ]
+    rows = [line.split("\t") for line in generate(capsys, folder, "--show-logprobs", "the cat").splitlines()]
+    numbers = [float(number) for number, _ in rows if number]
+    assert len(numbers) == 6 and max(numbers) < 0
+
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    lines = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}, {"prompt": "road", "temperature": 1.0}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ("--input", str(source), "--output", str(target))
+    generate(capsys, folder, *files, "--logprobs")
+    texts = sorted(map(json.loads, target.read_text().splitlines()), key=lambda text: text["index"])
+    assert [text["index"] for text in texts] == [0, 1, 2] and texts[0]["text"] == one[:-1]
+    assert [len(text["logprobs"]) for text in texts] == [6, 2, 6]
+    assert {text["finish_reason"] for text in texts} == {"length"}
+    # Cut off: what is whole stays as it is, and only the rest is written again.
+    kept, *_ = whole = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(kept + whole[1][:20])
+    generate(capsys, folder, *files, "--logprobs")
+    again = target.read_bytes().splitlines(keepends=True)
+    assert again[0] == kept and sorted(again) == sorted(whole)
+
+
+def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
+    places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}
+    kinds = [kind for kind in places if kind != "megatron" or find_spec("torch")]
+    for kind in kinds:
+        assert main(["convert", "--from", f"hf:{folder}", "--to", f"{kind}:{tmp_path / kind}", *places[kind]]) == 0
+    capsys.readouterr()
+    settings = ["--compile-cache", "off", "--max-tokens", "6", "--ignore-eos", "the cat"]
+    expected = generate(capsys, folder, "the cat")
+    tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
+    for kind, place in (("mtjax", tmp_path / "mtjax"), ("megatron", f"megatron:{tmp_path / 'megatron'}")):
+        if kind in kinds:
+            words = [] if kind == "mtjax" else tokenizer
+            assert main(["generate", "--from", str(place), "--mesh", "1x2", *words, *settings]) == 0
+            assert capsys.readouterr().out == expected
+
+
+def test_a_chat_by_the_template(folder, capsys, monkeypatch, tmp_path) -> None:
+    settings = folder / "tokenizer_config.json"
+    plain = settings.read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nthe dog\n"))
+    try:
+        settings.write_text(json.dumps({"chat_template": TEMPLATE}))
+        answers = generate(capsys, folder, "--interactive", "--system", "road")
+    finally:
+        settings.write_text(plain)
+    written = "system road\nuser the cat\na"
+    assert answers.startswith(generate(capsys, folder, written))
+    assert len(answers) > len(generate(capsys, folder, written))
+
+
+def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": 3}\n')
+    files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
+    assert "top_p is 0.0" in refused(capsys, "--from", str(folder), "--top-p", "0", "x")
+    assert "go together" in refused(capsys, "--from", str(folder), "--input", str(source))
+    assert "exclude each other" in refused(capsys, "--from", str(folder), *files, "x")
+    assert f"say --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
+    assert "does not exist" in refused(capsys, "--from", str(tmp_path / "none"), "x")
+    hf = ("--from", f"hf:{folder}", "--compile-cache", "off")
+    assert "no effect" in refused(capsys, *hf, "--interactive", "--echo")
+
+
+@pytest.mark.parametrize("text", ["not JSON", '{"prompt": 3}', '{"prompt": "a", "top_p": 7}', '{"prompt": ""}'])
+def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(text + "\n")
+    files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
+    assert main(["generate", "--from", f"hf:{folder}", "--compile-cache", "off", *files]) == 2
+    assert f"{source}:1" in capsys.readouterr().err
+
+
+def test_colours_are_steps_of_probability() -> None:
+    assert [colour(np.log(p)) for p in (1e-9, 0.5, 1.0)] == [COLOURS[0], COLOURS[4], COLOURS[-1]]
