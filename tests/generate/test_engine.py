@@ -41,8 +41,8 @@ def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
     return Decoder(placed, placed.initialize_parameters(0))
 
 
-def engine_of(family: str, mesh: str, sequences: int = 4) -> Engine:
-    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), read_between=8, shortest_cache=16)
+def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) -> Engine:
+    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), read_between=8, shortest_cache=shortest)
 
 
 def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
@@ -61,7 +61,7 @@ def ids(told: list[list[Token]]) -> list[list[int]]:
 WARPED = Sampling(24, temperature=1.5, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
 def test_texts_depend_neither_on_the_mesh_nor_on_the_batch(family: str) -> None:
     alone = [ids(texts(engine_of(family, "1x1", 1), [prompt], WARPED, [i]))[0] for i, prompt in enumerate(PROMPTS)]
     assert len({tuple(out) for out in alone}) == len(PROMPTS) and len({i for out in alone for i in out}) > 40
@@ -71,7 +71,7 @@ def test_texts_depend_neither_on_the_mesh_nor_on_the_batch(family: str) -> None:
     assert again[0] == alone[1] != again[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
 def test_the_cache_changes_no_probability(family: str) -> None:
     """Each token's, beside the same tokens read as one prompt in chunks of other lengths."""
     engine = engine_of(family, "2x4")
@@ -101,7 +101,7 @@ def test_sixteen_bits_are_near() -> None:
 
 
 def test_requests_join_and_leave() -> None:
-    engine = engine_of("gpt", "1x1", 2)
+    engine = engine_of("gpt", "1x1", 2, shortest=16)
     told: dict[str, list[int]] = {}
     ends: list[tuple[str, str]] = []
 
