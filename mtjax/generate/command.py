@@ -57,9 +57,10 @@ class Job:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
         options = self._options
         wanted = [(prompt, number) for prompt in prompts for number in range(options.samples)]
-        engine = Engine(self._decoder, min(options.batch, len(wanted)))
+        sequences = min(options.batch, len(wanted))
+        engine = Engine(self._decoder, sequences)
         shown = Shown(sys.stdout, options.show_logprobs)
-        clock, done = Clock(), list[Completion]()
+        clock, done = Clock(sequences), list[Completion]()
         for prompt, number in wanted:
             ids = self._model.tokenizer.encode_prompt(prompt)
             completion = self._completion(ids, with_sample(options.sampling, number))
@@ -146,26 +147,22 @@ def _typed() -> str | None:
             return line.rstrip("\n")
 
 
-FIRST = 2
-"""Tokens whose steps compile programs."""
-
-
 class Clock:
-    """Tokens per second of the texts of an engine, without the first ones, for which programs are compiled."""
+    """Tokens per second of texts, without the first two of each sequence, for which programs are compiled."""
 
-    def __init__(self) -> None:
-        self._tokens, self._start = 0, 0.0
+    def __init__(self, sequences: int) -> None:
+        self._tokens, self._start, self._first = 0, 0.0, 2 * sequences
 
     def count(self) -> None:
         """One more token was written."""
         self._tokens += 1
-        if self._tokens == FIRST:
+        if self._tokens == self._first:
             self._start = time.perf_counter()
 
     def in_words(self) -> str:
         """What was counted."""
-        after, seconds = self._tokens - FIRST, time.perf_counter() - self._start
-        speed = f", {after / seconds:.1f} a second behind the first {FIRST}" if after > 0 else ""
+        after, seconds = self._tokens - self._first, time.perf_counter() - self._start
+        speed = f", {after / seconds:.1f} a second behind the first {self._first}" if after > 0 else ""
         return f"{self._tokens} tokens{speed}"
 
 
