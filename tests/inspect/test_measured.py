@@ -1,9 +1,11 @@
 """Measured time beside the program: traces made by hand, and one of a real run."""
 
+import gzip
 import json
 import os
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.profiler import ProfileData
@@ -28,6 +30,8 @@ from mtjax.inspect.walk import walk
 from tests.end_to_end.runs import Launcher
 from tests.inspect.steps import tiny
 
+ROUNDING = 2e-3
+"""Microseconds that begin and length of an event are rounded to, twice."""
 MICROSECOND = 1_000_000
 """In the picoseconds of a trace."""
 
@@ -163,5 +167,25 @@ def test_a_run_that_was_traced_is_measured(tmp_path: Path, capsys: pytest.Captur
     assert all(sent["measured"] > 0 for sent in measured["collectives"])
     together = sum(phase["computing"] + phase["sending"] for phase in measured["phases"].values())
     assert 0.2 * measured["seconds"] < together < 1.1 * measured["seconds"]
+    (events,) = (tmp_path / "traced").glob("profile/**/*.trace.json.gz")
+    check_for_perfetto(json.loads(gzip.decompress(events.read_bytes())))
     again = launcher.train_here("traced", "--resume", "--steps", "7", "--profile", "3:5")
     assert "note    nothing is traced: this start did none of steps 3 to 5" in again.stdout
+
+
+def check_for_perfetto(trace: dict[str, Any]) -> None:
+    """Holds a trace to the Trace Event Format, and to what Perfetto asks of it: that a thread's events nest."""
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    kinds = {"M": {"name", "pid", "args"}, "X": {"name", "pid", "tid", "ts", "dur"}}
+    for event in filter(None, trace["traceEvents"]):  # the last is empty, which the format allows
+        assert kinds[event["ph"]] <= event.keys()
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(len(spans) for spans in threads.values()) > 100
+    for spans in threads.values():
+        around: list[float] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= begin + ROUNDING:
+                around.pop()
+            assert not around or end <= around[-1] + ROUNDING, "Perfetto leaves out events that overlap"
+            around.append(end)
