@@ -37,7 +37,7 @@ def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninte
     assert stopped[0].checkpoints == {reached}
     assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
 
-    alone = launcher.train("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
+    alone = launcher.train_here("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
     assert f"resumed from step {reached}" in alone.stdout
     back = launcher.train_together("together", "--resume", *STEPS)
     assert f"resumed from step {reached + 4}" in back[0].stdout
@@ -69,7 +69,7 @@ def first_steps(run: Finished, last: int) -> dict[int, float]:
 @pytest.mark.parametrize("mesh", ["1x8", "8x1", "4x2"])
 def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
     """1x8 puts one model-parallel group over both processes, each of which loads every sample."""
-    one = launcher.train(f"one-{mesh}", "--steps", "5", "--mesh", mesh)
+    one = launcher.train_here(f"one-{mesh}", "--steps", "5", "--mesh", mesh)
     two = launcher.train_together(f"two-{mesh}", "--steps", "5", "--mesh", mesh)
     assert relative_difference(two[0].losses, one.losses) < 1e-6
 
@@ -112,14 +112,14 @@ def from_weights(folder: Path, mesh: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["2x4", "1x8"])
 def test_two_processes_start_from_converted_weights_like_one(mesh: str, launcher: Launcher, converted: Path) -> None:
-    one = launcher.train(f"from-one-{mesh}", *from_weights(converted, mesh))
+    one = launcher.train_here(f"from-one-{mesh}", *from_weights(converted, mesh))
     two = launcher.train_together(f"from-two-{mesh}", *from_weights(converted, mesh))
     assert f"weights from {converted / 'weights'}" in two[0].stdout
     assert "8 virtual CPU devices in 2 processes" in two[0].stdout
     assert len(one.losses) == 6
     assert relative_difference(two[0].losses, one.losses) < 1e-6
     drawn = [word for word in from_weights(converted, mesh) if word not in ("--init-from", str(converted))]
-    other = launcher.train(f"drawn-{mesh}", *drawn, "--steps", "1")
+    other = launcher.train_here(f"drawn-{mesh}", *drawn, "--steps", "1")
     assert abs(other.losses[1] / one.losses[1] - 1) > 1e-3
 
 
@@ -139,6 +139,6 @@ def test_all_processes_refuse_damaged_weights(launcher: Launcher, converted: Pat
 def test_each_process_may_be_a_stage(launcher: Launcher) -> None:
     """Two processes of four devices: permutes go from one to the other, and both load the same samples."""
     stages = ("--steps", "5", "--mesh", "1x2x4", "--microbatch-size", "2")
-    one = launcher.train("one-stage", "--steps", "5", "--mesh", "1x8")
+    one = launcher.train_here("one-stage", "--steps", "5", "--mesh", "1x8")
     two = launcher.train_together("two-stages", *stages)
     assert relative_difference(two[0].losses, one.losses) < 1e-5

@@ -1,25 +1,33 @@
 """A run that was stopped in any way and resumed equals one that never was, to the bit."""
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from mtjax.train import loop
 from mtjax.train.folder.lock import lock_folder
-from tests.end_to_end.runs import Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
+from tests.end_to_end.runs import INTERRUPTS, Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
 
 STEPS = ["--steps", "40"]
 
 
-def test_stopped_by_sigterm_then_killed(launcher: Launcher, uninterrupted: Finished) -> None:
+def test_stopped_by_sigterm_then_killed(
+    launcher: Launcher, uninterrupted: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One run in three parts; each ends in another way, and the next goes on from there."""
-    out = launcher.folder / "interrupted"
-    stopped = stop(launcher, "interrupted", signal.SIGTERM, after_step=5)
+    out, before = launcher.folder / "interrupted", 6
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "next_batch", with_signal_at(before, signal.SIGTERM))
+        stopped = launcher.train_here("interrupted", *STEPS, "--resume")
     assert "no checkpoint" in stopped.stdout  # a run that has none starts
-    assert "stopped by SIGTERM after step" in stopped.stdout
+    assert f"stopped by SIGTERM after step {before}" in stopped.stdout
+    assert max(stopped.losses) == before and stopped.checkpoints == {before}
 
-    before = max(stopped.losses)
     with ended([launcher.start("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")]) as started:
         following = 4 * (before // 4 + 1)
         wait_for_checkpoint(out, following, started[0])
@@ -40,11 +48,24 @@ def test_stopped_by_sigterm_then_killed(launcher: Launcher, uninterrupted: Finis
     assert " s in 3 starts: " in last.stdout
 
 
+def with_signal_at(step: int, number: signal.Signals) -> Callable[..., Any]:
+    """What loads batches, but for a signal to this process, as that of a step is loaded."""
+    load, calls = loop.next_batch, itertools.count(1)
+
+    def next_batch(*arguments: Any) -> Any:
+        if next(calls) == step:
+            os.kill(os.getpid(), number)
+        return load(*arguments)
+
+    return next_batch
+
+
 @pytest.mark.long
-def test_stopped_by_ctrl_c(launcher: Launcher, uninterrupted: Finished) -> None:
-    stopped = stop(launcher, "ctrl-c", signal.SIGINT, after_step=5)
-    assert "stopped by Ctrl-C after step" in stopped.stdout
-    last = launcher.train_here("ctrl-c", *STEPS, "--resume")
+@pytest.mark.parametrize("name", INTERRUPTS)
+def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterrupted: Finished) -> None:
+    stopped = stop(launcher, name, INTERRUPTS[name], after_step=5)
+    assert f"stopped by {name} after step" in stopped.stdout
+    last = launcher.train_here(name, *STEPS, "--resume")
     assert f"resumed from step {max(stopped.losses)}" in last.stdout
     assert last.losses == uninterrupted.losses
     assert last.fingerprints(40) == uninterrupted.fingerprints(40)
@@ -116,8 +137,8 @@ def test_ctrl_c_ends_a_run_that_is_starting_within_three_seconds(delay: float, l
 @pytest.mark.parametrize("mesh", ["4x2", "8x1", "1x1"])
 def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
     out = f"mesh-{mesh}"
-    launcher.train(out, "--steps", "20")
-    moved = launcher.train(out, *STEPS, "--resume", "--mesh", mesh)
+    launcher.train_here(out, "--steps", "20")
+    moved = launcher.train_here(out, *STEPS, "--resume", "--mesh", mesh)
     for step, loss in uninterrupted.losses.items():
         assert moved.losses[step] == pytest.approx(loss, rel=1e-5)
 
@@ -125,8 +146,8 @@ def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: F
 @pytest.mark.long
 def test_resumed_with_accumulation_and_bfloat16_is_bit_exact(launcher: Launcher) -> None:
     options = ["--microbatch-size", "2", "--compute-dtype", "bfloat16", "--recompute", "full"]
-    whole = launcher.train("bf16-whole", "--steps", "12", *options)
-    launcher.train("bf16", "--steps", "5", *options)
-    resumed = launcher.train("bf16", "--steps", "12", "--resume", *options)
+    whole = launcher.train_here("bf16-whole", "--steps", "12", *options)
+    launcher.train_here("bf16", "--steps", "5", *options)
+    resumed = launcher.train_here("bf16", "--steps", "12", "--resume", *options)
     assert resumed.losses == whole.losses
     assert resumed.fingerprints(12) == whole.fingerprints(12)

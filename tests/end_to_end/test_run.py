@@ -52,13 +52,16 @@ def test_metrics_have_one_object_per_logged_step(run: Finished) -> None:
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
 
 
-def test_a_run_without_a_name_takes_the_next_free_folder_and_logs_every_nth_step(launcher: Launcher) -> None:
+def test_a_run_without_a_name_takes_the_next_free_folder_and_logs_every_nth_step(
+    launcher: Launcher, run: Finished
+) -> None:
     """And the first and the last; on JSON lines, so that this way in is seen as well."""
     paragraphs = (launcher.folder / "text.txt").read_text().split("\n\n")
     lines = "".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs)
     (launcher.folder / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (launcher.folder / "runs" / "tiny-3").mkdir(parents=True)
-    sparse = launcher.run_here("runs/tiny-4", "--log-every", "3", "--steps", "7", data="text.jsonl.gz", is_told=False)
+    options = ["--log-every", "3", "--steps", "7", "--tokenizer", "complete/tokenizer.json"]  # the same programs
+    sparse = launcher.run_here("runs/tiny-4", *options, data="text.jsonl.gz", is_told=False)
     assert sparse.code == 0, sparse.stderr
     assert list(sparse.losses) == [1, 3, 6, 7]
     assert sparse.losses[7] < sparse.losses[1] < 10

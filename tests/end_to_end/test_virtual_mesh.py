@@ -17,7 +17,7 @@ SMALL = ["--global-batch-size", "64", "--sequence-length", "16"]
 )
 def test_losses_equal_those_of_one_device(mesh: str, steps: int, launcher: Launcher) -> None:
     """Dropout is on: the masks don't depend on the mesh. 512 devices are two processes, and a step takes a minute."""
-    alone = launcher.train(f"alone-of-{mesh}", "--mesh", "1x1", "--steps", str(steps), *SMALL)
+    alone = launcher.train_here(f"alone-of-{mesh}", "--mesh", "1x1", "--steps", str(steps), *SMALL)
     cluster = launcher.train(f"cluster-{mesh}", "--mesh", mesh, "--steps", str(steps), *SMALL, timeout=900)
     assert "virtual CPU devices" in cluster.stdout
     assert len(cluster.losses) == steps

@@ -149,7 +149,7 @@ def cut(layers: Any, part: slice) -> Any:
     return jax.tree.map(lambda a: a[part], layers)
 
 
-@pytest.mark.parametrize("family", ["gpt", "t5"])
+@pytest.mark.parametrize("family", ["gpt", pytest.param("t5", marks=pytest.mark.long)])
 def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
     """Every piece by itself, with nothing but the stream between them: the losses are those of the whole model."""
     program = program_of("1x4", family=family, num_layers=3)

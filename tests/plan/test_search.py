@@ -102,11 +102,11 @@ def test_too_few_days_name_the_fastest():
 
 
 def test_a_model_that_does_not_fit_names_the_nearest_that_does():
-    huge = gpt(96, 12_288, 96, 2048, 51_200)
+    huge = gpt(24, 12_288, 96, 2048, 51_200)
     with pytest.raises(
         UserError, match=r"no plan for 8 GPUs fits 71.2 GiB each: the smallest.*the nearest plan that fits"
     ):
-        best_plan(huge, Plan(MeshShape(), 64, 1), 8, DGX_H100)
+        best_plan(huge, Plan(MeshShape(), 8, 1), 8, DGX_H100)
 
 
 def test_a_number_of_gpus_that_divides_nothing():

@@ -74,6 +74,7 @@ def test_a_device_holds_its_part(zero):
 def deep(zero: int) -> tuple[int, int]:
     """Bytes of all gradients of a model, and of its step's temporaries; each of 8 ranks has 2 microbatches."""
     fields = {"recompute": "full", "microbatch_size": 1, "global_batch_size": 16, "num_layers": 8, "hidden_size": 64}
+    fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     program = program_of("8x1", zero=zero, **fields)
     return counts_of(program).all * 4, program.lower_step().compile().memory_analysis().temp_size_in_bytes
 

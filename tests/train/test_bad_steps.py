@@ -21,6 +21,8 @@ from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""Without masks programs compile in two thirds of the time."""
 UP = ("stack", "layers", "mlp", "up", "weight")
 
 
@@ -41,15 +43,6 @@ class SpoiltCut(Cut):
         return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
 
 
-class Spoilt(Program):
-    """A program in which one sample's loss is NaN, so that one data rank's gradients are."""
-
-    sample = 13
-
-    def cut(self, options):
-        return SpoiltCut(**vars(super().cut(options)), sample=self.sample)
-
-
 class SpoiltGradient(Program):
     """A program with a finite loss and one gradient, of one layer of one parameter, that is infinite from a step on."""
 
@@ -68,16 +61,22 @@ class SpoiltGradient(Program):
         return loss, parts, gradients
 
 
-class SpoiltNorm(SpoiltGradient):
-    """Two elements, on two devices, whose squares are finite, and not their sum."""
+class Spoilt(SpoiltGradient):
+    """A program in which one sample's loss is NaN, so that one data rank's gradients are.
 
-    first_sample = 0
+    Later two elements, on two devices, have squares that are finite, and whose sum is not.
+    """
+
+    sample = 13
     value, places = 1.5e19, (0, [0, -1])
+
+    def cut(self, options):
+        return SpoiltCut(**vars(super().cut(options)), sample=self.sample)
 
 
 @cache
 def spoilt(kind, **fields):
-    config = tiny_config(**fields)
+    config = tiny_config(**PLAIN, **fields)
     return kind(config, mesh_of("2x4"))
 
 
@@ -120,6 +119,7 @@ def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
     assert all((moved[name] != value).any() for name, value in before.items())
 
 
+@pytest.mark.long
 def test_good_steps_are_those_of_a_program_that_never_skips():
     """The spoilt sample never comes: every number is that of the plain program."""
     found = run_steps(exact(spoilt(SpoiltGradient)), 3)
@@ -243,8 +243,8 @@ def test_steps_in_a_row_are_counted_over_the_places_where_the_host_looks():
 
 
 def test_a_norm_that_overflows_skips_its_step():
-    program = spoilt(SpoiltNorm)
-    _, (metrics,) = run_steps(program, 1)
+    program = spoilt(Spoilt, compute_dtype="float32")
+    metrics = program.step(initial_state(program), batch_of(program, 5))[1]
     assert metrics["skipped"] == 1 and metrics["first_bad"] == len(program.tensors) and metrics["grad_norm"] == 0
     (skipped,), _ = follow([{"first_bad": 3}])
     assert str(skipped) == "its loss is 1, with finite gradients of a norm that is not (samples 0 to 7)"
@@ -275,7 +275,7 @@ def test_a_run_of_bad_steps_ends_with_step_samples_and_tensor(tmp_path, monkeypa
     (tmp_path / "text.txt").write_text("\n\n".join(f"a few words, number {i}, and some more" for i in range(400)))
     monkeypatch.setattr(loop, "make_program", SpoiltGradient)
     config = replace(
-        tiny_config(vocab_size=None, steps=20, mesh="2x4", max_bad_steps=3),
+        tiny_config(**PLAIN, vocab_size=None, steps=20, mesh="2x4", max_bad_steps=3),
         data="text.txt",
         cache_dir=tmp_path / "cache",
         log_every=4,

@@ -202,7 +202,7 @@ def test_wrong_options(run, tmp_path, capsys, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer, tmp_path, workers):
     for i in range(2):
         write_jsonl(tmp_path / f"in{i}.jsonl.gz", texts(4000, seed=i, words=160))
