@@ -279,7 +279,7 @@ DATA_OPTIONS = ["samples", "first", "sequence_length", "seed", "workers", "save_
                 "shingle_words", "tokenizer", "input", "output", "language"]  # fmt: skip
 CASES = st.one_of(
     st.tuples(st.just("train"), BASES, options(list(SETTINGS))),
-    st.tuples(st.just("inspect"), BASES, options([*SETTINGS, "sweep", "intra_bandwidth", "inter_bandwidth", "target"])),
+    st.tuples(st.just("inspect"), BASES, options([*SETTINGS, "sweep", "intra_bandwidth", "inter_bandwidth", "target", "price"])),
     st.tuples(st.just("plan"), BASES, options(PLAN)),
     st.tuples(st.just("launch"), BASES, options(["processes", "restarts"])),
     st.tuples(st.just("data"), st.sampled_from(DATA), options(DATA_OPTIONS)),
