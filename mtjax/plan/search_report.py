@@ -86,7 +86,7 @@ def failed_table(found: Found) -> Table:
     """Plans that would be faster than the tenth best, and what keeps them from running."""
     result = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
     slowest = of_different_kinds(found.fitting)[-1].time.total
-    for candidate in [c for c in found.too_large if c.time.total <= slowest][:5]:
+    for candidate in of_different_kinds([c for c in found.too_large if c.time.total <= slowest])[:5]:
         size = candidate.memory.total
         row = describe(candidate.plan), seconds(candidate.time.total), gib(size), gib(size - found.limit)
         result.add_row(*row)
