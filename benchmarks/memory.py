@@ -7,7 +7,7 @@ of 2 and 4 layers, and `34 s b h / t` (arXiv 2205.05198).
 
     python benchmarks/memory.py [--out FILE.json]
 
-No GPU is needed; the extra `aot` is, and cuDNN's package (`pip install nvidia-cudnn-cu13`) for flash attention.
+No GPU is needed; the extra `aot-cudnn` is: the compiler, and cuDNN for flash attention.
 Half a minute a row on two cores.
 """
 

@@ -6,7 +6,7 @@ Llama 2 7B has one sample of 4,096 tokens on each of 8 data ranks.
 
     python benchmarks/overlap.py [--models small gpt2-8.3b llama2-7b] [--out FILE.json]
 
-No GPU is needed; the extra `aot` is, and cuDNN's package (`pip install nvidia-cudnn-cu13`) for flash attention.
+No GPU is needed; the extra `aot-cudnn` is: the compiler, and cuDNN for flash attention.
 10 to 60 seconds a row on two cores.
 """
 

@@ -248,6 +248,7 @@ def options(names: list[str]) -> st.SearchStrategy[list[str]]:
     return some.flatmap(lambda chosen: st.tuples(*map(word, chosen))).map(lambda parts: [w for p in parts for w in p])
 
 
+INSPECT = ["sweep", "intra_bandwidth", "inter_bandwidth", "target", "price"]
 PLAN = [*SETTINGS, "target", "tokens", "gpus", "days", "price", "usable", "exposed_share", "serial_share", "context"]
 BASES = st.sampled_from(["gpt2-tiny", "t5-tiny", "bert-tiny", "llama-tiny", "gpt2-8.3b"])
 TOML_VALUES = st.recursive(
@@ -279,7 +280,7 @@ DATA_OPTIONS = ["samples", "first", "sequence_length", "seed", "workers", "save_
                 "shingle_words", "tokenizer", "input", "output", "language"]  # fmt: skip
 CASES = st.one_of(
     st.tuples(st.just("train"), BASES, options(list(SETTINGS))),
-    st.tuples(st.just("inspect"), BASES, options([*SETTINGS, "sweep", "intra_bandwidth", "inter_bandwidth", "target"])),
+    st.tuples(st.just("inspect"), BASES, options([*SETTINGS, *INSPECT])),
     st.tuples(st.just("plan"), BASES, options(PLAN)),
     st.tuples(st.just("launch"), BASES, options(["processes", "restarts"])),
     st.tuples(st.just("data"), st.sampled_from(DATA), options(DATA_OPTIONS)),

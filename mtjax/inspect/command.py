@@ -14,6 +14,7 @@ from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.inspect import compare, text
 from mtjax.inspect.contract_file import load_contract
+from mtjax.inspect.decision import Decision
 from mtjax.inspect.dump import dump, write
 from mtjax.inspect.html import page
 from mtjax.inspect.measured import Measured, find_trace, measure
@@ -118,7 +119,7 @@ def save(reports: Sequence[Report], options: Options, measured: Measured | None 
         else:
             write(options.json, content)
     if options.html is not None:
-        write(options.html, page(reports[0], reports[1:]))
+        write(options.html, page(reports[0], reports[1:], Decision.on(reports[0], options.price)))
     if options.dump is not None:
         for number, report in enumerate(reports, 1):
             dump(report.step, options.dump, number)

@@ -9,7 +9,7 @@ from functools import cached_property
 import jax
 
 from mtjax.config import Config
-from mtjax.errors import UserError
+from mtjax.errors import UserError, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.targets import Target
 from mtjax.theory.anatomy import Anatomy
@@ -115,7 +115,7 @@ def _lower(program: Program) -> jax.stages.Lowered:
             raise
         raise UserError(
             "flash attention needs cuDNN even to compile for GPUs that are not there: "
-            "pip install nvidia-cudnn-cu13, or choose --attention xla"
+            f"{install_extra('aot-cudnn')} (900 MB), or choose --attention xla"
         ) from e
 
 

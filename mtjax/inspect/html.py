@@ -5,6 +5,8 @@ from html import escape
 
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.chart import Bar, Part, bars, timeline, timetable
+from mtjax.inspect.decision import POOR_MFU, POOR_WAIT, Decision
+from mtjax.inspect.decision import sections as decision_sections
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
 from mtjax.inspect.stages import StagesReport
@@ -51,11 +53,11 @@ svg .soft { fill: var(--soft) } svg .axis { stroke: var(--line) } svg .mark { st
 """
 
 
-def page(report: Report, others: Sequence[Report] = ()) -> str:
-    """The page of a report; `others` are compared with it."""
+def page(report: Report, others: Sequence[Report] = (), decision: Decision | None = None) -> str:
+    """The page of a report; `others` are compared with it, and a `decision` stands before the details."""
     model = report.config.model
     title = f"{model.num_layers} x {model.hidden_size} on {report.step.mesh}, {report.target.name}"
-    sections = [_cards(report), _contract(report), _sent(report)]
+    sections = [_cards(report), *([decision_sections(decision)] if decision else []), _contract(report), _sent(report)]
     if report.stages:
         sections.append(_stages(report.stages))
     sections.append(_memory(report))
@@ -101,8 +103,10 @@ def _cards(report: Report) -> str:
             f"<b>{duration(t.seconds)}</b><span>predicted step on {escape(t.server.name)}; {least} to {most} as "
             "published runs were off</span>"
         )
-        cards.append(f"<b>{t.tflops:.0f} TFLOP/s</b><span>per GPU, MFU {t.mfu:.1%}</span>")
-        cards.append(f"<b>{t.exposed_share:.1%}</b><span>of the step waits for collectives</span>")
+        poor = ' class="bad"' if t.mfu < POOR_MFU else ""
+        cards.append(f"<b{poor}>{t.tflops:.0f} TFLOP/s</b><span>per GPU, MFU {t.mfu:.1%}</span>")
+        poor = ' class="bad"' if t.exposed_share > POOR_WAIT else ""
+        cards.append(f"<b{poor}>{t.exposed_share:.1%}</b><span>of the step waits for collectives</span>")
     return '<div class="cards">' + "".join(f'<div class="card">{c}</div>' for c in cards) + "</div>"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mtjax.config.setting import above_zero, at_least
 from mtjax.errors import UserError
+from mtjax.plan.options import MOST
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Options:
     """Write the report as JSON; - prints it instead of the tables."""
     html: Path | None = None
     """Write the report as one self-contained page."""
+    price: float | None = None
+    """Price of one GPU for one hour: the page says what the run costs."""
     dump: Path | None = None
     """Write the program's HLO text into this folder."""
 
@@ -40,6 +43,10 @@ class Options:
         Raises:
           UserError: two of them don't.
         """
+        if self.price is not None and not 0 < self.price <= MOST["price"]:
+            raise UserError(f"--price is {self.price}, and must be above 0 and at most {MOST['price']:g}")
+        if self.price is not None and self.html is None:
+            raise UserError("--price is shown on the page: give --html FILE, or ask mtjax plan")
         if self.sweep is not None and self.vs:
             raise UserError("--sweep and --vs both compare: give one of them")
         if self.measured is not None and (self.vs or self.sweep is not None):

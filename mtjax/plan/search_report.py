@@ -9,8 +9,9 @@ from mtjax import config
 from mtjax.plan.options import Options
 from mtjax.plan.report import show, table, time_parts
 from mtjax.plan.search import Candidate, Found, describe, rejections
-from mtjax.plan.units import days, gib, percent, seconds
+from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import flops
+from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
@@ -31,17 +32,31 @@ def print_search(
     console.print(f"Train it:  {train_command(found.best.plan, run, source)}", soft_wrap=True)
 
 
+def of_different_kinds(fitting: list[Candidate]) -> list[Candidate]:
+    """The fastest plan of each mesh and recompute, fastest first: ten that differ in a microbatch would say little."""
+    kinds: dict[tuple[str, str], Candidate] = {}
+    for candidate in fitting:
+        kinds.setdefault((str(candidate.plan.mesh), candidate.plan.recompute), candidate)
+    return list(kinds.values())[:SHOWN]
+
+
 def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options) -> Table:
-    """The ten fastest plans that fit."""
+    """The ten fastest kinds of plans that fit."""
     first, *_ = found.fitting
     title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
     lengths = ["days"] if options.tokens else []
-    result = table(title, "plan", "step", "MFU", "memory", *lengths, "costs most", note="source: model")
-    for candidate in found.fitting[:SHOWN]:
+    price, tokens = options.price, options.tokens or 1e9
+    costs = [f"cost of {si(tokens, '')}tokens"] if price is not None else []
+    note = f"source: model; the fastest of each mesh and recompute; {accuracy_on(server).in_words}"
+    result = table(title, "plan", "step", "MFU", "memory", *lengths, *costs, "what takes most", note=note)
+    for candidate in of_different_kinds(found.fitting):
         row = [describe(candidate.plan), seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
         if options.tokens:
             row.append(days(length(anatomy, candidate, options.tokens)))
+        if price is not None:
+            money = flops.cost(candidate.plan.mesh.size, length(anatomy, candidate, tokens), price)
+            row.append(f"{money:,.0f}")
         result.add_row(*row, reasons(candidate))
     return result
 
@@ -70,8 +85,8 @@ def reasons(candidate: Candidate) -> str:
 def failed_table(found: Found) -> Table:
     """Plans that would be faster than the tenth best, and what keeps them from running."""
     result = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
-    slowest = found.fitting[:SHOWN][-1].time.total
-    for candidate in [c for c in found.too_large if c.time.total <= slowest][:5]:
+    slowest = of_different_kinds(found.fitting)[-1].time.total
+    for candidate in of_different_kinds([c for c in found.too_large if c.time.total <= slowest])[:5]:
         size = candidate.memory.total
         row = describe(candidate.plan), seconds(candidate.time.total), gib(size), gib(size - found.limit)
         result.add_row(*row)

@@ -5,15 +5,18 @@ import json
 from html.parser import HTMLParser
 from io import StringIO
 
+import jax
 import pytest
 from rich.console import Console
 
 from mtjax.inspect import text
 from mtjax.inspect.compare import comparison_table, other_config, sent_bytes, sweep_configs
+from mtjax.inspect.decision import Decision
 from mtjax.inspect.hook import show_program
 from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.schema import SCHEMA, to_json
+from mtjax.plan.search import describe
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_2H, DGX_H100
@@ -134,6 +137,26 @@ def test_the_page_needs_nothing_else(gpu_report):
     assert "http" not in html
     assert html.count("<svg") >= 5
     assert "Timeline of a layer" in html
+
+
+@needs_aot
+def test_the_page_says_what_one_decides_by(gpu_report):
+    """Two layers of 64 keep no H100 busy: that is red, and the planner knows a faster mesh of eight."""
+    decision = Decision.on(gpu_report, price=2.5)
+    assert decision.faster is not None
+    html = page(gpu_report, decision=decision)
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == [] and checker.loads == []
+    assert '<b class="bad">' in html and "TFLOP/s" in html
+    assert f"{describe(decision.faster.plan)}: " in html
+    time, steps = gpu_report.time, gpu_report.config.training.steps
+    money = 8 * steps * time.seconds / 3600 * 2.5
+    assert f"cost at 2.5 per GPU and hour</th><td>{money:,.0f} (" in html
+    assert "25 published runs on H100" in html and f"jax {jax.__version__}" in html
+    assert "hidden_size = 64" in html
+    dear = dataclasses.replace(decision, price=None, faster=None)
+    assert "cost at" not in page(gpu_report, decision=dear) and "knows none" in page(gpu_report, decision=dear)
 
 
 def test_the_terminal_shows_the_table_and_the_verdict(cpu_report):

@@ -47,8 +47,9 @@ def test_stages_are_reported_with_their_schedules(capsys):
 
 
 def test_searches_and_says_why(capsys):
-    out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9")
+    out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5")
     assert "Fastest of" in out
+    assert "cost of 450 Gtokens" in out and "25 published runs on H100" in out
     assert re.search(r"Train it:  mtjax train --config gpt2-8.3b --mesh \S+ ", out)
     assert len(re.findall(r"^mesh ", out, re.MULTILINE)) >= 10
     assert "Would be as fast, but don't fit" in out

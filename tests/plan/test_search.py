@@ -9,7 +9,7 @@ from mtjax import config
 from mtjax.errors import UserError
 from mtjax.plan import search
 from mtjax.plan.search import Space, best_plan, gpus_within
-from mtjax.plan.search_report import train_command
+from mtjax.plan.search_report import of_different_kinds, train_command
 from mtjax.theory import memory, timing
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import gpt
@@ -20,6 +20,15 @@ from mtjax.theory.plans import Plan
 
 SHAPE = gpt(6, 1536, 12, 1024, 51_200)
 BASE = Plan(MeshShape(), 24, 1)
+
+
+def test_the_ten_best_differ_in_kind():
+    found = search.search(SHAPE, BASE, 8, DGX_H100).fitting
+    shown = of_different_kinds(found)
+    kinds = [(c.plan.mesh, c.plan.recompute) for c in shown]
+    assert len(kinds) == len(set(kinds)) == 10 and shown[0] == found[0]
+    for candidate, kind in zip(shown, kinds, strict=True):
+        assert candidate == next(c for c in found if (c.plan.mesh, c.plan.recompute) == kind)  # the fastest of its kind
 
 
 def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> dict[tuple, float]:
