@@ -60,7 +60,7 @@ $(NEWEST_VENV)/done: pyproject.toml
 
 test-newest: $(NEWEST_VENV)/done
 	@$(NEWEST_VENV)/bin/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect tests/train/test_xla_options.py $(ARGS)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect $(ARGS)
 
 test-faults: $(VENV)/dev
 	$(BIN)/python -m tests.faults $(ARGS)

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from mtjax import config
+from mtjax.config import Config
 from mtjax.theory.counts import rank_parameters
-from mtjax.theory.families.registry import gpt
+from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, STAGE
@@ -90,6 +92,24 @@ def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatche
     assert sent(1) == pytest.approx(sent(0))
     assert sent(2, microbatch=1) > 4 * sent(1)
     assert sent(2, microbatch=8) == sent(1)
+
+
+def test_gradients_in_bfloat16_are_half_the_bytes_and_parameters_are_not():
+    """Of a run; ZeRO-1's gathers stay in float32, and the tables that stages share follow."""
+    run = config.replace(Config(), num_layers=4, vocab_size=1000, zero=1, microbatch_size=1)
+
+    def sent(wire: str) -> dict[tuple[str, str], float]:
+        plan = Plan.of(config.replace(run, gradient_wire_dtype=wire), parse_mesh("4x2x2"))
+        found: dict[tuple[str, str], float] = {}
+        for c in transfers(anatomy_of(run.model), plan):
+            found[c.axis, c.phase] = found.get((c.axis, c.phase), 0) + c.sent
+        return found
+
+    whole, half = sent("float32"), sent("bfloat16")
+    gradients = {(DATA, "gradients"), (STAGE, "gradients")}
+    assert half == {key: size / 2 if key in gradients else size for key, size in whole.items()} and gradients <= set(
+        whole
+    )
 
 
 def test_stages_send_activations_both_ways_split_under_sequence_parallelism():
