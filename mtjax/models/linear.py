@@ -8,6 +8,7 @@ import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def project(
     num_inputs = weight.ndim - len(outputs)
     row, inner, outer = ("".join(next(letters) for _ in range(n)) for n in (2, num_inputs, len(outputs)))
     place, weight = spec("batch", sequence, *outputs), varying_like(weight.astype(x.dtype), x)
-    run: Callable[..., Array] = _product if activation is None else partial(_activated, activation)
+    run: Any = _product if activation is None else partial(_activated, activation)
     product = run((row, inner, outer), place, x, weight)
     return product if bias is None else _with_bias(product, bias)
 
@@ -115,7 +116,7 @@ def project_apart(
       outputs: logical names.
     """
     place = spec("batch", "seq", *outputs)
-    run: Callable[..., list[Array]] = _products
+    run: Any = _products
     products = run(spec("batch", "seq", outputs[0]), x, varying_like(weight.astype(x.dtype), x))
     if bias is not None:
         products = [_with_bias(product, bias[i].reshape(-1)) for i, product in enumerate(products)]
