@@ -1,0 +1,67 @@
+"""Stacks of parameters taken apart, an array for each layer: for layers that run one after the other without a loop.
+
+A loop over layers writes what each keeps for its backward pass into stacks, and copies it out of them again. Without a
+loop every array is where it was made. Stacks of parameters stay what they are between steps: they are taken apart
+once, before the first microbatch, matrices in the compute type, so that no microbatch casts them again.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtjax.sharding.parameters import Gathered, Reduced
+from mtjax.sharding.records import ParameterRecord
+
+Tree = Any
+T = TypeVar("T")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclass(frozen=True)
+class Rows:
+    """A stack's parameter, layer by layer."""
+
+    layers: tuple[Any, ...]
+    """Of each layer an array, or what stands for one: `mtjax.sharding.parameters`."""
+
+
+def take_apart(record: ParameterRecord, stack: Any, dtype: str) -> Rows:
+    """A stack of arrays, or of what stands for them, layer by layer; matrices in `dtype`, as products take them."""
+
+    def row(array: Array, i: int) -> Array:
+        layer = jax.lax.index_in_dim(array, i, keepdims=False)
+        return layer.astype(dtype) if record.is_matrix else layer
+
+    def layer(i: int) -> Any:
+        match stack:
+            case Reduced(array, part):
+                return replace(stack, array=row(array, i), part=jax.lax.index_in_dim(part, i, keepdims=False))
+            case Gathered(part):  # is cast on its way
+                return replace(stack, part=jax.lax.index_in_dim(part, i, keepdims=False))
+        return row(stack, i)
+
+    with jax.named_scope("parameters"):
+        return Rows(tuple(layer(i) for i in range(record.shape[0])))
+
+
+def put_together(tree: Tree) -> Tree:
+    """A tree of arrays in which what was taken apart is stacked again."""
+    return jax.tree.map(lambda leaf: jnp.stack(leaf.layers) if _is_rows(leaf) else leaf, tree, is_leaf=_is_rows)
+
+
+def layers_apart(layers: T) -> list[T] | None:
+    """The parameters of each layer, where they have been taken apart; None where they are stacked."""
+    rows = [leaf for leaf in jax.tree.leaves(layers, is_leaf=_is_rows) if _is_rows(leaf)]
+    if not rows:
+        return None
+    return [
+        jax.tree.map(lambda leaf, i=i: leaf.layers[i], layers, is_leaf=_is_rows) for i in range(len(rows[0].layers))
+    ]
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
