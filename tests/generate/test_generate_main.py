@@ -30,9 +30,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def generate(capsys, folder: Path, *words: str) -> str:
-    code = main(
-        ["generate", "--from", f"hf:{folder}", "--compile-cache", "off", "--max-tokens", "6", "--ignore-eos", *words]
-    )
+    code = main(["generate", "--from", f"hf:{folder}", "--max-tokens", "6", "--ignore-eos", *words])
     said = capsys.readouterr()
     assert code == 0, said.err
     return said.out
@@ -67,7 +65,7 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     lines = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}, {"prompt": "road", "temperature": 1.0}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = ("--input", str(source), "--output", str(target))
+    files = ("--input", str(source), "--output", str(target), "--batch", "4")
     generate(capsys, folder, *files, "--logprobs")
     texts = sorted(map(json.loads, target.read_text().splitlines()), key=lambda text: text["index"])
     assert [text["index"] for text in texts] == [0, 1, 2] and texts[0]["text"] == one[:-1]
@@ -87,7 +85,7 @@ def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
     for kind in kinds:
         assert main(["convert", "--from", f"hf:{folder}", "--to", f"{kind}:{tmp_path / kind}", *places[kind]]) == 0
     capsys.readouterr()
-    settings = ["--compile-cache", "off", "--max-tokens", "6", "--ignore-eos", "the cat"]
+    settings = ["--max-tokens", "6", "--ignore-eos", "the cat"]
     expected = generate(capsys, folder, "the cat")
     tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
     for kind, place in (("mtjax", tmp_path / "mtjax"), ("megatron", f"megatron:{tmp_path / 'megatron'}")):
@@ -120,8 +118,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
     assert "exclude each other" in refused(capsys, "--from", str(folder), *files, "x")
     assert f"say --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
     assert "does not exist" in refused(capsys, "--from", str(tmp_path / "none"), "x")
-    hf = ("--from", f"hf:{folder}", "--compile-cache", "off")
-    assert "no effect" in refused(capsys, *hf, "--interactive", "--echo")
+    assert "no effect" in refused(capsys, "--from", f"hf:{folder}", "--interactive", "--echo")
 
 
 @pytest.mark.parametrize("text", ["not JSON", '{"prompt": 3}', '{"prompt": "a", "top_p": 7}', '{"prompt": ""}'])
@@ -129,7 +126,7 @@ def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text(text + "\n")
     files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
-    assert main(["generate", "--from", f"hf:{folder}", "--compile-cache", "off", *files]) == 2
+    assert main(["generate", "--from", f"hf:{folder}", *files]) == 2
     assert f"{source}:1" in capsys.readouterr().err
 
 
