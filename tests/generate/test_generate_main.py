@@ -79,6 +79,7 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+@pytest.mark.long  # `mtjax evaluate` reads a converted folder in make test
 def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
     places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}
     kinds = [kind for kind in places if kind != "megatron" or find_spec("torch")]
