@@ -119,9 +119,11 @@ def test_without_loops_no_stacks_of_layers_are_left():
         assert found.time is not None and found.verdict.holds
         assert sum(sum(each.values()) for each in found.time.causes.values()) == pytest.approx(found.time.memory_bound)
     before, after = (by_cause(found.time.causes) for found in (looped, unrolled))
-    assert sum(before[causes.STACKS].values()) > 0.2 * looped.time.memory_bound
+    stacks = sum(before[causes.STACKS].values())
+    assert stacks > 0.2 * looped.time.memory_bound
     assert sum(after.get(causes.STACKS, {}).values()) < 0.02 * unrolled.time.memory_bound
-    assert unrolled.time.memory_bound < 0.7 * looped.time.memory_bound
+    # Their time is saved and does not come back elsewhere. Wider programs save more; here each operation is a launch.
+    assert looped.time.memory_bound - unrolled.time.memory_bound > 0.9 * stacks
     assert unrolled.flops.counted == looped.flops.counted
     for epilogue in ("BIAS_GELU_AUX", "BIAS"):
         assert f'"epilogue":"{epilogue}"' in unrolled.step.text

@@ -132,7 +132,8 @@ def test_steps_are_compared_where_they_must_be_the_same(fields):
 def test_a_deterministic_step_is_compiled_for_gpus_with_its_options():
     mesh = find_target("h100x4").mesh(parse_mesh("2x4"))
     chosen = choose(tiny(deterministic=True, overlap=False), mesh)
-    assert chosen == Chosen({"xla_gpu_deterministic_ops": True})
+    products = {option.name: option.value for option in PRODUCTS}
+    assert chosen == Chosen(products | {"xla_gpu_deterministic_ops": True})
     report = inspect(tiny(deterministic=True), find_target("h100x4"))
     assert report.verdict.violations == ()
     assert "xla_gpu_deterministic_ops=true" in heading(report)
