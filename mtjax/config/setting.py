@@ -91,15 +91,6 @@ def numbers(minimum: int, default: T, *, most: int, length: int) -> T:
     return setting(default, bound=_Several(fits, f"up to {length} numbers from {minimum} to {most}"))
 
 
-def words_or_number(*words: str, default: str) -> str:
-    """A field for one of these words, or for a whole number above 0, as text."""
-
-    def fits(value: Any) -> bool:
-        return value in words or (isinstance(value, str) and value.isdecimal() and 0 < int(value) <= LARGEST)
-
-    return setting(default, bound=_Several(fits, f"{', '.join(words)} or a whole number above 0"))
-
-
 class _Several(Bound):
     """Of a tuple."""
 

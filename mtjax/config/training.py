@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtjax.config.setting import SAMPLES, TOKENS, above_zero, at_least, numbers, words_or_number
+from mtjax.config.setting import SAMPLES, TOKENS, above_zero, at_least, numbers
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,6 @@ class Training:
     """Full recompute: layers in a group (uniform), or layers that are recomputed (block)."""
     recompute_offload: bool = False
     """Full recompute: keep the inputs of layers in the host's memory until the backward pass (GPUs only)."""
-    unroll_layers: str = words_or_number("auto", "all", "none", default="auto")
-    """Stacks of layers that are compiled layer by layer, without a loop: steps are faster, and compiling takes longer.
-    all of them, none, or those of at most so many layers; auto chooses, on GPUs, by depth and by what layers keep."""
     loss_chunk: int = at_least(1, 1024)
     """Tokens whose logits are in memory at a time."""
     deterministic: bool = False

@@ -27,6 +27,17 @@ Status = Literal["holds", "missing", "differs"]
 _AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, OPTIMIZER, OTHER)
 
 
+def _in_order(named: list[str | None], made_in: Sequence[str | None]) -> list[str | None]:
+    """The phases of a combined operation's name, in the order of its arrays as far as what makes these tells."""
+    left = list(named)
+    for phase in made_in:
+        if phase is not None and phase not in left:
+            return named
+        if phase is not None:
+            left.remove(phase)
+    return [left.pop(0) if phase is None else phase for phase in made_in] or named
+
+
 @dataclass
 class Entry:
     """One array of a collective, until a line of the contract claims it."""
@@ -45,6 +56,7 @@ class Entry:
         """One entry for each array of a collective."""
         paths = combined_paths(collective.op_name) if collective.has_own_name else []
         phases = [phase_of(path) for path in paths] if 1 < len(paths) == len(collective.arrays) else []
+        phases = _in_order(phases, collective.made_in) if phases else []
         narrowed = collective.narrowed or (False,) * len(collective.arrays)
         return [
             cls(
@@ -179,7 +191,9 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     if required.line.pooled and has_types:
         alike = [e for e in fitting if e.dtype == required.dtype]
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
-        if not others or any(e.array.elements > 1 for e in alike):
+        unsure = not is_gpu and required.dtype == NARROW  # not all that CPU programs have widened can be told
+        enough = not unsure or sum(e.array.elements * e.left for e in alike) >= required.least
+        if enough and (not others or any(e.array.elements > 1 for e in alike)):
             fitting = alike  # another line, or none, asks for the others
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)

@@ -62,6 +62,8 @@ class Collective:
     """Names of the operations that compute something between its start and its end."""
     narrowed: tuple[bool, ...] = ()
     """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
+    made_in: tuple[str | None, ...] = ()
+    """Of several arrays in one operation, the phase of what makes each, where that has a name."""
 
     @property
     def elements(self) -> int:
@@ -131,6 +133,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         arrays=arrays,
         is_async=is_started(holder.instruction),
         hidden_behind=tuple(i.name for i in window if computes(i)),
+        made_in=_made_in(site.computation, instruction),
         narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
 
@@ -191,6 +194,15 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
         return operands or instruction.arrays
     # A start's result is (operands, results).
     return instruction.arrays[len(operands) :] if instruction.opcode.endswith("-start") else instruction.arrays
+
+
+def _made_in(computation: Computation, instruction: Instruction) -> tuple[str | None, ...]:
+    """The phases of what makes the operands of an operation that has several."""
+    if len(instruction.operands) < 2:
+        return ()
+    found = [computation.by_name.get(name) for name in instruction.operands]
+    located = [None if maker is None else locate(computation, maker) for maker in found]
+    return tuple(None if place is None or not place[2] else place[0] for place in located)
 
 
 def _packed(module: Module, computation: Computation, name: str) -> tuple[Array, ...]:

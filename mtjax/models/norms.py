@@ -1,12 +1,11 @@
 """Norms over the width of the residual stream."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -24,7 +23,11 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        return _normalised(self.epsilon, self.dtype, x, self.scale[...], self.bias[...])
+        x = x.astype(jnp.float32)
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
+        return (normal * self.scale[...] + self.bias[...]).astype(self.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -37,56 +40,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        return _normalised(self.epsilon, self.dtype, x, self.scale[...], None)
+        x = x.astype(jnp.float32)
+        normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (normal * self.scale[...]).astype(self.dtype)
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normalised(epsilon: float, dtype: jnp.dtype, x: Array, scale: Array, bias: Array | None) -> Array:
-    """LayerNorm with a bias, RMSNorm without one."""
-    wide = x.astype(jnp.float32)
-    mean, inverse = _statistics(epsilon, wide, centred=bias is not None)
-    normal = _normal(wide, mean, inverse) * scale
-    return (normal if bias is None else normal + bias).astype(dtype)
-
-
-def _statistics(epsilon: float, x: Array, *, centred: bool) -> tuple[Array | None, Array]:
-    """The mean, where it is subtracted, and the factor of what is left; each with a last dimension of 1."""
-    mean = x.mean(-1, keepdims=True) if centred else None
-    rest = x if mean is None else x - mean
-    return mean, jax.lax.rsqrt(jnp.square(rest).mean(-1, keepdims=True) + epsilon)
-
-
-def _normal(x: Array, mean: Array | None, inverse: Array) -> Array:
-    return (x if mean is None else x - mean) * inverse
-
-
-Saved = tuple[Array, Array, Array | None, Array]
-
-
-def _normalised_forward(
-    epsilon: float, dtype: jnp.dtype, x: Array, scale: Array, bias: Array | None
-) -> tuple[Array, Saved]:
-    # A barrier, so that the backward pass has the statistics as values. XLA would compute them anew wherever they are
-    # read, and can't put two sums - over a token's width, and over tokens - into one kernel: it would write out
-    # what is summed over tokens, in float32.
-    statistics = lax.optimization_barrier(_statistics(epsilon, x.astype(jnp.float32), centred=bias is not None))
-    return _normalised(epsilon, dtype, x, scale, bias), (x, scale, *statistics)
-
-
-def _normalised_backward(
-    epsilon: float, dtype: jnp.dtype, saved: Saved, gradient: Array
-) -> tuple[Array, Array, Array | None]:
-    x, scale, mean, inverse = saved
-    tokens, gradient = tuple(range(x.ndim - 1)), gradient.astype(jnp.float32)
-    normal, slope = _normal(x.astype(jnp.float32), mean, inverse), gradient * scale
-    rest = slope - normal * (slope * normal).mean(-1, keepdims=True)
-    if mean is not None:
-        rest = rest - slope.mean(-1, keepdims=True)
-    bias_gradient = None if mean is None else gradient.sum(tokens)
-    return (rest * inverse).astype(x.dtype), (gradient * normal).sum(tokens), bias_gradient
-
-
-_normalised.defvjp(_normalised_forward, _normalised_backward)
 
 Norm = LayerNorm | RMSNorm
 

@@ -33,7 +33,6 @@ from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import Orders, layer_orders
 from mtjax.theory.timetable import forward_timetable, timetable
-from mtjax.theory.unrolling import unrolled_layers
 
 Tree = Any
 Batch = dict[str, Any]
@@ -46,20 +45,17 @@ class Placed:
 
     `records` has a record per parameter, `axes` only their logical names and `abstract_parameters` their shapes and
     types, all in trees like the parameters'. `attention_fallback` says why cuDNN's attention is not used although the
-    config asks for it; otherwise None. Stacks of at most `unrolled_layers` layers are differentiated without a loop.
-    `sections` names the stacks of layers in their order.
+    config asks for it; otherwise None. `sections` names the stacks of layers in their order.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
-        platform = mesh.devices.flat[0].platform
-        kernel, self.attention_fallback = choose_kernel(config, platform)
+        kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
-        self.unrolled_layers = unrolled_layers(self.config, self.shape, platform)
         layout = layout or Plan.of(config, self.shape).layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
         self.family = model_class(config)
@@ -162,7 +158,7 @@ class Placed:
         """The order in which microbatches go through the model."""
         stages, parallel = self.stages, self.config.parallel
         if stages == 1:
-            return Accumulate(num_microbatches, self.unrolled_layers, self.config.training.compute_dtype)
+            return Accumulate(num_microbatches)
         chunks = parallel.chunks * len(self.sections)
         return Staged(
             timetable(parallel.schedule, stages, num_microbatches, chunks),

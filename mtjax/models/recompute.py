@@ -22,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config import Training
 from mtjax.errors import UserError
 from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
-from mtjax.sharding.unstacked import layers_apart
 
 PRODUCT = "product"
 """Of activations with a weight."""
@@ -30,8 +29,6 @@ DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
 """Probabilities and their dropout mask: `5 a s^2 b / t` bytes, the share that selective recompute drops."""
-ATTENTION_STATISTICS = "attention statistics"
-"""Of flash attention's softmax: a float32 a query and head."""
 LAYER_INPUT = "layer input"
 
 Layers = Any
@@ -95,12 +92,10 @@ def scan_layers(
     Returns:
       The output of the last, and each layer's new state, stacked.
     """
-    count, group = len(numbers), recompute.group
-    loops = _loops(count, recompute)
-    if (apart := layers_apart(layers)) is not None:
-        return _run_unrolled(run, x, (apart, numbers, states), loops, group)
     layers, sums = without_sums(layers)
+    count, group = len(numbers), recompute.group
     stack: Any = (layers, numbers, states)
+    loops = _loops(count, recompute)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
@@ -133,32 +128,6 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
     return _scan(_save_products(run, "none"), x, (layers, numbers, states))
-
-
-def _run_unrolled(
-    run: RunLayer,
-    x: Array,
-    stack: tuple[list[Any], Array, States],
-    loops: list[tuple[SavePolicy, int]],
-    group: int,
-) -> tuple[Array, States]:
-    """Without a loop: what a layer keeps goes into no stack, and comes out of none."""
-    rows = [(layer, *jax.tree.map(lambda a, i=i: a[i], stack[1:])) for i, layer in enumerate(stack[0])]
-    within, after = _save_products(run, "none") if group > 1 else run, []
-
-    def turn(x: Array, *layers: tuple[Any, Array, Any]) -> tuple[Array, list[Any]]:
-        own = []
-        for layer in layers:
-            x, state = within(x, *layer)
-            own.append(state)
-        return x, own
-
-    for saving, turns in loops:
-        saved = saving(turn)
-        for _ in range(turns):
-            x, states = saved(x, *rows[len(after) : len(after) + group])
-            after += states
-    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *after)
 
 
 def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
@@ -204,13 +173,7 @@ def _scan_adding(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """`run` that saves its products with weights, and the attention core unless `kind` is selective."""
-    names = [
-        PRODUCT,
-        DROPOUT_MASK,
-        ATTENTION_OUTPUT,
-        ATTENTION_STATISTICS,
-        *([ATTENTION_CORE] if kind == "none" else []),
-    ]
+    names = [PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 

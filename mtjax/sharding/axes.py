@@ -127,17 +127,11 @@ def sum_parts(x: jax.Array, axes: Axes) -> jax.Array:
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """`x` with dimensions `start` to `stop` merged; None if any but the first of them is split over several ranks."""
     sharding = jax.typeof(x).sharding
-    if is_split(x, start + 1, stop):
+    ways = [math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, i)) for i in range(x.ndim)]
+    if any(n > 1 for n in ways[start + 1 : stop]):
         return None
     place = PartitionSpec(*sharding.spec[: start + 1], *sharding.spec[stop:])
     return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=place)
-
-
-def is_split(x: jax.Array, start: int = 0, stop: int | None = None) -> bool:
-    """Whether any of the dimensions `start` to `stop` is split over several ranks."""
-    sharding = jax.typeof(x).sharding
-    axes = (axis for i in range(x.ndim)[start:stop] for axis in dimension_axes(sharding.spec, i))
-    return any(sharding.mesh.shape[axis] > 1 for axis in axes)
 
 
 def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:

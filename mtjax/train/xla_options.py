@@ -46,21 +46,6 @@ OVERLAP = (
         "0.10.2, on by default",
     ),
 )
-PRODUCTS = (
-    Option(
-        "xla_gpu_enable_triton_gemm",
-        False,
-        "every product with weights is cuBLAS's, which adds a bias, a residual or the sum so far, and applies GELU, "
-        "before it writes the result; XLA's own kernels leave that to a pass of its own",
-        "0.10.2, on by default",
-    ),
-    Option(
-        "xla_gpu_dot_merger_threshold_mb",
-        0,
-        "leaves products of the same input apart; merged, query, key and value would be copied out of one result",
-        "0.10.2, 64 by default",
-    ),
-)
 PIPELINED_SUMS = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
@@ -178,9 +163,9 @@ def deterministic(device: Any) -> Chosen:
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
     staged = shape.has_stages
-    side_by_side = shape.shares_batch_and_layers and not staged
+    servers = len({device.process_index for device in mesh.devices.flat})  # in one server there is one kind of link
+    side_by_side = servers > 1 and shape.shares_batch_and_layers and not staged
     tables = (
-        (PRODUCTS, True),
         (OVERLAP, parallel.overlap),
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),

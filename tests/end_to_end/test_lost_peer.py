@@ -152,6 +152,7 @@ def test_a_save_that_fails_in_one_process_is_counted_in_all(victim: int, launche
     name = f"part-{victim}"
     out = launcher.folder / name
     options = ["--steps", "100000", "--checkpoint-every", "5", "--failed-saves", "1", "--peer-timeout", "30"]
+    options += ["--log-every", "100000"]  # what it says is a file, too, and stays below the limit
 
     def allow(size: int) -> None:
         resource.prlimit(started[victim].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -164,12 +165,12 @@ def test_a_save_that_fails_in_one_process_is_counted_in_all(victim: int, launche
         ended(launcher.start_together(name, *options, stdout=said)) as started,
     ):
         wait_for_checkpoint(out, 5, started[0])
-        allow(1000)
+        allow(4000)
         wait_until(lambda: says("could not be saved"), started[0], "the failed save")
         allow(resource.RLIM_INFINITY)
         newest = max(int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit())
         wait_for_checkpoint(out, newest + 20, started[0])
-        allow(1000)
+        allow(4000)
         begun = time.monotonic()
         finished = [finish(process, out) for process in started]
         assert time.monotonic() - begun < 30

@@ -72,7 +72,7 @@ def test_a_device_too_small_does_not_fit(gpu_report):
 @needs_aot
 def test_predicted_time_adds_up(gpu_report):
     t = gpu_report.time
-    assert t.seconds == pytest.approx(t.products + t.memory_bound + t.exposed, rel=1e-6)
+    assert t.seconds == pytest.approx(t.products + t.memory_bound + t.exposed + t.contention, rel=1e-6)
     assert sum(t.exposed_by_axes.values()) == pytest.approx(t.exposed)
     assert sum(spent.total for spent in t.phases.values()) == pytest.approx(t.seconds)
     assert 0 < t.mfu <= t.hfu < 1

@@ -18,9 +18,9 @@ from mtjax.models.context import Context
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.linear import Linear, constant, normal, project, project_apart
+from mtjax.models.linear import Linear, constant, normal, project
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -60,7 +60,7 @@ class SelfAttention(nnx.Module):
             assert isinstance(state, KeyValues) and context.reading is not None
             state = state.extended(key, value, context.reading)
             mixed = attend_cached(query, state, context.reading, context.bias, context.scale)
-        return self.output(mixed), state
+        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state
 
 
 class FusedQKV(nnx.Module):
@@ -76,7 +76,8 @@ class FusedQKV(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """Query, key and value, each [batch, seq, heads, head_dim]."""
         bias = None if self.bias is None else self.bias[...]
-        query, key, value = project_apart(x, self.weight[...], bias, ("heads", "head_dim"))
+        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"))
+        query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
         return query, key, value
 
 
@@ -126,7 +127,7 @@ class AssembledQKV(nnx.Module):
 
 
 def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
-    product = checkpoint_name(project(x, weight, bias, ("heads", None, "head_dim")), PRODUCT)
+    product = project(x, weight, bias, ("heads", None, "head_dim"))
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value

@@ -37,4 +37,4 @@ class MLP(nnx.Module):
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token."""
         x = reshard(x, spec("batch", "seq", "embed"))
-        return self.down(self.up(x, saved=False), self.activation), state
+        return self.down(self.activation(self.up(x))), state
