@@ -8,10 +8,7 @@ of the state, as before each save. CPU seconds of the whole process, as other pr
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +17,7 @@ from pathlib import Path
 
 import jax
 from save import MESH, batch_of, model
-from train_step import processor
+from train_step import surroundings
 
 from mtjax.config import replace
 from mtjax.sharding.mesh import attach_devices
@@ -60,10 +57,7 @@ def main() -> None:
             seconds[name].append(round(value, 3))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     result = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor(),
-        "load_average_5_minutes": round(os.getloadavg()[1], 1),
-        "python": platform.python_version(),
+        **surroundings(),
         "jax": version("jax"),
         "mesh": MESH,
         "cpu_seconds": seconds,

@@ -9,10 +9,7 @@ time from one save to the next. The result goes to benchmarks/results/save-cpu.j
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from train_step import processor
+from train_step import surroundings
 
 from mtjax.config import Config, replace
 from mtjax.sharding.mesh import attach_devices
@@ -118,10 +115,7 @@ def main() -> None:
 
 def write(rows: list[dict[str, Any]]) -> None:
     result = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor(),
-        "load_average_5_minutes": round(os.getloadavg()[1], 1),
-        "python": platform.python_version(),
+        **surroundings(),
         "jax": version("jax"),
         "orbax": version("orbax-checkpoint"),
         "rows": rows,

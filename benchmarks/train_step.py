@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import os
 import platform
 import resource
 import statistics
@@ -298,16 +299,22 @@ def main() -> None:
     device = next((row["device"] for row in rows if "device" in row), "none")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"train_step-{device.replace(' ', '-')}.json"
-    machine = {"machine": platform.machine(), "processor": processor(), "python": platform.python_version()}
-    date = datetime.date.today().isoformat()
-    path.write_text(json.dumps({"date": date, **machine, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**surroundings(), "machine": platform.machine(), "rows": rows}, indent=1) + "\n")
     console.print(f"written to {path}")
+
+
+def surroundings() -> dict[str, Any]:
+    """What every file of results says first: the date, this machine, how busy it is, and Python's version."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "load_average_5_minutes": round(os.getloadavg()[1], 1),
+        "python": platform.python_version(),
+    }
 
 
 def processor() -> str:
     """The CPU's name and how many cores this process may use."""
-    import os
-
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 

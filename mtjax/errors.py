@@ -2,10 +2,12 @@
 
 import difflib
 import errno
+import json
 import os
 from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 LOST = 75
 """Exit code of a run that ended for what happened around it, and that can be resumed (EX_TEMPFAIL of sysexits.h)."""
@@ -64,6 +66,30 @@ def first_line(error: BaseException, length: int = 200) -> str:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
     return text.splitlines()[0][:length] if text else repr(error)
+
+
+def parse_json(text: str | bytes, source: object) -> Any:
+    """The value that JSON stands for; `source` says where it is from.
+
+    Raises:
+      UserError: it is not JSON.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{source} is not JSON: {first_line(e)}") from e
+
+
+def parse_json_object(text: str | bytes, source: object) -> dict[str, Any]:
+    """The same of an object.
+
+    Raises:
+      UserError: it is not one.
+    """
+    value = parse_json(text, source)
+    if not isinstance(value, dict):
+        raise UserError(f"{source} should be a JSON object")
+    return value
 
 
 def disk_reason(error: BaseException) -> str | None:

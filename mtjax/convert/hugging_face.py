@@ -16,7 +16,7 @@ from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsRea
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import name_of
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, parse_json_object
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of layer norms in BERT's first checkpoints."""
@@ -94,13 +94,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a Hugging Face model: it has no config.json{looks_like(folder)}")
-    try:
-        raw = json.loads(path.read_text())
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is not JSON: {first_line(e)}") from e
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} should be a JSON object")
-    return raw
+    return parse_json_object(path.read_bytes(), path)
 
 
 class HuggingFaceSink:

@@ -1,5 +1,6 @@
 """A model in one of the formats, on disk: opened by what `--from` says, and read onto any mesh."""
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtjax.config import Config
+from mtjax.config import Config, Parallel, replace
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
@@ -48,6 +49,19 @@ NO_HINTS = Hints()
 def vocab_multiple_for(shape: MeshShape) -> int:
     """A vocabulary padded to a multiple of this divides over the mesh."""
     return math.lcm(128, shape.ways(TENSOR.rules.vocab))
+
+
+def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:
+    """The config of weights as tools run their model: on another mesh, without what only training has.
+
+    Args:
+      saved: of the run, or of converted weights.
+      parallel: the mesh, and how processes find each other.
+      settings: others that change, such as the type of products and the size of a batch.
+    """
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
+    plain |= {"reset_position_ids": False, "reset_attention_mask": False}
+    return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
 
 
 def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:

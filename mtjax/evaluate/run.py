@@ -1,6 +1,5 @@
 """An evaluation from its options to its results: read it from top to bottom."""
 
-import dataclasses
 import hashlib
 import json
 import time
@@ -9,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mtjax import __version__
-from mtjax.config import Config, Parallel, replace
-from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for
+from mtjax.config import Config, Parallel
+from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line
@@ -49,7 +48,7 @@ def evaluate(options: Options) -> Results:
         name, tokenizer = saved.tokenizer(options.tokenizer)
         settings = Settings(length, min(options.overlap or length, length))
         task = KINDS[options.task].open(options.data, tokenizer, settings)
-        question = Question(options, settings, name, saved.identity)
+        question = Question(options, settings, name, digest(options.data), saved.identity)
         kept = Kept(options.out, question.identity, writes=this_process() == 0)
         if len(set(exchange("the answers that are kept", str(len(kept.answers))))) > 1:
             raise UserError(f"the processes see different files at {kept.path}: --out must be on a disk that all share")
@@ -70,6 +69,8 @@ class Question:
     options: Options
     settings: Settings
     tokenizer: str
+    data: str
+    """Digest of the file."""
     weights: str
     """Identity of the weights."""
 
@@ -77,7 +78,7 @@ class Question:
     def identity(self) -> str:
         """Changes with everything that an answer depends on but rounding: not with the mesh."""
         facts = (
-            *(self.options.task, _digest(self.options.data), self.settings, digest_of(self.tokenizer), self.weights),
+            *(self.options.task, self.data, self.settings, digest_of(self.tokenizer), self.weights),
             *(self.options.compute_dtype, self.options.attention, __version__),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -125,18 +126,13 @@ def config_of(options: Options, saved: Config, parallel: Parallel) -> Config:
     if rows < stages:
         raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
     largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
-    return replace(
-        dataclasses.replace(saved, parallel=parallel),
+    return without_training(
+        saved,
+        parallel,
         attention=options.attention,
         compute_dtype=options.compute_dtype,
         global_batch_size=rows * plan.data_ways,
         microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
-        rampup_batch_size=None,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        recompute="none",
     )
 
 
@@ -173,11 +169,7 @@ def introduce(task: Task, placed: Placed, kept: Kept) -> None:
 
 
 def score_task(task: Task, scorer: Scorer, parameters: Any, kept: Kept) -> None:
-    """Scores all rows, with a bar.
-
-    Raises:
-      UserError: interrupted; says that what is done is kept.
-    """
+    """Scores all rows, with a bar."""
     with ProgressLine("evaluating", len(task.rows)) as progress:
         for done in score_all(scorer, parameters, task.rows, kept):
             if this_process() == 0:
@@ -196,7 +188,7 @@ def report(options: Options, question: Question, placed: Placed, results: Result
         return
     facts = {
         "task": options.task,
-        "data": {"file": str(options.data), "sha256": _digest(options.data)},
+        "data": {"file": str(options.data), "sha256": question.data},
         "weights": {"from": options.source, "identity": question.weights},
         "tokenizer": question.tokenizer,
         "mesh": str(placed.shape),
@@ -220,7 +212,7 @@ def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
     """Of a file, or of both files of a corpus."""
     names = [path, path.with_suffix(".bin"), path.with_suffix(".idx"), Path(f"{path}.bin"), Path(f"{path}.idx")]
     hashed = hashlib.sha256()

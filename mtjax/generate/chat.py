@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, first_line, require
 from mtjax.generate.weights import read_json
 
 Message = Mapping[str, str]
@@ -28,20 +28,15 @@ class ChatTemplate:
         Raises:
           UserError: it is not a template, or jinja2 is not installed.
         """
-        try:
-            from jinja2.exceptions import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as e:
-            raise UserError("chat templates need jinja2: pip install 'mtjax[chat]'") from e
-        self._error, self._names, self._source = TemplateError, names, source
+        self._error, self._names, self._source = require("jinja2", "chat").TemplateError, names, source
         # As transformers' apply_chat_template has it, for which templates are written.
-        environment = ImmutableSandboxedEnvironment(
+        environment = require("jinja2.sandbox", "chat").ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = self._refuse
         try:
             self._template = environment.from_string(text)
-        except TemplateError as e:
+        except self._error as e:
             raise UserError(f"the chat_template of {source} can't be read: {first_line(e)}") from e
 
     @classmethod

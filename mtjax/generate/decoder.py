@@ -1,6 +1,6 @@
 """A decoder-only model as generation runs it: weights prepared once, and the programs that read and write a cache.
 
-Layers are no stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
+Layers are not a stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
 copies a layer's weights out of it for every token, which on CPUs takes twice as long as the products
 (docs/generate.md). Matrices are in the compute type, and those of grouped queries, keys and values are assembled.
 
@@ -35,10 +35,8 @@ Tree = Any
 Cache = list[KeyValues]
 """Of each layer."""
 
-_register = partial(jax.tree_util.register_dataclass, meta_fields=[])
 
-
-@partial(_register, data_fields=["model", "layers"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderWeights:
     """A model without its layers, and its layers in their order."""
@@ -47,7 +45,7 @@ class DecoderWeights:
     layers: list[Layer]
 
 
-@partial(_register, data_fields=["tokens", "positions", "draws", "counts"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
     """The sequences that are being written, on the devices; each array is [sequences, ...]."""
@@ -61,7 +59,7 @@ class Sequences:
     """See `mtjax.generate.sampling.count_prompt`."""
 
 
-@partial(_register, data_fields=["tokens", "targets", "start", "count", "sequence", "draws"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptChunk:
     """Some tokens of a prompt, filled up to a static length."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtjax.config.checks import check_bounds
 from mtjax.data.progress import ProgressLine
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, parse_json
 from mtjax.generate.completion import Completion
 from mtjax.generate.request import Sampling
 
@@ -92,10 +92,7 @@ class JsonLines:
 
     def _line(self, number: int, sample: int, text: str) -> Line:
         where = f"{self._source}:{number + 1}"
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{where} is not JSON: {first_line(e)}") from e
+        record = parse_json(text, where)
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             raise UserError(f'{where} should be an object with a text "prompt"')
         stops = record.get("stop", self._stops)

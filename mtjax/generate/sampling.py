@@ -11,7 +11,6 @@ Shape suffixes: B rows, H hidden, V this rank's vocabulary columns, N the most l
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,8 @@ MOST_LIKELY = 20
 IN_PROMPT = 1 << 30
 """Bit of a count that says the token is in the prompt; the bits below count how often it was drawn."""
 
-_register = partial(jax.tree_util.register_dataclass, meta_fields=[])
 
-
-@partial(_register, data_fields=["temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Warping:
     """How logits become the distribution that is drawn from; each array is [rows]."""
@@ -52,7 +49,7 @@ class Warping:
     """Subtracted from the logits of tokens drawn before, once for each time."""
 
 
-@partial(_register, data_fields=["warping", "seed", "number", "reports"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
     """What each row asks for."""
@@ -65,7 +62,7 @@ class Draws:
     """Whether log-probabilities are wanted."""
 
 
-@partial(_register, data_fields=["token", "logprob", "likely", "likely_logprobs"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drawn:
     """The tokens, and natural log-probabilities by the model itself, before any warping; zeros where not wanted."""

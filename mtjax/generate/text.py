@@ -7,7 +7,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 CONTEXT = 6
 """Tokens of the prompt that are decoded along: some decoders drop the space at the beginning of a text."""
 BROKEN = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet."""
+"""What decoders write for bytes that are not a character, or not yet."""
 
 
 class TextWriter:

@@ -1,18 +1,16 @@
 """Weights of any kind, on a mesh: of a run, a checkpoint, Hugging Face's folders and Megatron's checkpoints."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from mtjax.config import Config, Parallel, replace
-from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for
+from mtjax.config import Config, Parallel
+from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import UserError, first_line
+from mtjax.errors import parse_json_object
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh
@@ -49,9 +47,8 @@ def load_model(source: str, mesh: str = "1x1", dtype: str | None = None, tokeniz
     devices = attach_devices(shape)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
-    config = with_fields(saved.config, parallel=Parallel(mesh=mesh))
-    config = replace(config, compute_dtype=dtype, global_batch_size=shape.size, microbatch_size=None)
-    placed = Placed(replace(config, recompute="none", rampup_batch_size=None), devices)
+    batch = {"global_batch_size": shape.size, "microbatch_size": None}
+    placed = Placed(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     _, read_by = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     return LoadedModel(placed, saved.parameters(placed), read_by, stop_ids_of(saved, read_by), files)
@@ -73,15 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       UserError: the file is not a JSON object.
     """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is not JSON: {first_line(e)}") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should be a JSON object")
-    return value
+    return parse_json_object(path.read_bytes(), path) if path.is_file() else {}
 
 
 def config_in_words(config: Config, parameters: Tree) -> str:

@@ -63,7 +63,7 @@ class Collective:
     narrowed: tuple[bool, ...] = ()
     """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
     made_in: tuple[str | None, ...] = ()
-    """Of several arrays in one operation, the phase of what makes each, where that has a name."""
+    """Of several arrays summed in one operation, the phase of what makes each, where that has a name."""
 
     @property
     def elements(self) -> int:
@@ -133,7 +133,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         arrays=arrays,
         is_async=is_started(holder.instruction),
         hidden_behind=tuple(i.name for i in window if computes(i)),
-        made_in=_made_in(site.computation, instruction),
+        made_in=_made_in(site.computation, instruction) if kind in SUMS else (),
         narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
 
@@ -197,7 +197,7 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
 
 
 def _made_in(computation: Computation, instruction: Instruction) -> tuple[str | None, ...]:
-    """The phases of what makes the operands of an operation that has several."""
+    """The phases of what makes the operands of a sum of several; what is gathered may come from a phase before."""
     if len(instruction.operands) < 2:
         return ()
     found = [computation.by_name.get(name) for name in instruction.operands]

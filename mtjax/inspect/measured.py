@@ -22,7 +22,7 @@ from mtjax.inspect.collectives import computes
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import OTHER, locate
-from mtjax.inspect.products import product_of, products_inside
+from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.walk import Site, walk
@@ -184,11 +184,8 @@ def kind_of_work(module: Module, computation: Computation, instruction: Instruct
     """Products, attention, or work that memory bounds; nothing for what holds other operations."""
     if instruction.opcode in HOLDS_OTHERS:
         return NOTHING
-    products = [product_of(computation, instruction)]
-    for callee in module.callees(instruction):
-        products += products_inside(module, callee)
-    known = [p for p in products if p]
-    return ATTENTION if any(p.is_flash for p in known) else PRODUCTS if known else MEMORY
+    products = products_of(module, computation, instruction)
+    return ATTENTION if any(p.is_flash for p in products) else PRODUCTS if products else MEMORY
 
 
 def gaps(spans: list[tuple[float, float]]) -> float:

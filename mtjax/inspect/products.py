@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
@@ -82,14 +81,11 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> P
     return Product(queries, width * products, key.dims[1], batch * heads, query.dtype, is_flash=True)
 
 
-def products_inside(module: Module, computation: Computation) -> Iterator[Product]:
-    """The products of a fused or called computation, each run once."""
-    for instruction in computation.instructions:
-        product = product_of(computation, instruction)
-        if product:
-            yield product
-        for callee in module.callees(instruction):
-            yield from products_inside(module, callee)
+def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[Product]:
+    """The products of an operation, with those of what it fuses or calls, each run once."""
+    own = product_of(computation, instruction)
+    callees = ((callee, inner) for callee in module.callees(instruction) for inner in callee.instructions)
+    return [*([own] if own else []), *(p for place in callees for p in products_of(module, *place))]
 
 
 def count_flops(module: Module) -> int:

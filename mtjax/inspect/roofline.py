@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import OTHER, locate
-from mtjax.inspect.products import Product, product_of, products_inside
+from mtjax.inspect.products import Product, products_of
 from mtjax.inspect.traffic import bytes_moved
 from mtjax.inspect.walk import executions
 from mtjax.theory.hardware import Server
@@ -105,10 +105,8 @@ class Roofline:
 
     def seconds(self, computation: Computation, instruction: Instruction) -> tuple[float, bool]:
         """Seconds of an operation that calls no loop, and whether products determine them."""
-        products = [product_of(computation, instruction)]
-        for callee in self.module.callees(instruction):
-            products += products_inside(self.module, callee)
-        computing = sum(self.product_seconds(p) for p in products if p)
+        products = products_of(self.module, computation, instruction)
+        computing = sum(self.product_seconds(product) for product in products)
         moving = self.machines[2].passes(bytes_moved(self.module, computation, instruction))
         return max(computing, moving, self.launch), computing >= moving
 

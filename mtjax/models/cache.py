@@ -1,7 +1,6 @@
 """A cache of keys and values, so that those of each token are computed once; the state of an attention layer."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ class Reading:
     """That a chunk, [1, seq] with positions in a row, continues; None for a token of each, [sequences, 1]."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyValues:
     """A layer's cache: what attention remembers of each sequence."""

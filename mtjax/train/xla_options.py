@@ -70,7 +70,7 @@ SIDE_BY_SIDE = (
     ),
     Option(MULTI_STREAMING, True, "each on a stream of its own: on one they would still wait", "0.10.2"),
 )
-"""In addition, on meshes of data and model ways, whose collectives cross different links."""
+"""In addition, on meshes of data and model ways over several servers: their collectives cross different links."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -163,8 +163,9 @@ def deterministic(device: Any) -> Chosen:
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
     staged = shape.has_stages
-    servers = len({device.process_index for device in mesh.devices.flat})  # in one server there is one kind of link
-    side_by_side = servers > 1 and shape.shares_batch_and_layers and not staged
+    # In one server there is one kind of link. Of devices only their process is known: most often that of a server.
+    processes = len({device.process_index for device in mesh.devices.flat})
+    side_by_side = processes > 1 and shape.shares_batch_and_layers and not staged
     tables = (
         (OVERLAP, parallel.overlap),
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),

@@ -1,11 +1,10 @@
 """A task's data file, read with one sentence for what is wrong with it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, parse_json
 
 
 def read_text(path: Path) -> str:
@@ -31,10 +30,7 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
-        try:
-            row: Any = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{path}, line {number} is not JSON: {first_line(e)}") from e
+        row = parse_json(line, f"{path}, line {number}")
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise UserError(

@@ -137,7 +137,7 @@ class RemoteCheckpoints(Checkpoints):
         self._finish()
 
     def reopen(self) -> None:
-        """Forgets a save that failed; without a page it is no checkpoint."""
+        """Forgets a save that failed; without a page it is not a checkpoint."""
         self._latest = self._before
 
     def newest_on_disk(self) -> Path | None:
