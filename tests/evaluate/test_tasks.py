@@ -70,6 +70,8 @@ def test_perplexity_of_words_divides_by_the_words(tmp_path, tokenizer) -> None:
     assert results["tokens (T)"] == len(tokens)
     assert math.isclose(results["perplexity"], math.exp(loss / (words - 1)))
     assert math.isclose(results["token_perplexity"], math.exp(loss / (len(tokens) - 1)))
+    hopeless = task.results(Scores(np.full(len(task.rows), -1e5), np.ones(len(task.rows), bool)))
+    assert json.dumps(hopeless, allow_nan=False)
 
 
 def test_the_last_word_strict_and_lenient(tmp_path, tokenizer) -> None:

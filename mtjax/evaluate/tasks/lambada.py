@@ -4,7 +4,6 @@ Strict, as the paper counts: all tokens of the last word, after the passage with
 Lenient: the passage is tokenized as a whole, and its last token alone counts.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Row, Scores
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
 
 
@@ -42,7 +41,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
         return {
             "accuracy": float(words.all_best.mean()),
             "accuracy_lenient": float(tokens.all_best.mean()),
-            "perplexity": math.exp(min(-float(words.log_probability.mean()), 700)),
+            "perplexity": perplexity_of(-float(words.log_probability.mean())),
             "passages": len(strict),
         }
 

@@ -14,7 +14,7 @@ from mtjax.data.corpus.indexed import IndexedDataset, check_ids, is_indexed, pre
 from mtjax.data.corpus.reader import is_json
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines, read_text
 
 
@@ -35,7 +35,7 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     def results(scores: Scores) -> Results:
         loss = -float(scores.log_probability.sum())
         return {
-            "perplexity": math.exp(min(loss / tokens, 700)),
+            "perplexity": perplexity_of(loss / tokens),
             "bits_per_byte": loss / math.log(2) / size,
             "loss": loss / tokens,
             "tokens": tokens,

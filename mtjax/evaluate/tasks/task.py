@@ -1,5 +1,6 @@
 """What every task is."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,3 +42,8 @@ class Kind:
     higher_is_better: bool
     open: Callable[[Path, Tokenizer, Settings], Task]
     """Reads a data file; raises `UserError` where it is another task's."""
+
+
+def perplexity_of(loss: float) -> float:
+    """`exp(loss)`; of losses above 700 as of 700, for a float has no room for more and JSON no infinity."""
+    return math.exp(min(loss, 700))

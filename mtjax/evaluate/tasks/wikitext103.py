@@ -4,7 +4,6 @@ The dataset is cut into words and its punctuation set apart. A tokenizer of plai
 text is put together again; the sum of the losses is then divided by the words of the original.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text, windows
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
 from mtjax.evaluate.tasks.text_file import read_text
 
 SPACED = {
@@ -72,8 +71,8 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     def results(scores: Scores) -> Results:
         loss = -float(scores.log_probability.sum())
         return {
-            "perplexity": _exp(loss / (words - 1)),
-            "token_perplexity": _exp(loss / (len(ids) - 1)),
+            "perplexity": perplexity_of(loss / (words - 1)),
+            "token_perplexity": perplexity_of(loss / (len(ids) - 1)),
             "loss": loss / (len(ids) - 1),
             "words (O)": words,
             "tokens (T)": len(ids),
@@ -82,10 +81,6 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
 
     note = "" if " @-@ " in raw or " @,@ " in raw else f"{path} has no ' @-@ ' or ' @,@ ': is it WikiText's own text?"
     return Task(rows, results, note)
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
 
 
 WIKITEXT103 = Kind("wikitext103", "perplexity", False, open_wikitext)
