@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import os
 import re
@@ -54,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 LONGEST_MESSAGE = 2000
 """Characters of an error: what was typed may be a book."""
+GARBAGE = (100_000, 50, 1000)
+"""Thresholds of Python's search for cycles: tracing makes millions of objects that stay, and to search them as often as
+Python does by itself takes a tenth of a start."""
 
 
 def run_main(body: Callable[[], int | None]) -> int:
     """Runs a command's body: a `UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    gc.set_threshold(*GARBAGE)
     try:
         return body() or 0
     except UserError as e:

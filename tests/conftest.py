@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
+import gc
 import os
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +25,9 @@ import hypothesis
 import jax
 import pytest
 
+from mtjax.cli import GARBAGE
+
+gc.set_threshold(*GARBAGE)
 jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
 hypothesis.settings.load_profile("suite")

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax.inspect import hlo
 from mtjax.inspect.collectives import find_collectives
-from mtjax.inspect.products import count_flops, product_of, products_inside
+from mtjax.inspect.products import count_flops, product_of, products_of
 from mtjax.inspect.roofline import Roofline, Walked
 from mtjax.inspect.traffic import bytes_moved
 from mtjax.theory.hardware import DGX_H100
@@ -112,7 +112,7 @@ def test_of_slices_only_the_slice_moves():
 
 def test_products_in_fusions_and_libraries():
     module = hlo.parse(FUSED)
-    (fused,) = products_inside(module, module.computations["gemm"])
+    (fused,) = products_of(module, module.entry, module.entry.by_name["g"])
     library = product_of(module.entry, module.entry.by_name["lib"])
     assert fused == library
     assert (fused.m, fused.k, fused.n, fused.batch, fused.flops) == (6, 5, 7, 4, 2 * 4 * 6 * 5 * 7)
