@@ -106,7 +106,7 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
         **{f"kept: {kind}": size for kind, size in memory.activations.items()},
         "layer at work": memory.working,
         "logits": memory.logits,
-        **({"gradients, scattered": memory.scattered} if memory.scattered else {}),
+        **({"gradients, when they are reduced": memory.finishing} if memory.finishing else {}),
         "total": memory.total,
     }
     for part, size in parts.items():

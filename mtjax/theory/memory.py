@@ -60,13 +60,14 @@ class Memory:
     """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
     later stacks kept, which is free by then."""
     logits: float
-    scattered: float = 0.0
-    """Of ZeRO-1, this GPU's parts of the gradients' sums: behind the last microbatch they are there beside the sums."""
+    finishing: float = 0.0
+    """Behind the last microbatch, beside the gradients: of ZeRO-1 this GPU's parts of their sums; on stages also the sums
+    over stages of what is outside the layers."""
 
     @property
     def total(self) -> float:
-        """All of it; the logits are gone when the layers' backward pass begins, activations when sums are scattered."""
-        return self.states + max(self.kept + max(self.working, self.logits), self.scattered)
+        """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced."""
+        return self.states + max(self.kept + max(self.working, self.logits), self.finishing)
 
     @property
     def states(self) -> float:
@@ -92,14 +93,15 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     split, full = counts.all - whole, plan.precision
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
     scatters = plan.residuals == "jax" and plan.zero == 1 and mesh.data > 1 and not plan.reduces_at_once
+    outside = g * _added_whole(plan, counts)
     return Memory(
         weights=w * split + full.weights * whole,
-        gradients=gradients * split + full.gradients * whole + g * _added_whole(plan, counts),
+        gradients=gradients * split + full.gradients * whole + (0 if plan.is_staged else outside),
         optimizer=k * split + full.optimizer * whole,
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        scattered=g / mesh.data * split if scatters else 0.0,
+        finishing=(g / mesh.data * split if scatters else 0.0) + (outside if plan.is_staged else 0),
     )
 
 
@@ -174,7 +176,9 @@ def _stream_elements(stack: Stack, plan: Plan) -> float:
 
 
 def _added_whole(plan: Plan, counts: Counts) -> float:
-    """Parameters of which a microbatch's gradients live beside the sum: those outside the layers; not Megatron's."""
+    """Parameters of which two gradients live at once: those outside the layers; not Megatron's.
+
+    A microbatch's beside the sum; on stages, behind the last microbatch, the sum over stages beside a stage's own."""
     outside = counts.all - counts.in_layers
     several = plan.microbatches > 1 or plan.is_staged
     return outside if plan.residuals == "jax" and several and plan.zero < 2 else 0
@@ -189,8 +193,11 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
         held = {} if plan.recompute == "full" else _kept(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in held) + _group(plan, kinds)
     layout = plan.layout(anatomy.model)
-    # At the fullest moment of stages, gradients of a part's weights wait to be added to the sums.
-    own = plan.precision.gradients * largest_part(stack, layout, plan.mesh) if plan.is_staged else 0
+    own = 0.0
+    if plan.is_staged:  # gradients of a part's weights wait to be added to the sums
+        own = plan.precision.gradients * largest_part(stack, layout, plan.mesh)
+    if plan.is_staged and plan.sequence_parallel:  # several gathers run at a time: attention's wait beside the MLP's
+        own += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + own + _jax_working(stack, plan, kinds) + _group(plan, kinds)
 
 

@@ -63,6 +63,9 @@ def test_contracts_hold_on_h100s(settings: dict[str, Any], halves: int) -> None:
     report = inspect(tiny(**ONE_BY_ONE, **settings), find_target("h100x8"))
     assert report.verdict.violations == ()
     assert permutes(report) == {(HALF_STREAM, "bf16"): halves}
+    operations = [i for computation in report.step.module.computations.values() for i in computation.instructions]
+    written_anew = [i for i in operations if i.opcode in ("copy", "transpose")]
+    assert max(a.elements for i in written_anew for a in i.arrays) < 16 * HALF_STREAM  # what waits in slots has more
 
 
 @needs_aot

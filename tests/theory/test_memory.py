@@ -190,10 +190,10 @@ def test_parts_of_gradients_stand_beside_the_sums_that_zero_1_scatters():
     """With few data ways that is the fullest moment; one microbatch has no sums, and ZeRO-2 scatters in each."""
     few = Plan(parse_mesh("2x1"), 16, 1, zero=1, recompute="full", flash_attention=True)
     found = memory.stage_memory(GPT_8B, few)
-    assert found.scattered == pytest.approx(4 * counts.parameters(GPT_8B) / 2, rel=1e-6)
-    assert found.total == found.states + found.scattered
+    assert found.finishing == pytest.approx(4 * counts.parameters(GPT_8B) / 2, rel=1e-6)
+    assert found.total == found.states + found.finishing
     for other in ({"mesh": parse_mesh("1x1")}, {"global_batch_size": 2}, {"zero": 0}, {"zero": 2}):
-        assert memory.stage_memory(GPT_8B, dataclasses.replace(few, **other)).scattered == 0
+        assert memory.stage_memory(GPT_8B, dataclasses.replace(few, **other)).finishing == 0
 
 
 def test_loss_chunk_bounds_the_logits():

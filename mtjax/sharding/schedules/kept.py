@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import varying_like
+from mtjax.sharding.axes import over_the_rest, varying_like
 
 Tree = Any
 Pull = Callable[[Tree], tuple[Tree, Tree]]
@@ -118,8 +119,20 @@ def put_in_slot(rings: Tree, slot: Array, arrays: Tree) -> Tree:
 
 
 def take_from_slot(rings: Tree, slot: Array) -> Tree:
-    """One slot of each array."""
-    return jax.tree.map(lambda ring: lax.dynamic_index_in_dim(ring, slot, keepdims=False), rings)
+    """One slot of each array, laid out as it was put there.
+
+    In the last ticks nothing is put into slots any more, and XLA would lay them out for the products that read them:
+    between two loops it would write all slots anew, and hold both.
+    """
+
+    def one(ring: Array) -> Array:
+        array = lax.dynamic_index_in_dim(ring, slot, keepdims=False)
+        return over_the_rest(in_rows, jax.typeof(array).sharding.spec)(array)
+
+    def in_rows(part: Array) -> Array:
+        return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
+
+    return jax.tree.map(one, rings)
 
 
 def _depending(traced: Any) -> list[bool]:
