@@ -61,8 +61,8 @@ class Memory:
     later stacks kept, which is free by then."""
     logits: float
     finishing: float = 0.0
-    """Behind the last microbatch, beside the gradients: of ZeRO-1 this GPU's parts of their sums; on stages also the sums
-    over stages of what is outside the layers."""
+    """Behind the last microbatch, beside the gradients: of ZeRO-1 this GPU's parts of their sums; on stages also the
+    sums over stages of what is outside the layers."""
 
     @property
     def total(self) -> float:
