@@ -7,9 +7,11 @@ from rich.table import Table
 
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
+from mtjax.inspect.causes import by_cause
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.measured import Measured, in_order
+from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
@@ -28,6 +30,8 @@ def show(report: Report, console: Console) -> None:
         show_stages(report.stages, console)
     console.print(memory_lines(report), highlight=False)
     console.print(time_lines(report), highlight=False)
+    if report.time:
+        console.print(causes_table(report.time))
 
 
 def heading(report: Report) -> str:
@@ -254,6 +258,29 @@ def time_lines(report: Report) -> str:
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
     return "\n".join(lines)
+
+
+CAUSE_HEADS: dict[str, str] = {"cause": "left", "time": "right", "of the step": "right", "in": "left"}
+
+
+def causes_table(time: TimeReport) -> Table:
+    """Where the memory-bound time goes."""
+    table = _table(f"Memory-bound: {duration(time.memory_bound)}, by cause", CAUSE_HEADS)
+    for cells in cause_rows(time):
+        table.add_row(*cells)
+    return table
+
+
+def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:
+    """Cells of a row for every cause that takes at least this share of the step, and the phases in which it does."""
+    rows = []
+    for cause, phases in by_cause(time.causes).items():
+        seconds = sum(phases.values())
+        where = sorted(((s, phase) for phase, s in phases.items() if s >= least * time.seconds), reverse=True)
+        if seconds >= least * time.seconds:
+            shown = ", ".join(f"{phase} {duration(s)}" for s, phase in where)
+            rows.append([cause, duration(seconds), f"{seconds / time.seconds:.1%}", shown])
+    return rows
 
 
 SENT_HEADS: dict[str, str] = {
