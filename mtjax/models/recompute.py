@@ -29,6 +29,8 @@ DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
 """Probabilities and their dropout mask: `5 a s^2 b / t` bytes, the share that selective recompute drops."""
+ATTENTION_STATISTICS = "attention statistics"
+"""Of flash attention's softmax: a float32 a query and head."""
 LAYER_INPUT = "layer input"
 
 Layers = Any
@@ -173,7 +175,8 @@ def _scan_adding(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """`run` that saves its products with weights, and the attention core unless `kind` is selective."""
-    names = [PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
+    always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 
