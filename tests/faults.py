@@ -114,6 +114,13 @@ FAULTS = (
         "models",
         "test_each_layer_draws_from_its_own_key",
     ),
+    Fault(
+        "sharding: of layers without a loop, each gets the gradient of the one behind it",
+        "jnp.stack(leaf.layers)",
+        "jnp.stack(leaf.layers[1:] + leaf.layers[:1])",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
     # --- train
     Fault(
         "train: each who holds a part of a lost disk gives it, and they add up",

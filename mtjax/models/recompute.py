@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config import Training
 from mtjax.errors import UserError
 from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
+from mtjax.sharding.unstacked import layers_apart
 
 PRODUCT = "product"
 """Of activations with a weight."""
@@ -94,10 +95,13 @@ def scan_layers(
     Returns:
       The output of the last, and each layer's new state, stacked.
     """
-    layers, sums = without_sums(layers)
     count, group = len(numbers), recompute.group
-    stack: Any = (layers, numbers, states)
     loops = _loops(count, recompute)
+    if (apart := layers_apart(layers)) is not None:
+        ((saving, _),) = loops
+        return _run_one_by_one(saving(run), x, apart, numbers, states)
+    layers, sums = without_sums(layers)
+    stack: Any = (layers, numbers, states)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
@@ -130,6 +134,15 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
     return _scan(_save_products(run, "none"), x, (layers, numbers, states))
+
+
+def _run_one_by_one(run: RunLayer, x: Array, layers: list[Any], numbers: Array, states: States) -> tuple[Array, States]:
+    """Without a loop: what a layer keeps goes into no stack, and comes out of none."""
+    after = []
+    for i, layer in enumerate(layers):
+        x, state = run(x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
+        after.append(state)
+    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *after)
 
 
 def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:

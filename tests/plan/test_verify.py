@@ -63,6 +63,8 @@ PAIRS = [
     ("4x2", {"compute_dtype": "float32"}),
     ("8x1", {}),
     ("1x8", {"recompute": "none"}),
+    ("1x1", {"global_batch_size": 8, "recompute": "none", "unroll_layers": True}),
+    ("2x4", {"microbatch_size": 4, "recompute": "none", "unroll_layers": True, "zero": 1}),
 ]
 
 
