@@ -17,6 +17,7 @@ from mtjax.theory.schedules import megatron_in_flight, slots
 from mtjax.theory.stages import layers_in_chunk
 
 LAYER_INPUTS = "layer inputs"
+GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
 MATRICES = "matrices in the compute type"
 STAGE_INPUTS = "inputs of stages"
 STAGE_OUTPUTS = "outputs of stages"
@@ -90,6 +91,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
+    if whole_gradients := _whole_outside(plan, counts):
+        kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
     if plan.unrolled:
         kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
@@ -192,10 +195,19 @@ def _stream_elements(stack: Stack, plan: Plan) -> float:
 def _added_whole(plan: Plan, counts: Counts) -> float:
     """Parameters of which two gradients live at once: those outside the layers; not Megatron's.
 
-    A microbatch's beside the sum; on stages, behind the last microbatch, the sum over stages beside a stage's own."""
-    outside = counts.all - counts.in_layers
+    A microbatch's beside the sum; on stages, behind the last microbatch, the sum over stages beside a stage's own.
+    """
     several = plan.microbatches > 1 or plan.is_staged
-    return outside if plan.residuals == "jax" and several and plan.zero < 2 else 0
+    return counts.all - counts.in_layers if plan.residuals == "jax" and several and plan.zero < 2 else 0
+
+
+def _whole_outside(plan: Plan, counts: Counts) -> float:
+    """Where ZeRO sums gradients as they come and keeps this GPU's part: those outside the layers, before that whole.
+
+    A tied table's wait for the embedding's, which come last. Stages have not been looked at.
+    """
+    in_parts = plan.zero > 0 and plan.reduces_at_once and plan.mesh.data > 1 and not plan.is_staged
+    return plan.precision.gradients * (counts.all - counts.in_layers) if in_parts and plan.residuals == "jax" else 0.0
 
 
 def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
