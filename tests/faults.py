@@ -66,8 +66,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "return gradient if adds_up(record) else total + gradient.astype(jnp.float32)",
-        "return gradient if adds_up(record) else gradient.astype(jnp.float32)",
+        "lambda total, own: total + own.astype(jnp.float32)",
+        "lambda total, own: own.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),
@@ -113,6 +113,13 @@ FAULTS = (
         "keys",
         "models",
         "test_each_layer_draws_from_its_own_key",
+    ),
+    Fault(
+        "sharding: of layers without a loop, each gets the gradient of the one behind it",
+        "jnp.stack(leaf.layers)",
+        "jnp.stack(leaf.layers[1:] + leaf.layers[:1])",
+        "models",
+        "test_numbers_are_those_of_the_loop",
     ),
     # --- train
     Fault(

@@ -21,7 +21,9 @@ ARROWS: dict[str, set[str]] = {
     "cli": BASE,
     "theory": BASE,
     "sharding": BASE | {"theory"},
-    "models": BASE | {"theory"} | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "parameters")},
+    "models": BASE
+    | {"theory"}
+    | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "parameters", "unstacked")},
     "data": BASE,
     "plan": BASE | {"theory"},
     "train": BASE | {"theory", "sharding", "models", "data"},

@@ -46,6 +46,10 @@ class Training:
     """Full recompute: layers in a group (uniform), or layers that are recomputed (block)."""
     recompute_offload: bool = False
     """Full recompute: keep the inputs of layers in the host's memory until the backward pass (GPUs only)."""
+    unroll_layers: bool = False
+    """Compile layers one by one instead of as a loop: what a layer keeps for its backward pass is then not copied into
+    stacks and out of them. Steps are faster, and compiling takes longer. Needs recompute none, and
+    zero below 3."""
     loss_chunk: int = at_least(1, 1024)
     """Tokens whose logits are in memory at a time."""
     deterministic: bool = False

@@ -60,7 +60,7 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
       settings: others that change, such as the type of products and the size of a batch.
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
-    plain |= {"reset_position_ids": False, "reset_attention_mask": False}
+    plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
 
 

@@ -11,10 +11,12 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
 from mtjax.inspect.stages import StagesReport
 from mtjax.inspect.text import (
+    CAUSE_HEADS,
     PERMUTE_HEADS,
     STAGE_HEADS,
     axes_text,
     bubble_text,
+    cause_rows,
     describe_types,
     duration,
     permutes_row,
@@ -187,7 +189,11 @@ def _time(t: TimeReport) -> str:
         for name, events in t.layers.items()
     )
     note = f"A roofline walk of the schedule on {escape(t.server.name)}: a prediction, not a measurement."
-    return f"<h2>Where a step's time goes</h2><figure>{chart}<figcaption>{note}</figcaption></figure>{layers}"
+    causes = _table([*CAUSE_HEADS], ([escape(cell) for cell in row] for row in cause_rows(t)), numbers=(1, 2))
+    return (
+        f"<h2>Where a step's time goes</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
+        f"<h2>Memory-bound: {duration(t.memory_bound)}, by cause</h2>{causes}{layers}"
+    )
 
 
 def _collectives(report: Report) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.roofline import Event, Roofline, Spent
@@ -33,6 +34,8 @@ class TimeReport:
     exposed_by_axes: Mapping[str, float]
     hidden_by_axes: Mapping[str, float]
     phases: Mapping[str, Spent]
+    causes: Causes
+    """The memory-bound seconds by phase and cause."""
     tflops: float
     """Model FLOPs (recompute not counted) per device and second, in tera."""
     hardware_tflops: float
@@ -85,6 +88,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
         exposed_by_axes={axes: spent.exposed for axes, spent in walked.by_axes.items()},
         hidden_by_axes={axes: spent.hidden for axes, spent in walked.by_axes.items()},
         phases=dict(walked.phases),
+        causes=memory_bound_by_cause(roofline),
         tflops=model_flops / walked.seconds / 1e12,
         hardware_tflops=flops / walked.seconds / 1e12,
         mfu=model_flops / walked.seconds / peak,

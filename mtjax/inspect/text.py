@@ -1,19 +1,23 @@
 """A report for the terminal."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
+from mtjax.inspect.causes import STACKS, by_cause
 from mtjax.inspect.check import Line
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.measured import Measured, in_order
+from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
 from mtjax.theory.accuracy import accuracy_on
+from mtjax.theory.divisibility import problems
 from mtjax.train.xla_options import Chosen
 
 
@@ -28,6 +32,9 @@ def show(report: Report, console: Console) -> None:
         show_stages(report.stages, console)
     console.print(memory_lines(report), highlight=False)
     console.print(time_lines(report), highlight=False)
+    if report.time:
+        console.print(causes_table(report.time))
+        console.print(unrolling_line(report), highlight=False, end="")
 
 
 def heading(report: Report) -> str:
@@ -254,6 +261,42 @@ def time_lines(report: Report) -> str:
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
     return "\n".join(lines)
+
+
+WORTH_UNROLLING = 0.03
+"""Share of a step that stacks take, from which on `unrolling_line` speaks."""
+CAUSE_HEADS: dict[str, str] = {"cause": "left", "time": "right", "of the step": "right", "in": "left"}
+
+
+def causes_table(time: TimeReport) -> Table:
+    """Where the memory-bound time goes."""
+    table = _table(f"Memory-bound: {duration(time.memory_bound)}, by cause", CAUSE_HEADS)
+    for cells in cause_rows(time):
+        table.add_row(*cells)
+    return table
+
+
+def unrolling_line(report: Report) -> str:
+    """Whether layers without a loop would save a good part of this step; empty where not, or where they can't."""
+    plan = report.step.plan
+    if report.time is None or plan.unrolled or any(problems(report.step.config.model, replace(plan, unrolled=True))):
+        return ""
+    share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
+    if share < WORTH_UNROLLING:
+        return ""
+    return f"  --unroll-layers compiles layers without a loop: {share:.0%} of the step are its stacks (docs/speed.md)\n"
+
+
+def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:
+    """Cells of a row for every cause that takes at least this share of the step, and the phases in which it does."""
+    rows = []
+    for cause, phases in by_cause(time.causes).items():
+        seconds = sum(phases.values())
+        where = sorted(((s, phase) for phase, s in phases.items() if s >= least * time.seconds), reverse=True)
+        if seconds >= least * time.seconds:
+            shown = ", ".join(f"{phase} {duration(s)}" for s, phase in where)
+            rows.append([cause, duration(seconds), f"{seconds / time.seconds:.1%}", shown])
+    return rows
 
 
 SENT_HEADS: dict[str, str] = {

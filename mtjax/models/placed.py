@@ -158,7 +158,8 @@ class Placed:
         """The order in which microbatches go through the model."""
         stages, parallel = self.stages, self.config.parallel
         if stages == 1:
-            return Accumulate(num_microbatches)
+            training = self.config.training
+            return Accumulate(num_microbatches, training.unroll_layers, training.compute_dtype)
         chunks = parallel.chunks * len(self.sections)
         return Staged(
             timetable(parallel.schedule, stages, num_microbatches, chunks),

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config import Training
 from mtjax.errors import UserError
 from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
+from mtjax.sharding.unstacked import layers_apart
 
 PRODUCT = "product"
 """Of activations with a weight."""
@@ -29,6 +30,8 @@ DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
 """Probabilities and their dropout mask: `5 a s^2 b / t` bytes, the share that selective recompute drops."""
+ATTENTION_STATISTICS = "attention statistics"
+"""Of flash attention's softmax: a float32 a query and head."""
 LAYER_INPUT = "layer input"
 
 Layers = Any
@@ -92,10 +95,13 @@ def scan_layers(
     Returns:
       The output of the last, and each layer's new state, stacked.
     """
-    layers, sums = without_sums(layers)
     count, group = len(numbers), recompute.group
-    stack: Any = (layers, numbers, states)
     loops = _loops(count, recompute)
+    if (apart := layers_apart(layers)) is not None:
+        ((saving, _),) = loops
+        return _run_one_by_one(saving(run), x, apart, numbers, states)
+    layers, sums = without_sums(layers)
+    stack: Any = (layers, numbers, states)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
@@ -128,6 +134,15 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
     return _scan(_save_products(run, "none"), x, (layers, numbers, states))
+
+
+def _run_one_by_one(run: RunLayer, x: Array, layers: list[Any], numbers: Array, states: States) -> tuple[Array, States]:
+    """Without a loop: what a layer keeps goes into no stack, and comes out of none."""
+    after = []
+    for i, layer in enumerate(layers):
+        x, state = run(x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
+        after.append(state)
+    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *after)
 
 
 def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
@@ -173,7 +188,8 @@ def _scan_adding(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """`run` that saves its products with weights, and the attention core unless `kind` is selective."""
-    names = [PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, *([ATTENTION_CORE] if kind == "none" else [])]
+    always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 

@@ -106,7 +106,7 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
         **{f"kept: {kind}": size for kind, size in memory.activations.items()},
         "layer at work": memory.working,
         "logits": memory.logits,
-        **({"gradients, when they are reduced": memory.finishing} if memory.finishing else {}),
+        **({"gradients, reduced or stacked": memory.finishing} if memory.finishing else {}),
         "total": memory.total,
     }
     for part, size in parts.items():
@@ -124,7 +124,9 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit = usable * server.gpu.memory
     for recompute in ("none", "selective", "full"):
         for split in (False, True) if plan.model_ways > 1 else (False,):
-            row = [replace(plan, recompute=recompute, sequence_parallel=split, zero=zero) for zero in range(4)]
+            unrolled = plan.unrolled and recompute == "none"
+            option = replace(plan, recompute=recompute, sequence_parallel=split)
+            row = [replace(option, zero=zero, unrolled=unrolled and zero < 3) for zero in range(4)]
             sizes = [fullest_stage(anatomy, option) for option in row]
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
             result.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes), MODEL)

@@ -118,6 +118,12 @@ def largest_part(stack: Stack, layout: Layout, mesh: MeshShape) -> int:
     return max(counts(part.weights, layout, mesh).all for part in stack.parts)
 
 
+def largest_stack(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements that a device holds of the parameter of the layers that has most, before ZeRO splits it."""
+    layout, stacked = plan.layout(anatomy.model), (w for w in stage_weights(anatomy, plan) if w.names[0] == LAYERS)
+    return max(on_device(weight, layout, plan.mesh) for weight in stacked)
+
+
 def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     """Those of the stage that holds most."""
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}

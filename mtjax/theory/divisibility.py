@@ -51,6 +51,8 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _schedule_problems(model, plan)
         yield from _layer_problems(model, plan)
         yield from _recompute_problems(plan)
+    if plan.unrolled:
+        yield from _unrolled_problems(model, plan)
     if plan.zero not in range(4):
         yield f"ZeRO has stages 0 to 3, not {plan.zero}"
 
@@ -204,6 +206,24 @@ def _recompute_problems(plan: Plan) -> Iterator[str]:
                 f"{setting} is for layers that are all on one device, and with recompute full each of the "
                 f"{plan.mesh.stage} stages of the mesh keeps the input of its layers alone: leave it out"
             )
+
+
+def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """What layers without a loop do not go with."""
+    if plan.mesh.has_stages:
+        yield (
+            f"unroll_layers is for layers that are all on one device, and mesh {plan.mesh} has {plan.stages} stages, "
+            "where what layers keep waits in slots: leave it out"
+        )
+    if plan.recompute != "none":
+        yield (
+            f"unroll_layers goes with recompute none, and recompute is {plan.recompute}: without a loop XLA would "
+            "compute several layers again at once, each in memory of its own; leave one of the two out"
+        )
+    if plan.zero == 3:
+        yield "unroll_layers goes with zero 0 to 2; with zero 3 layers are gathered in a loop: leave one of the two out"
+    if len(_stacks(model)) > 1:
+        yield f"unroll_layers is for families of one stack of layers, and {model.family} has two: leave it out"
 
 
 def _listed(numbers: Sequence[int]) -> str:

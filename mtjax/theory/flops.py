@@ -74,8 +74,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     Like `hardware_flops`, but with full recompute the last product of a pre-LN layer is not computed again, for nobody
     needs its result: `s (88lh^2 + 16slh + 8hV)` in GPT-2; where several layers share a group it is. Logits are computed
     again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
-    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more, and
-    `mtjax.sharding.flash` runs the forward kernel once more.
+    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more.
 
     On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
     """
@@ -88,9 +87,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         flops += logit_flops(anatomy)
     for stack in anatomy.stacks:
         core = core_flops(stack, causal=causal)
-        if plan.flash_attention:
-            flops += stack.layers * 1.5 * core
-        elif plan.recompute == "selective":  # the scores alone: attention's output is kept
+        if plan.flash_attention or plan.recompute == "selective":  # the scores alone: attention's output is kept
             flops += stack.layers * core / 2
         again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
         needed = again if stack.is_post_norm else grouped
@@ -103,9 +100,10 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     is_full, tokens = plan.recompute == "full", plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
     tick = 3 * outside_flops(anatomy) + (logit_flops(anatomy) if tokens > (plan.loss_chunk or math.inf) else 0)
     for stack in anatomy.stacks:
-        core, again = core_flops(stack, causal=causal), 0.5 if plan.recompute == "selective" else 0.0
+        core = core_flops(stack, causal=causal)
+        again = 0.5 if plan.flash_attention or plan.recompute == "selective" else 0.0
         each = (4 if is_full else 3) * layer_flops(stack, causal=causal)
-        tick += layers_in_chunk(stack.layers, plan) * (each + (1.5 if plan.flash_attention else again) * core)
+        tick += layers_in_chunk(stack.layers, plan) * (each + again * core)
     ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.stacks))
     return tick * ticks * plan.stages / plan.microbatches
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import Counts, largest_part, layer_counts, stage_counts
+from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
@@ -17,6 +17,8 @@ from mtjax.theory.schedules import megatron_in_flight, slots
 from mtjax.theory.stages import layers_in_chunk
 
 LAYER_INPUTS = "layer inputs"
+GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
+MATRICES = "matrices in the compute type"
 STAGE_INPUTS = "inputs of stages"
 STAGE_OUTPUTS = "outputs of stages"
 
@@ -62,12 +64,15 @@ class Memory:
     logits: float
     finishing: float = 0.0
     """Behind the last microbatch, beside the gradients: of ZeRO-1 this GPU's parts of their sums; on stages also the
-    sums over stages of what is outside the layers."""
+    sums over stages of what is outside the layers; where layers have no loop, the largest of the stacks that their
+    gradients are put into, one after the other."""
+    deferred: float = 0.0
+    """Of the gradients, what comes as activations go: where layers have no loop and there is one microbatch, theirs."""
 
     @property
     def total(self) -> float:
         """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced."""
-        return self.states + max(self.kept + max(self.working, self.logits), self.finishing)
+        return self.states + max(self.kept + max(self.working, self.logits) - self.deferred, self.finishing)
 
     @property
     def states(self) -> float:
@@ -86,6 +91,10 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
+    if whole_gradients := _whole_outside(plan, counts):
+        kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
+    if plan.unrolled:
+        kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
     gradients = g / mesh.data if plan.zero == 1 and plan.reduces_at_once else g
     # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
@@ -94,6 +103,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
     scatters = plan.residuals == "jax" and plan.zero == 1 and mesh.data > 1 and not plan.reduces_at_once
     outside = g * _added_whole(plan, counts)
+    stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
+    later = plan.unrolled and plan.microbatches == 1
     return Memory(
         weights=w * split + full.weights * whole,
         gradients=gradients * split + full.gradients * whole + (0 if plan.is_staged else outside),
@@ -101,8 +112,14 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        finishing=(g / mesh.data * split if scatters else 0.0) + (outside if plan.is_staged else 0),
+        finishing=max((g / mesh.data * split if scatters else 0.0) + (outside if plan.is_staged else 0), stacked),
+        deferred=gradients * counts.in_layers if later else 0.0,
     )
+
+
+def _cast_once(counts: Counts, plan: Plan) -> float:
+    """Layers without a loop: their matrices in the compute type, from the first microbatch to the last."""
+    return plan.element_bytes * counts.in_layers
 
 
 def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:
@@ -178,10 +195,19 @@ def _stream_elements(stack: Stack, plan: Plan) -> float:
 def _added_whole(plan: Plan, counts: Counts) -> float:
     """Parameters of which two gradients live at once: those outside the layers; not Megatron's.
 
-    A microbatch's beside the sum; on stages, behind the last microbatch, the sum over stages beside a stage's own."""
-    outside = counts.all - counts.in_layers
+    A microbatch's beside the sum; on stages, behind the last microbatch, the sum over stages beside a stage's own.
+    """
     several = plan.microbatches > 1 or plan.is_staged
-    return outside if plan.residuals == "jax" and several and plan.zero < 2 else 0
+    return counts.all - counts.in_layers if plan.residuals == "jax" and several and plan.zero < 2 else 0
+
+
+def _whole_outside(plan: Plan, counts: Counts) -> float:
+    """Where ZeRO sums gradients as they come and keeps this GPU's part: those outside the layers, before that whole.
+
+    A tied table's wait for the embedding's, which come last. Stages have not been looked at.
+    """
+    in_parts = plan.zero > 0 and plan.reduces_at_once and plan.mesh.data > 1 and not plan.is_staged
+    return plan.precision.gradients * (counts.all - counts.in_layers) if in_parts and plan.residuals == "jax" else 0.0
 
 
 def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
@@ -210,7 +236,8 @@ def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
 def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     """The fullest moment of a layer's backward pass: in attention, or in the MLP before it.
 
-    Whether a layer's arrays were kept or are computed again, each is written out beside the stacks: query, key, value
+    Whether a layer's arrays were kept or are computed again, each is written out beside the stacks of the loop, and
+    where there is no loop and so no stack, they are what was kept: query, key, value
     and attention's output, the probabilities with their mask and, for the gradient of the values, after dropout in the
     compute type, the inputs and results of norms, and the stream's gradient with and without the mask of dropout.
     Outside the loop wait the embeddings with their mask, the last layer's output and its gradient.
@@ -220,6 +247,7 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     scores = pairs * plan.microbatch_size / plan.mesh.model
     again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
     again += 2 * kinds.get(NORM_INPUTS, 0)
+    again = 0 if plan.unrolled else again
     near = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = near * plan.microbatch_size * _stream_elements(stack, plan)
     return again + c * scores + stream + max(part.working(plan) for part in stack.parts)

@@ -70,6 +70,8 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Layer inputs wait in the host's memory."""
+    unrolled: bool = False
+    """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
     """What waits for the backward pass: what JAX's autodiff keeps of mtjax's model, or what Megatron's kernels keep."""
     drops_last_reduction: bool = True
@@ -150,6 +152,7 @@ class Plan:
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
+            unrolled=training.unroll_layers,
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,
             attention_dropout=run.model.attention_dropout > 0,

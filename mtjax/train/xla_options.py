@@ -46,6 +46,16 @@ OVERLAP = (
         "0.10.2, on by default",
     ),
 )
+UNROLLED = (
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "products are cuBLAS's, which adds up gradients as it writes them; XLA's own kernels would be made for each "
+        "product of each layer, and that takes longer than all else that is compiled",
+        "0.10.2, on by default",
+    ),
+)
+"""Where layers have no loop."""
 PIPELINED_SUMS = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
@@ -167,6 +177,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     processes = len({device.process_index for device in mesh.devices.flat})
     side_by_side = processes > 1 and shape.shares_batch_and_layers and not staged
     tables = (
+        (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),

@@ -61,8 +61,11 @@ PAIRS = [
     ("2x4", {"recompute": "selective"}),
     ("2x4", {"microbatch_size": 4}),
     ("4x2", {"compute_dtype": "float32"}),
+    ("4x2", {"recompute": "none", "sequence_parallel": True, "zero": 3}),
     ("8x1", {}),
     ("1x8", {"recompute": "none"}),
+    ("1x1", {"global_batch_size": 8, "recompute": "none", "unroll_layers": True}),
+    ("2x4", {"microbatch_size": 4, "recompute": "none", "unroll_layers": True, "zero": 1}),
 ]
 
 

@@ -1,6 +1,7 @@
-"""The road around the flash kernel, with XLA's attention in its place: no GPU here."""
+"""The road around the flash kernel, with another in its place: no GPU here."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -16,8 +17,49 @@ HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
 SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
 
 
+@jax.custom_vjp
+def stand_in(query, key, value):
+    """Attention that saves what cuDNN's does: the logarithm of every softmax's denominator, and an empty array."""
+    return stand_in_forward(query, key, value)[0]
+
+
+def scores_of(query, key):
+    key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    scores = jnp.einsum("bqnd,bknd->bnqk", query, key) * query.shape[-1] ** -0.5
+    return jnp.where(causal_mask(query.shape[1], None), scores, -1e30)
+
+
+def stand_in_forward(query, key, value):
+    statistics = jax.nn.logsumexp(scores_of(query, key), axis=-1)
+    out = mixed_by(query, key, value, statistics)
+    return out, (query, key, value, jnp.zeros(0), statistics, out)
+
+
+def mixed_by(query, key, value, statistics):
+    value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
+    return jnp.einsum("bnqk,bknd->bqnd", jnp.exp(scores_of(query, key) - statistics[..., None]), value)
+
+
+def stand_in_backward(saved, gradient):
+    """By its definition; the derivative of the softmax reads the output and the statistics as they were saved."""
+    query, key, value, _, statistics, out = saved
+    own = (gradient * out).sum(-1).transpose(0, 2, 1)[..., None]
+
+    def pulled(query, key, value):
+        probabilities = jax.lax.stop_gradient(jnp.exp(scores_of(query, key) - statistics[..., None]))
+        values = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
+        slope = jnp.einsum("bqnd,bknd->bnqk", gradient, jax.lax.stop_gradient(values)) - own
+        through_scores = (scores_of(query, key) * jax.lax.stop_gradient(probabilities * slope)).sum()
+        return through_scores + (jnp.einsum("bnqk,bknd->bqnd", probabilities, values) * gradient).sum()
+
+    return jax.grad(pulled, argnums=(0, 1, 2))(query, key, value)
+
+
+stand_in.defvjp(stand_in_forward, stand_in_backward)
+
+
 def flash(query, key, value):
-    return flash_attention(query, key, value, "xla")
+    return flash_attention(query, key, value, ("output", "statistics"), stand_in)
 
 
 def plain(query, key, value):

@@ -196,6 +196,20 @@ def test_parts_of_gradients_stand_beside_the_sums_that_zero_1_scatters():
         assert memory.stage_memory(GPT_8B, dataclasses.replace(few, **other)).finishing == 0
 
 
+def test_layers_without_a_loop_keep_their_matrices_cast_and_nothing_twice():
+    """Gradients of a single microbatch's layers come as what the layers kept goes."""
+    model = gpt(4, 512, 8, 512, 51_200)
+    plan = Plan(MeshShape(), 8, 4)
+    looped, unrolled = (memory.stage_memory(model, dataclasses.replace(plan, unrolled=u)) for u in (False, True))
+    layers = counts.stage_counts(model, plan).in_layers
+    assert unrolled.kept == looped.kept + 2 * layers
+    copies = 4 * 512 * 512 * 2 * (4 + 2 * 2) + 4 * 8 * 512**2 * (4 + 1)  # attention's five arrays, norms' two each
+    assert looped.working - unrolled.working == copies
+    assert (looped.finishing, unrolled.finishing) == (0, 4 * 4 * 4 * 512**2)  # the MLP's first matrix
+    one = memory.stage_memory(model, dataclasses.replace(plan, unrolled=True, microbatch_size=8))
+    assert one.deferred == 4 * layers and unrolled.deferred == looped.deferred == 0
+
+
 def test_loss_chunk_bounds_the_logits():
     shape = gpt(24, 1024, 16, 1024, 51_200)
     whole = memory.stage_memory(shape, Plan(MeshShape(), 8, 8, residuals="megatron")).logits

@@ -4,6 +4,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.models.context import Context
+from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.flash import flash_attention
 
 
@@ -20,4 +21,4 @@ def attend(
     """
     assert context.is_causal and context.segment_ids is None and rate == 0
     assert context.bias is None and context.scale is None
-    return flash_attention(query, key, value)
+    return flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS))

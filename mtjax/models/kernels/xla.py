@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
-from mtjax.models.recompute import ATTENTION_CORE
+from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec
 
 HEADS = ("batch", "seq", "heads", "head_dim")
@@ -71,7 +71,7 @@ def softmax_attention(
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
     mixed = jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place)
+    return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place), ATTENTION_OUTPUT)
 
 
 def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq key_seq"]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float
 
@@ -20,7 +19,6 @@ from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.linear import Linear, constant, normal, project
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -60,7 +58,7 @@ class SelfAttention(nnx.Module):
             assert isinstance(state, KeyValues) and context.reading is not None
             state = state.extended(key, value, context.reading)
             mixed = attend_cached(query, state, context.reading, context.bias, context.scale)
-        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state
+        return self.output(mixed), state
 
 
 class FusedQKV(nnx.Module):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float
 
@@ -17,7 +16,6 @@ from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.attention import initial_query_scale
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec
 
 PROBABILITIES_SITE = 3
@@ -53,4 +51,4 @@ class CrossAttention(nnx.Module):
             mask = context.encoded_mask[:, None, None, :] > 0
         keys, scale = context.dropout_keys, context.scale
         mixed = softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)
-        return self.output(checkpoint_name(mixed, ATTENTION_OUTPUT)), state
+        return self.output(mixed), state

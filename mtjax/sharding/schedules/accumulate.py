@@ -12,6 +12,7 @@ from mtjax.sharding.records import ParameterRecord
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import accumulated, accumulating
 from mtjax.sharding.schedules.schedule import CutModel, Sums
+from mtjax.sharding.unstacked import put_together, take_apart
 from mtjax.sharding.zero import for_use, materialize_outside_stacks
 
 Tree = Any
@@ -22,11 +23,17 @@ class Accumulate:
     """Every rank has the entire model, and adds up the gradients of its microbatches."""
 
     num_microbatches: int
+    unrolled: bool = False
+    """Whether layers are differentiated one after the other, without a loop over them."""
+    compute_dtype: str = "float32"
+    """In which their matrices are kept then, beside the parameters."""
 
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
-        parts = differentiable(wrapped)
+        apart = self._apart(records, wrapped)
+        sums = self._zeros(records, differentiable(wrapped), differentiable(apart))
+        wrapped, parts = apart, differentiable(apart)
         microbatches = jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
 
         def loss_by_parts(parts: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
@@ -38,12 +45,27 @@ class Accumulate:
             gradients, losses = jax.grad(loss_by_parts, has_aux=True)(parts, sums, microbatch)
             return accumulated(records, sums, gradients, self._adds_up), losses
 
-        gradients, losses = lax.scan(accumulate, zeros_like_parts(parts), microbatches)
-        return jax.tree.map(lambda scalars: scalars.sum(0), losses), gradients
+        gradients, losses = lax.scan(accumulate, sums, microbatches)
+        return jax.tree.map(lambda scalars: scalars.sum(0), losses), put_together(gradients)
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says; the batch is one microbatch."""
         return model.loss_sums(for_use(records, parameters), batch)
 
+    def _apart(self, records: Tree, wrapped: Tree) -> Tree:
+        """Wrapped parameters; those of layers without a loop, layer by layer."""
+        if not self.unrolled:
+            return wrapped
+        one = lambda record, leaf: take_apart(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
+        return jax.tree.map(one, records, wrapped)
+
+    def _zeros(self, records: Tree, stacked: Tree, apart: Tree) -> Tree:
+        """Zeros to which gradients are added: of matrices as they are used, so that products add; of vectors stacked,
+        as each addition would be an operation of its own.
+        """
+        return zeros_like_parts(
+            jax.tree.map(lambda r, whole, rows: rows if r.is_matrix else whole, records, stacked, apart)
+        )
+
     def _adds_up(self, record: ParameterRecord) -> bool:
-        return record.is_stacked and self.num_microbatches > 1
+        return record.is_stacked and self.num_microbatches > 1 and not self.unrolled

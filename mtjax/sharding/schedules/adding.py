@@ -9,6 +9,7 @@ from jax import Array
 
 from mtjax.sharding.parameters import Accumulated
 from mtjax.sharding.records import ParameterRecord
+from mtjax.sharding.unstacked import Rows, put_together
 
 Tree = Any
 AddsUp = Callable[[ParameterRecord], bool]
@@ -27,7 +28,10 @@ def accumulating(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp) -> T
 def accumulated(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -> Tree:
     """The sums with a microbatch's gradients, which `accumulating` parameters gave."""
 
-    def one(record: ParameterRecord, total: Array, gradient: Array) -> Array:
-        return gradient if adds_up(record) else total + gradient.astype(jnp.float32)
+    def one(record: ParameterRecord, total: Any, gradient: Any) -> Any:
+        if adds_up(record):
+            return gradient
+        own = gradient if isinstance(total, Rows) else put_together(gradient)
+        return jax.tree.map(lambda total, own: total + own.astype(jnp.float32), total, own)
 
     return jax.tree.map(one, records, sums, gradients)

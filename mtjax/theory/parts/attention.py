@@ -83,6 +83,7 @@ class Attention(_Heads):
             QUERY_KEY_VALUE: plan.element_bytes * inside * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * inside * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
+            STATISTICS: 4 * inside * self.heads if plan.flash_attention and plan.residuals == "jax" else 0.0,
         }
 
     def cached(self, context: int) -> int:
@@ -176,6 +177,8 @@ class CrossAttention(_Heads):
 
 QUERY_KEY_VALUE = "query, key, value"
 ATTENTION_OUTPUT = "attention output"
+STATISTICS = "attention statistics"
+"""Of flash attention's softmax, a float32 a query and head."""
 PROBABILITIES = "attention probabilities"
 """The kind of what is kept that selective recompute leaves out."""
 

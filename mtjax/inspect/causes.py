@@ -1,0 +1,122 @@
+"""Where the memory-bound time of a step goes, by cause, read off its operations.
+
+A cause is what an operation is for, as far as the program tells: the phase that its scopes name, and what its kernel
+does - writes into a stack inside a loop, fills with zeros, changes a type, splits or joins, or computes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from mtjax.inspect.collectives import computes
+from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.phases import locate
+from mtjax.inspect.roofline import Roofline
+from mtjax.inspect.traffic import bytes_moved
+from mtjax.inspect.walk import executions
+from mtjax.theory.contract import GRADIENTS, LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER, PARAMETERS
+
+STACKS = "stacks of the loop over layers: written into, sliced out of"
+ZEROS = "zeros"
+SPLIT = "split and joined"
+CASTS = "types changed, copies, transposes"
+AGAIN = "computed again"
+FORWARD, BACKWARD = "layer forward, element-wise", "layer backward, element-wise"
+SUMS = "gradients and parameters: added, put together, taken apart"
+UPDATE = "optimizer"
+ENDS = "embedding and loss"
+SMALL = "small operations, as long as a launch"
+REST = "other"
+CAUSES = (STACKS, ZEROS, SPLIT, CASTS, AGAIN, FORWARD, BACKWARD, SUMS, UPDATE, ENDS, SMALL, REST)
+"""All causes; the first that holds is an operation's, but `UPDATE` and `ENDS` come before all others."""
+
+Causes = Mapping[str, Mapping[str, float]]
+"""Seconds by phase and cause."""
+
+_FILLS = ("constant", "broadcast", "iota", "tuple", "bitcast")
+_CUTS = ("slice", "concatenate", "pad")
+_MOVES = ("convert", "copy", "transpose", "reshape", "bitcast", "parameter", "tuple", "constant", "reduce-precision")
+
+
+def memory_bound_by_cause(roofline: Roofline) -> dict[str, dict[str, float]]:
+    """Seconds of a step's memory-bound operations, by phase and cause; together what `Roofline.run` finds."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for computation, instruction, times, in_loop in _executed(roofline, roofline.module.entry, 1, in_loop=False):
+        seconds, by_products = roofline.seconds(computation, instruction)
+        if not by_products:
+            phase = locate(computation, instruction)[0]
+            moving = roofline.machines[2].passes(bytes_moved(roofline.module, computation, instruction))
+            cause = cause_of(roofline.module, instruction, phase, in_loop, is_small=moving < roofline.launch)
+            found[phase][cause] += times * seconds
+    return {phase: dict(causes) for phase, causes in found.items()}
+
+
+def by_cause(causes: Causes) -> dict[str, dict[str, float]]:
+    """Seconds by cause and phase, most seconds first."""
+    turned: dict[str, dict[str, float]] = defaultdict(dict)
+    for phase, each in causes.items():
+        for cause, seconds in each.items():
+            turned[cause][phase] = seconds
+    return dict(sorted(turned.items(), key=lambda row: -sum(row[1].values())))
+
+
+def cause_of(module: Module, instruction: Instruction, phase: str, in_loop: bool, *, is_small: bool = False) -> str:
+    """The cause of an operation.
+
+    Args:
+      module: the program.
+      instruction: an operation that computes, no loop.
+      phase: of the step.
+      in_loop: whether it stands in the body of a loop.
+      is_small: whether it takes no longer than a launch.
+    """
+    if phase == OPTIMIZER:
+        return UPDATE
+    if phase.startswith(("embedding", "loss")):
+        return ENDS
+    kinds = set(_kinds(module, instruction))
+    cuts = kinds & {"dynamic-slice", "dynamic-update-slice"}
+    outside = phase in (GRADIENTS, PARAMETERS)
+    writes, cuts_alone = "dynamic-update-slice" in kinds, bool(cuts) and kinds <= {*cuts, *_MOVES} - {"convert"}
+    rules = {
+        STACKS: in_loop and not outside and (writes or cuts_alone),
+        ZEROS: kinds <= set(_FILLS),
+        SPLIT: phase in (LAYER_FORWARD, LAYER_RECOMPUTE, LAYER_BACKWARD) and bool(kinds & set(_CUTS)),
+        CASTS: kinds <= {*_MOVES, *cuts} and not outside,
+        AGAIN: phase == LAYER_RECOMPUTE and not is_small,
+        SUMS: outside,
+        SMALL: is_small,
+        FORWARD: phase == LAYER_FORWARD,
+        BACKWARD: phase == LAYER_BACKWARD,
+    }
+    return next((cause for cause, holds in rules.items() if holds), REST)
+
+
+def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
+    """The opcodes of what an operation does to arrays; arithmetic on indices is left out."""
+    callees = list(module.callees(instruction)) if instruction.opcode == "fusion" else []
+    if not callees:
+        yield instruction.opcode
+    for callee in callees:
+        for inner in callee.instructions:
+            if inner.opcode == "fusion":
+                yield from _kinds(module, inner)
+            elif inner.opcode == "parameter" or any(array.elements > 1 for array in inner.arrays):
+                yield inner.opcode
+
+
+def _executed(
+    roofline: Roofline, computation: Computation, times: int, *, in_loop: bool
+) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    """Operations, how often they run, and whether in a loop; of branches, as the roofline, those of the longest."""
+    for instruction in computation.instructions:
+        if instruction.opcode in ("while", "call", "conditional"):
+            count, _ = executions(instruction)
+            condition = (instruction.attribute("condition") or "").lstrip("%")
+            callees = [c for c in roofline.module.callees(instruction) if c.name != condition]
+            if instruction.opcode == "conditional":
+                callees = [max(callees, key=lambda c: roofline.walk(c).seconds)]
+            for callee in callees:
+                inside = in_loop or instruction.opcode == "while"
+                yield from _executed(roofline, callee, times * count, in_loop=inside)
+        elif computes(instruction) and instruction.name not in roofline.collectives:
+            yield computation, instruction, times, in_loop

@@ -1,0 +1,72 @@
+"""Stacks of parameters taken apart, an array for each layer: for layers that run one after the other without a loop.
+
+A loop over layers writes what each keeps for its backward pass into stacks, and copies it out of them again. Without a
+loop every array is where it was made. Stacks of parameters stay what they are between steps: they are taken apart
+once, before the first microbatch, matrices in the compute type, so that no microbatch casts them again.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtjax.sharding.parameters import Reduced
+from mtjax.sharding.records import ParameterRecord
+
+Tree = Any
+T = TypeVar("T")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclass(frozen=True)
+class Rows:
+    """A stack's parameter, layer by layer."""
+
+    layers: tuple[Any, ...]
+    """Of each layer an array, or what stands for one: `mtjax.sharding.parameters`."""
+
+
+def take_apart(record: ParameterRecord, stack: Any, dtype: str) -> Rows:
+    """A stack of arrays, or of what stands for them, layer by layer; matrices in `dtype`, as products take them."""
+
+    def row(array: Array, i: int) -> Array:
+        layer = jax.lax.index_in_dim(array, i, keepdims=False)
+        return layer.astype(dtype) if record.is_matrix else layer
+
+    def layer(i: int) -> Any:
+        if isinstance(stack, Reduced):
+            part = jax.lax.index_in_dim(stack.part, i, keepdims=False)
+            return replace(stack, array=row(stack.array, i), part=part)
+        return row(stack, i)
+
+    with jax.named_scope("parameters"):
+        return Rows(tuple(layer(i) for i in range(record.shape[0])))
+
+
+def put_together(tree: Tree) -> Tree:
+    """A tree of gradients in which those of parameters that were taken apart are stacked again."""
+
+    def one(leaf: Any) -> Any:
+        if not _is_rows(leaf):
+            return leaf
+        with jax.named_scope("gradients"):
+            return jnp.stack(leaf.layers)
+
+    return jax.tree.map(one, tree, is_leaf=_is_rows)
+
+
+def layers_apart(layers: T) -> list[T] | None:
+    """The parameters of each layer, where they have been taken apart; None where they are stacked."""
+    rows = [leaf for leaf in jax.tree.leaves(layers, is_leaf=_is_rows) if _is_rows(leaf)]
+    if not rows:
+        return None
+    return [
+        jax.tree.map(lambda leaf, i=i: leaf.layers[i], layers, is_leaf=_is_rows) for i in range(len(rows[0].layers))
+    ]
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)

@@ -1,0 +1,76 @@
+"""Layers without a loop: the numbers are those of the loop, and so are the parameters."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.errors import UserError
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.mesh import parse_mesh
+from tests.tiny import program_of, run_steps, tiny_config
+
+SPLIT = {"sequence_parallel": True, "microbatch_size": 2}
+LLAMA = {
+    "family": "llama",
+    "num_kv_heads": 2,
+    "position": "rope",
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "bias": False,
+    "tie_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("2x4", SPLIT | {"zero": 1}),
+        *(
+            pytest.param(mesh, fields, marks=pytest.mark.long)
+            for mesh, fields in [
+                ("1x1", {"compute_dtype": "bfloat16"}),
+                ("2x2", LLAMA | {"zero": 2}),
+                ("2x2", {"family": "bert", "norm_placement": "post"}),
+            ]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_numbers_are_those_of_the_loop(mesh, fields):
+    looped, unrolled = (program_of(mesh, **fields, unroll_layers=unroll) for unroll in (False, True))
+    (expected_state, expected), (state, found) = (run_steps(program, 2) for program in (looped, unrolled))
+    for name in ("loss", "grad_norm"):
+        rtol = 1e-2 if "compute_dtype" in fields else 1e-5
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=rtol)
+    for own, there in zip(*map(jax.tree.leaves, (state.parameters, expected_state.parameters)), strict=True):
+        assert own.shape == there.shape and own.sharding == there.sharding
+        there = np.asarray(there)  # Adam's steps of gradients that are rounding noise may be any
+        if "compute_dtype" not in fields:
+            assert np.abs(np.asarray(own) - there).mean() < 1e-5 * max(1.0, np.abs(there).max())
+
+
+def test_its_program_has_no_loop_over_layers():
+    """Of one microbatch and a loss in one chunk: no loop at all, and as many layers as the model has."""
+
+    def loops(unroll: bool) -> int:
+        program = program_of("1x1", hidden_dropout=0.0, attention_dropout=0.0, unroll_layers=unroll, num_layers=3)
+        text = program.lower_step().as_text()
+        return text.count("stablehlo.while")
+
+    assert loops(True) < loops(False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh", "what"),
+    [
+        ({"recompute": "full"}, "1x1", "recompute none, and recompute is full"),
+        ({"recompute": "selective"}, "1x1", "recompute none, and recompute is selective"),
+        ({"zero": 3}, "2x1", "zero 0 to 2"),
+        ({"microbatch_size": 1}, "1x2x1", "has 2 stages"),
+        ({"family": "t5", "position": "relative"}, "1x1", "t5 has two"),
+    ],
+    ids=["full", "selective", "ZeRO-3", "stages", "T5"],
+)
+def test_what_it_does_not_go_with_is_said(fields, mesh, what):
+    with pytest.raises(UserError, match=what):
+        check_config(tiny_config(unroll_layers=True, **fields), parse_mesh(mesh))
