@@ -28,10 +28,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except (OSError, UnicodeError, OverflowError) as e:
+        with contextlib.ExitStack() as closed:
+            bound = closed.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            closed.pop_all()
+    except (OSError, UnicodeError) as e:
         raise UserError(f"can't listen at {host} port {port}: {first_line(e)}") from e
     return bound
 

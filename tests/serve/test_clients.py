@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-import urllib.request
 
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 
 from mtjax.cli import main  # noqa: E402
+from tests.serve.asking import send  # noqa: E402
 from tests.serve.conftest import CONTEXT, KEY, SLOTS, TEMPLATE, WAITING, Live  # noqa: E402
 
 
@@ -157,17 +157,13 @@ def test_a_full_queue_is_a_429_and_clients_that_leave_make_room(live, client) ->
         impatient.completions.create(**ask, n=most)
     until_idle(live)
     assert client.completions.create(**{**ask, "max_tokens": 2}).usage.completion_tokens == 2
-    numbers = {line.split()[0]: line.split()[1] for line in metrics(live) if not line.startswith("#")}
+    page = send(live.address, "GET", "/metrics").text.splitlines()
+    numbers = dict(line.rsplit(" ", 1) for line in page if not line.startswith("#"))
     assert float(numbers['mtjax_texts_total{ended="cancelled"}']) > most / 2
     assert float(numbers['mtjax_requests_total{code="429",path="/v1/completions"}']) >= 1
     assert float(numbers["mtjax_slots"]) == SLOTS and float(numbers["mtjax_tokens_per_second"]) > 0
     assert float(numbers["mtjax_time_to_first_token_seconds_count"]) > 4
     assert float(numbers["mtjax_time_per_token_seconds_count"]) > 4
-
-
-def metrics(live: Live) -> list[str]:
-    with urllib.request.urlopen(f"{live.address}/metrics") as page:
-        return page.read().decode().splitlines()
 
 
 def until_idle(live: Live) -> None:
