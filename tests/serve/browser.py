@@ -18,8 +18,9 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 
 PLACED = """
 import os, sys
-ends = [os.dup(int(end)) for end in sys.argv[1:3]]
-os.dup2(ends[0], 3), os.dup2(ends[1], 4)
+read, write = map(int, sys.argv[1:3])
+assert min(read, write) > 4
+os.dup2(read, 3), os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """Starts a browser with the pipes where it looks for them."""
