@@ -79,7 +79,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     prompts = []
     for one in several:
         if isinstance(one, str):
-            prompts.append(Prompt(await service.tokens.encode(checked_text(one, "prompt")), one))
+            prompts.append(Prompt(await service.tokens.encode_prompt(checked_text(one, "prompt")), one))
         elif isinstance(one, list) and one and all(map(_is_id, one)):
             prompts.append(Prompt(one, await service.tokens.decode(one)))
         else:

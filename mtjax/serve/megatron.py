@@ -49,7 +49,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     asked = read(Fields(await service.read_object(request), WITHOUT_EFFECT))
     tokens = service.tokens
     start = [tokens.decoder.eod] if asked.with_bos else []
-    prompts = [start + await tokens.encode(prompt, is_prompt=False) for prompt in asked.prompts]
+    prompts = [start + await tokens.encode(prompt) for prompt in asked.prompts]
     longest = max(map(len, prompts))
     service.room(longest, asked.tokens or 1, "tokens_to_generate")
     ends = await _ends(service, asked)
@@ -131,7 +131,7 @@ async def _ends(service: Service, asked: Asked) -> Callable[[Sequence[int]], boo
     """Whether ids end a text: with the end of a document, of a line, or with an empty line (GPT-2's 198 and 628)."""
 
     async def alone(text: str) -> int | None:
-        ids = await service.tokens.encode(text, is_prompt=False)
+        ids = await service.tokens.encode(text)
         return ids[0] if len(ids) == 1 else None
 
     eod, line, empty = service.tokens.decoder.eod, await alone("\n"), await alone("\n\n")

@@ -37,10 +37,17 @@ class Tokens:
         self._before = tokenizer.encode("a")[-1:]
         self._texts: dict[int, str] = {}
 
-    async def encode(self, text: str, *, is_prompt: bool = True) -> list[int]:
-        """Ids of a text; of a prompt with what the tokenizer adds."""
-        encode = self._tokenizer.encode_prompt if is_prompt else self._tokenizer.encode
-        return await self._apart(lambda: encode(text))
+    async def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to be continued, with what the tokenizer adds."""
+        return await self._apart(lambda: self._tokenizer.encode_prompt(text))
+
+    async def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added."""
+        return await self._apart(lambda: self._tokenizer.encode(text))
+
+    async def encode_marked(self, text: str) -> list[int]:
+        """The same, where names of special tokens stand for them."""
+        return await self._apart(lambda: self._tokenizer.encode_marked(text))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation, up to where the model answers.

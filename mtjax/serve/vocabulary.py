@@ -15,6 +15,9 @@ from mtjax.serve.service import Service
 async def tokenize(service: Service, request: HttpRequest) -> Response:
     """Ids of `prompt`, or of `messages` as the chat template writes them.
 
+    With `add_special_tokens` they are those of a completion's prompt. Without, nothing is added, and names of special
+    tokens stand for them: so clients learn which id ends a text.
+
     Raises:
       Refused: something is wrong with the request.
     """
@@ -31,7 +34,8 @@ async def tokenize(service: Service, request: HttpRequest) -> Response:
     if messages is not None:
         ids = await service.tokens.encode_chat(read_messages(messages))
     else:
-        ids = await service.tokens.encode(prompt or "", is_prompt=with_special is not False)
+        encode = service.tokens.encode_marked if with_special is False else service.tokens.encode_prompt
+        ids = await encode(prompt or "")
     texts = {"token_strs": [service.tokens.decoder.token(index) for index in ids]} if with_texts else {}
     return json_response({"count": len(ids), "max_model_len": service.host.max_context, "tokens": ids, **texts})
 

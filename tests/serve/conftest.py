@@ -45,7 +45,8 @@ def folder(tmp_path_factory) -> Path:
     shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
     config = GPT2_CONFIG | {"n_positions": CONTEXT}
     folder = write_folder(tmp_path_factory.mktemp("hf") / "tiny", random_tensors(shapes), config, tokenizer=True)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's PUT /api, by its contract."""
+"""Megatron-LM's PUT /api, by its contract, and vLLM's tokenizer over HTTP."""
 
 from tests.serve.asking import ask
 
@@ -59,3 +59,18 @@ def test_errors_are_sentences(live) -> None:
     assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p 0.5: give one of them"
     assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer used: say prompts"
     assert ask(live, "POST", "/api", {})[0] == 405
+
+
+def test_vocabulary(live) -> None:
+    def tokenize(**fields) -> dict:
+        return ask(live, "POST", "/tokenize", fields)[1]
+
+    known, end = tokenize(prompt="the cat", return_token_strs=True), live.service.tokens.decoder.eod
+    assert known == {"count": 2, "max_model_len": 96, "tokens": known["tokens"], "token_strs": ["the", "\u0120cat"]}
+    assert ask(live, "POST", "/detokenize", {"tokens": known["tokens"]}) == (200, {"prompt": "the cat"})
+    assert tokenize(prompt="<|endoftext|>", add_special_tokens=False)["tokens"] == [end]
+    assert end not in tokenize(prompt="<|endoftext|>")["tokens"]  # in a text it is text
+    chat = tokenize(messages=[{"role": "user", "content": "the cat"}])
+    assert ask(live, "POST", "/detokenize", {"tokens": chat["tokens"]})[1]["prompt"] == "user the cat\na"
+    info = ask(live, "GET", "/tokenizer_info")[1]
+    assert (info["eos_token"], info["max_model_len"]) == ("<|endoftext|>", 96) and "chat_template" in info
