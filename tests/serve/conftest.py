@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +54,19 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def live(folder) -> Iterator[Live]:
     assert len(jax.devices()) >= 4  # in use: their number is fixed
+    with served(folder, SLOTS) as live:
+        yield live
+
+
+@contextmanager
+def served(folder: Path, sequences: int) -> Iterator[Live]:
+    """A server of these weights, in a thread."""
     model = load_model(f"hf:{folder}")
-    engine = Engine(Decoder(model.placed, model.parameters), SLOTS)
-    host = Host(engine, SLOTS, WAITING)
-    limits = Limits(BODY, CONTEXT, 60)
-    service = Service("tiny", Tokens(model.tokenizer, model.folder), model.stop_ids, host, limits, Keys([KEY, "other"]))
+    engine = Engine(Decoder(model.placed, model.parameters), sequences)
+    host = Host(engine, sequences, WAITING)
+    limits = Limits(BODY, engine.max_context, 60)
+    tokens = Tokens(model.tokenizer, model.folder)
+    service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))
     bound, ready = listen("127.0.0.1", 0), threading.Event()
     server = Server(service, 10, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server")

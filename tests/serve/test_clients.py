@@ -172,3 +172,16 @@ def until_idle(live: Live) -> None:
     while not live.service.host.idle.is_set():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_the_token_behind_a_scored_prompt_is_told_even_if_it_ends_the_text(live, client) -> None:
+    """Harnesses take the last one away."""
+    ask = {"model": "tiny", "max_tokens": 1, "temperature": 100, "logprobs": 1, "prompt": "the cat"}
+    for first in range(0, 2000, 40):
+        texts = client.completions.create(**ask, seed=first, n=40).choices
+        if ends := [first + text.index for text in texts if text.finish_reason == "stop"]:
+            break
+    (ended, *_) = ends
+    assert not client.completions.create(**ask, seed=ended).choices[0].logprobs.tokens, first
+    told = client.completions.create(**ask, seed=ended, echo=True).choices[0].logprobs
+    assert told.tokens[2:] == ["<|endoftext|>"] and len(told.token_logprobs) == 3
