@@ -14,6 +14,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.serve.metrics import Metrics
 from mtjax.serve.refused import Refused
+from mtjax.serve.together import Leader
 
 STOPPING = "the server stops: try again later"
 GRACE = 10.0
@@ -97,7 +98,7 @@ class Host:
       most_waiting: texts that wait at most, beyond those that are being written.
     """
 
-    def __init__(self, engine: Engine, sequences: int, most_waiting: int) -> None:
+    def __init__(self, engine: Engine | Leader, sequences: int, most_waiting: int) -> None:
         self._engine, self._most = engine, sequences + most_waiting
         self.metrics = Metrics(lambda: engine.load, sequences)
         self.failure: BaseException | None = None

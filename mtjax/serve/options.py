@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import Bound, at_least, seconds, setting
+from mtjax.config.setting import WIDTH, Bound, at_least, seconds, setting
 
 DESCRIPTION = """Serves a trained GPT or Llama over HTTP, as clients of OpenAI and of Megatron-LM ask for texts.
 
@@ -55,5 +55,14 @@ class Options:
     """For a request, waiting included."""
     drain_seconds: float = seconds(30.0)
     """For what is under way at SIGTERM; then it is cut off."""
+    coordinator: str | None = None
+    """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes. Clients ask
+    process 0 (--host, --port)."""
+    num_processes: int | None = at_least(1, None, most=WIDTH)
+    """Number of processes, which share the mesh; goes with --coordinator."""
+    process_id: int | None = at_least(0, None, most=WIDTH)
+    """Number of this process, from 0; goes with --coordinator."""
+    peer_timeout: float = seconds(30.0)
+    """Seconds within which all processes end when one of them is lost."""
     compile_cache: str | None = None
     """Folder where compiled programs are kept, as of `mtjax train`; off keeps none."""
