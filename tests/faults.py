@@ -565,8 +565,8 @@ FAULTS = (
     ),
     Fault(
         "serve: half a character reaches the tokenizer",
-        "        text.encode()\n    except UnicodeEncodeError as e:",
-        "        pass\n    except UnicodeEncodeError as e:",
+        "        text.encode()\n    except UnicodeEncodeError as e:\n        raise Refused",
+        "        pass\n    except UnicodeEncodeError as e:\n        raise Refused",
         "serve",
         "test_a_wrong_field_is_named",
     ),
