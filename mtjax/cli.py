@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
     "generate": ("mtjax.generate", "continue texts, and chat, with trained weights"),
+    "serve": ("mtjax.serve", "answer clients of OpenAI and Megatron-LM over HTTP, with trained weights"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
     "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
 }

@@ -38,6 +38,7 @@ GROUPS = (
     ("models",),
     ("inspect", "plan/test_verify.py"),
     ("data/test_datasets.py", "data/tokens/test_word_cache.py"),
+    ("serve",),
 )
 """Folders and files whose tests share programs or a corpus: one worker runs a group, and the longest begin first."""
 

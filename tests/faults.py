@@ -555,6 +555,42 @@ FAULTS = (
         "generate",
         "test_tokens_are_as_frequent",
     ),
+    # --- serve
+    Fault(
+        "serve: a client that has left is written for to the end",
+        "for request in ticket.open.values():",
+        "for request in ():",
+        "serve",
+        "test_a_full_queue",
+    ),
+    Fault(
+        "serve: what is under way at SIGTERM is cut off",
+        "await self._host.idle.wait()",
+        "pass",
+        "serve",
+        "test_curl_as_documented_and_sigterm",
+    ),
+    Fault(
+        "serve: half a character reaches the tokenizer",
+        "        text.encode()\n    except UnicodeEncodeError as e:\n        raise Refused",
+        "        pass\n    except UnicodeEncodeError as e:\n        raise Refused",
+        "serve",
+        "test_a_wrong_field_is_named",
+    ),
+    Fault(
+        "serve: a scored prompt is answered without the token behind it, where that ends the text",
+        "if echo and with_logprobs and room == 1 else {}",
+        "if False else {}",
+        "serve",
+        "test_the_token_behind_a_scored_prompt",
+    ),
+    Fault(
+        "serve: Megatron's shorter prompts are continued no further than the longest",
+        "longest - len(prompt) + asked.tokens",
+        "asked.tokens",
+        "serve",
+        "test_texts_segments_and_logprobs",
+    ),
 )
 
 

@@ -96,6 +96,19 @@ class Engine:
           UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
           QueueFull: too many wait.
         """
+        self.check(request)
+        with self._changed:
+            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
+                raise QueueFull(f"{len(self._waiting)} requests wait already: try again later")
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def check(self, request: Request) -> None:
+        """Checks that a request can be continued.
+
+        Raises:
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+        """
         ids, size = request.prompt, self._decoder.vocab_size
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
@@ -103,11 +116,6 @@ class Engine:
             raise UserError(f"the prompt has {len(ids)} tokens, and the model's context ends at {self.max_context}")
         if wrong := next((i for i in ids if not 0 <= i < size), None):
             raise UserError(f"the prompt has the id {wrong}, and the vocabulary ends at {size - 1}")
-        with self._changed:
-            if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
-                raise QueueFull(f"{len(self._waiting)} requests wait already: try again later")
-            self._waiting.append(request)
-            self._changed.notify()
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step; does nothing to one that has ended."""

@@ -31,20 +31,23 @@ class LoadedModel:
     """Where the tokenizer's files are."""
 
 
-def load_model(source: str, mesh: str = "1x1", dtype: str | None = None, tokenizer: str | None = None) -> LoadedModel:
-    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices.
+def load_model(
+    source: str, mesh: str = "1x1", dtype: str | None = None, tokenizer: str | None = None, processes: int = 1
+) -> LoadedModel:
+    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices, or of all processes'.
 
     Args:
       source: a folder of `mtjax train` or `mtjax convert`, or a checkpoint; hf:DIR and megatron:DIR for others'.
       mesh: DATAxMODEL.
       dtype: of matrices and activations; bfloat16 on GPUs and float32 on CPUs when None.
       tokenizer: how `--tokenizer` names one; the weights' own when None.
+      processes: that share the mesh.
 
     Raises:
       UserError: there are no such weights, they have no tokenizer, or don't fit the mesh.
     """
     shape = parse_mesh(mesh)
-    devices = attach_devices(shape)
+    devices = attach_devices(shape, processes)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     batch = {"global_batch_size": shape.size, "microbatch_size": None}

@@ -1,0 +1,193 @@
+"""Texts for a request of OpenAI's kind: asked of the engine, answered whole or as server-sent events."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from uuid import uuid4
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mtjax.errors import shortened
+from mtjax.generate.completion import Completion, Piece
+from mtjax.generate.jsonl import with_sample
+from mtjax.generate.request import Sampling
+from mtjax.serve.fields import Fields, strings_or_one, wrong
+from mtjax.serve.host import News, Ticket
+from mtjax.serve.refused import Refused, as_json, json_response
+from mtjax.serve.service import Service, random_seed, unless_gone
+
+MOST_SAMPLES = 128
+"""Of `n`."""
+MOST_STOPS = 16
+"""Strings of `stop`."""
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields for OpenAI's own books."""
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What completions and chats have in common."""
+
+    sampling: Sampling
+    """Without the number of tokens."""
+    samples: int
+    stops: tuple[str, ...]
+    stream: bool
+    usage: bool
+    """Whether the last event tells the tokens."""
+
+    @classmethod
+    def of(cls, service: Service, fields: Fields) -> "Asked":
+        """Reads the fields.
+
+        Raises:
+          Refused: one is wrong.
+        """
+        service.check_name(fields.take("model"))
+        sampling = fields.sampling(temperature=1.0, seed=random_seed())
+        samples = fields.whole("n", 1, MOST_SAMPLES) or 1
+        stops = strings_or_one(fields.take("stop"), "stop", MOST_STOPS)
+        stream, options = fields.flag("stream"), fields.take("stream_options")
+        if options is not None and not stream:
+            raise Refused(400, "stream_options has an effect with stream only: leave it out", "stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise wrong("stream_options", shortened(options), "an object")
+        more = Fields(options or {}, without_effect=["include_obfuscation"])
+        usage = more.flag("include_usage")
+        more.close()
+        fields.without("logit_bias", "this server has no bias of logits", {})
+        return cls(sampling, samples, stops, stream, usage)
+
+
+class Format(Protocol):
+    """How one kind of answer is written."""
+
+    @property
+    def prefix(self) -> str:
+        """Of ids."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """`object` of the answer, and of an event."""
+        ...
+
+    def whole(self, index: int, text: Completion) -> dict[str, Any]:
+        """A choice, without `index` and `finish_reason`."""
+        ...
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The choice of an event before any piece; None for no event."""
+        ...
+
+    def piece(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
+        """The choice of an event with a piece of the prompt or the text; None if nothing is to be said of it."""
+        ...
+
+    def last(self) -> dict[str, Any]:
+        """The choice of the event that tells why a text ended."""
+        ...
+
+
+class Texts:
+    """Several samples of each prompt."""
+
+    def __init__(
+        self, service: Service, asked: Asked, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
+    ) -> None:
+        self._service, self._asked, self._prompts = service, asked, prompts
+        self._ticket = service.ticket()
+        self._texts = [
+            service.completion(prompt, with_sample(sampling, number), stops=asked.stops, **more)
+            for prompt in prompts
+            for number in range(asked.samples)
+        ]
+
+    async def answer(self, request: HttpRequest, form: Format) -> Response:
+        """Waits for the texts, or begins to stream them.
+
+        Raises:
+          Refused: the engine does not take them, or they are not done in time.
+        """
+        if self._asked.stream:
+            for index, text in enumerate(self._texts):
+                text.on_piece = partial(self._tell, index, text)
+        self._service.host.submit(self._ticket, [text.request for text in self._texts])
+        if self._asked.stream:
+            return EventStream(self._events(form), self._service, self._ticket)
+        try:
+            return await unless_gone(request.receive, self._whole(form))
+        finally:
+            self._service.host.cancel(self._ticket)
+
+    def _tell(self, index: int, text: Completion, piece: Piece) -> None:
+        self._ticket.tell(News(index, piece, is_prompt=not text.pieces))
+
+    async def _whole(self, form: Format) -> Response:
+        await self._ticket.done()
+        choices = [
+            {"index": index, **form.whole(index, text), "finish_reason": text.ended}
+            for index, text in enumerate(self._texts)
+        ]
+        return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage()})
+
+    async def _events(self, form: Format) -> AsyncIterator[bytes]:
+        head = self._head(form, form.names[1])
+        counted = {"usage": None} if self._asked.usage else {}
+
+        def event(index: int, choice: dict[str, Any], ended: str | None = None) -> bytes:
+            choices = [{"index": index, **choice, "finish_reason": ended}]
+            return b"data: " + as_json({**head, "choices": choices, **counted}) + b"\n\n"
+
+        try:
+            for index in range(len(self._texts)):
+                if first := form.first(index):
+                    yield event(index, first)
+            async for news in self._ticket.news():
+                if news.piece is None:
+                    yield event(news.text, form.last(), self._texts[news.text].ended)
+                elif choice := form.piece(news.text, news.piece, news.is_prompt):
+                    yield event(news.text, choice)
+        except Refused as e:  # too late for a status
+            yield b"data: " + as_json(e.body()) + b"\n\n"
+            return
+        if self._asked.usage:
+            yield b"data: " + as_json({**head, "choices": [], "usage": self._usage()}) + b"\n\n"
+        yield DONE
+
+    def _head(self, form: Format, name: str) -> dict[str, Any]:
+        return {
+            "id": f"{form.prefix}-{uuid4().hex}",
+            "object": name,
+            "created": int(time.time()),
+            "model": self._service.name,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        read = sum(map(len, self._prompts))
+        written = sum(piece.token is not None for text in self._texts for piece in text.pieces)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; whatever ends them, the engine hears of it."""
+
+    def __init__(self, events: AsyncIterator[bytes], service: Service, ticket: Ticket) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._service, self._ticket = service, ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until all are sent, or the client leaves, or reads too slowly."""
+        try:
+            async with self._ticket.patience():
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            return  # the connection is cut
+        finally:
+            self._service.host.cancel(self._ticket)

@@ -1,0 +1,150 @@
+"""The JSON object of a request, read field by field: whatever is wrong is a 400 that names the field."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields as fields_of
+from typing import Any
+
+from mtjax.config.setting import Bound, setting_of
+from mtjax.errors import first_line, nearest, shortened
+from mtjax.generate.request import Sampling
+from mtjax.serve.refused import Refused
+
+BOUNDS = {field.name: setting_of(field).bound for field in fields_of(Sampling)}
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The object that a body is.
+
+    Raises:
+      Refused: it is not an object in JSON.
+    """
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    try:
+        value = json.loads(body.decode(), parse_constant=constant)
+    except (ValueError, RecursionError) as e:
+        raise Refused(400, f"the body is not JSON: {first_line(e)}") from e
+    if not isinstance(value, dict):
+        raise Refused(400, f"the body is {shortened(value)}, and should be a JSON object")
+    return value
+
+
+class Fields:
+    """An object, read by asking for its fields; null is the same as not given.
+
+    Args:
+      values: the object.
+      without_effect: fields that may be there and change nothing.
+    """
+
+    def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
+        self._left = {name: value for name, value in values.items() if value is not None}
+        self._known = set(without_effect)
+        for name in without_effect:
+            self._left.pop(name, None)
+
+    def take(self, name: str) -> Any:
+        """A field of any kind; None when it is not given."""
+        self._known.add(name)
+        return self._left.pop(name, None)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false when it is not given."""
+        return self._typed(name, bool, "true or false") or False
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self._typed(name, str, "a string")
+        return None if value is None else checked_text(value, name)
+
+    def whole(self, name: str, least: int, most: int) -> int | None:
+        """A whole number."""
+        value = self._typed(name, int, "a whole number")
+        if value is not None and not least <= value <= most:
+            raise wrong(name, value, f"from {least} to {most}")
+        return value
+
+    def number(self, name: str, admits: Callable[[float], bool], words: str) -> float | None:
+        """A number; `words` say which are admitted."""
+        value = self._typed(name, int | float, "a number")
+        try:
+            number = None if value is None else float(value)
+        except OverflowError:
+            raise wrong(name, value, words) from None
+        if number is not None and not admits(number):
+            raise wrong(name, value, words)
+        return number
+
+    def sampling(self, **defaults: Any) -> Sampling:
+        """How tokens are chosen: fields with the names that `Sampling` has; `defaults` are of those not given.
+
+        A seed below 0 counts down from 2^64, as other servers have it.
+        """
+        chosen = dict(defaults)
+        for field in fields_of(Sampling):
+            if field.name in ("max_tokens", "seed"):
+                continue
+            bound = BOUNDS[field.name]
+            assert bound is not None
+            value = self._bounded(field.name, bound, whole=field.type is int)
+            if value is not None:
+                chosen[field.name] = value
+        seed = self.whole("seed", -(2**63), 2**64 - 1)
+        if seed is not None:
+            chosen["seed"] = seed % 2**64
+        return Sampling(**chosen)
+
+    def _bounded(self, name: str, bound: Bound, *, whole: bool) -> float | None:
+        value = self._typed(name, int, "a whole number") if whole else self._typed(name, int | float, "a number")
+        if value is not None and (words := bound.why_not(value)):
+            raise wrong(name, value, words)
+        return value if value is None or whole else float(value)
+
+    def without(self, name: str, what: str, *same: Any) -> None:
+        """A field of which only values that change nothing are taken: `what` says what the server lacks."""
+        value = self.take(name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in same):
+            raise Refused(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
+
+    def close(self) -> None:
+        """Refuses what nobody has asked for."""
+        for name in self._left:
+            known = nearest(name, self._known)
+            raise Refused(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
+
+    def _typed(self, name: str, kind: Any, words: str) -> Any:
+        value = self.take(name)
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise wrong(name, json.dumps(value), words)
+        return value
+
+
+def wrong(name: str, value: object, words: str) -> Refused:
+    """A field whose value is not one of those in words."""
+    return Refused(400, f"{name} is {shortened(value)}, and must be {words}", name)
+
+
+def checked_text(text: str, name: str) -> str:
+    """A string whose characters are whole: JSON can write halves of them.
+
+    Raises:
+      Refused: they are not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise Refused(400, f"{name} has half a character at {e.start}: write it in UTF-8", name) from e
+    return text
+
+
+def strings_or_one(value: Any, name: str, most: int) -> tuple[str, ...]:
+    """A string, or a list of at most `most`; nothing for None."""
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise wrong(name, json.dumps(value), "a string or a list of strings")
+    if len(texts) > most:
+        raise wrong(name, f"a list of {len(texts)}", f"of at most {most}")
+    return tuple(checked_text(text, name) for text in texts)

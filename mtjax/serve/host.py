@@ -1,0 +1,224 @@
+"""The engine in a thread of its own, and what clients wait for: the bridge between the device and asyncio."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mtjax.errors import UserError, first_line
+from mtjax.generate.completion import Piece
+from mtjax.generate.engine import Engine
+from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.serve.metrics import Metrics
+from mtjax.serve.refused import Refused
+from mtjax.serve.together import Leader
+
+STOPPING = "the server stops: try again later"
+GRACE = 10.0
+"""Seconds beyond its time that an answer has to reach its client."""
+
+
+class News(NamedTuple):
+    """What became of one of a ticket's texts."""
+
+    text: int
+    """Its number."""
+    piece: Piece | None
+    """None: it has ended."""
+    is_prompt: bool = False
+    """Whether the piece is of the prompt."""
+
+
+class Ticket:
+    """The texts that one request over HTTP asks for. It belongs to the loop that made it.
+
+    Args:
+      seconds: after which nobody waits any longer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        self._deadline = self._loop.time() + seconds
+        self._news: asyncio.Queue[News | Refused] = asyncio.Queue()
+        self.open: dict[int, Request] = {}
+
+    def tell(self, news: News) -> None:
+        """Puts news where `news` finds them; from any thread."""
+        self.call(self._news.put_nowait, news)
+
+    def refuse(self, refused: Refused) -> None:
+        """Ends the wait with an error."""
+        self._news.put_nowait(refused)
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Calls a function in the loop, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def news(self) -> AsyncIterator[News]:
+        """Pieces as they come, until all texts have ended.
+
+        Raises:
+          Refused: that took too long, or the engine has failed.
+        """
+        ended = 0
+        while ended < len(self.open):
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    news = await self._news.get()
+            except TimeoutError:
+                raise Refused(504, f"it was not done within {self._seconds:g} s: ask for fewer tokens") from None
+            if isinstance(news, Refused):
+                raise news
+            ended += news.piece is None
+            yield news
+
+    def patience(self) -> asyncio.Timeout:
+        """A context in which to send the answer, which ends a while after the deadline."""
+        return asyncio.timeout_at(self._deadline + GRACE)
+
+    async def done(self) -> None:
+        """Waits until all texts have ended.
+
+        Raises:
+          Refused: as `news`.
+        """
+        async for _ in self.news():
+            pass
+
+
+class Host:
+    """Runs an engine in a thread.
+
+    Args:
+      engine: nobody else calls it.
+      most_waiting: texts that wait at most, beyond those that are being written.
+    """
+
+    def __init__(self, engine: Engine | Leader, sequences: int, most_waiting: int) -> None:
+        self._engine, self._most = engine, sequences + most_waiting
+        self.metrics = Metrics(lambda: engine.load, sequences)
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._open = 0
+        self._tickets: set[Ticket] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.idle = asyncio.Event()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest text, prompt included."""
+        return self._engine.max_context
+
+    @property
+    def most_texts(self) -> int:
+        """Texts that one request may ask for."""
+        return self._most
+
+    def start(self, on_failure: Callable[[], object] = lambda: None) -> None:
+        """Compiles what every text needs, and begins to work for the running loop.
+
+        Args:
+          on_failure: called in the loop when the device fails.
+        """
+        self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
+        self._engine.submit(Request((0,), Sampling(max_tokens=2)))
+        self._engine.run()
+        self.idle.set()
+        self._thread.start()
+
+    def refuse_rest(self) -> None:
+        """Ends what is left."""
+        for ticket in list(self._tickets):
+            ticket.refuse(Refused(503, STOPPING))
+            self.cancel(ticket)
+
+    def stop(self) -> None:
+        """Ends the thread, once it has nothing left to do."""
+        self._stopped.set()
+        self._engine.wake()
+        self._thread.join()
+
+    def submit(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+        """Asks the engine for all of a ticket's texts, or for none.
+
+        Raises:
+          Refused: the server stops, has too much to do, or can't continue one of the prompts.
+        """
+        if self.failure is not None:
+            raise self._failed()
+        if self.draining:
+            raise Refused(503, STOPPING)
+        if len(requests) > self._most:
+            raise Refused(400, f"{len(requests)} texts are more than this server takes at once, {self._most}: ask less")
+        if self._open + len(requests) > self._most:
+            raise Refused(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
+        self._tickets.add(ticket)
+        now = time.perf_counter()
+        try:
+            for index, request in enumerate(requests):
+                watched = self._watched(ticket, index, request, now)
+                self._engine.submit(watched)
+                ticket.open[index] = watched
+                self._open += 1
+                self.idle.clear()
+                self.metrics.prompt_tokens.inc(len(request.prompt))
+        except UserError as e:
+            self.cancel(ticket)
+            raise Refused(400, str(e), "prompt") from e
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends what is left of a ticket; its client has gone, or was answered."""
+        self._tickets.discard(ticket)
+        for request in ticket.open.values():
+            self._engine.cancel(request)
+
+    def _watched(self, ticket: Ticket, index: int, request: Request, start: float) -> Request:
+        """A request that also tells the ticket of its end, and is counted."""
+        metrics, last = self.metrics, start
+
+        def on_token(token: Token) -> bool:
+            nonlocal last
+            now = time.perf_counter()
+            (metrics.first if last is start else metrics.between).observe(now - last)
+            last = now
+            metrics.count_token()
+            return request.on_token(token)
+
+        def on_end(why: ENDED) -> None:
+            request.on_end(why)
+            metrics.texts.labels(why).inc()
+            metrics.whole.observe(time.perf_counter() - start)
+            ticket.tell(News(index, None))
+            ticket.call(self._ended)
+
+        return replace(request, on_token=on_token, on_end=on_end)
+
+    def _ended(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self.idle.set()
+
+    def _run(self) -> None:
+        try:
+            self._engine.run(self._stopped)
+        except BaseException as e:  # of the device: every client hears of it, and the process ends
+            self.failure = e
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_failure)
+
+    def _tell_failure(self) -> None:
+        self.idle.set()
+        for ticket in self._tickets:
+            ticket.refuse(self._failed())
+        self._on_failure()
+
+    def _failed(self) -> Refused:
+        assert self.failure is not None
+        return Refused(503, f"the engine has failed: {first_line(self.failure)}")

@@ -1,0 +1,84 @@
+"""What the server counts, as Prometheus reads it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+WINDOW = 10.0
+"""Seconds over which tokens per second are taken."""
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One server's numbers.
+
+    Args:
+      load: requests to the engine that wait, and that run.
+      sequences: that can run at a time.
+    """
+
+    def __init__(self, load: Callable[[], tuple[int, int]], sequences: int) -> None:
+        self._registry = registry = CollectorRegistry()
+        gauge = Gauge("mtjax_texts_waiting", "Texts that wait for a slot", registry=registry)
+        gauge.set_function(lambda: load()[0])
+        gauge = Gauge("mtjax_slots_in_use", "Sequences that are being read or written", registry=registry)
+        gauge.set_function(lambda: load()[1])
+        Gauge("mtjax_slots", "Sequences that can be written at a time", registry=registry).set(sequences)
+        self._rate = Rate()
+        gauge = Gauge("mtjax_tokens_per_second", f"Tokens written in the last {WINDOW:g} s", registry=registry)
+        gauge.set_function(self._rate.per_second)
+        self.requests = Counter("mtjax_requests", "Answers", ["path", "code"], registry=registry)
+        self.prompt_tokens = Counter("mtjax_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._tokens = Counter("mtjax_generated_tokens", "Tokens written", registry=registry)
+        self.texts = Counter("mtjax_texts", "Texts that ended, by why", ["ended"], registry=registry)
+        self.first = Histogram(
+            "mtjax_time_to_first_token_seconds", "From a request to its first token", registry=registry, buckets=FIRST
+        )
+        self.between = Histogram(
+            "mtjax_time_per_token_seconds", "From a token to the next of its text", registry=registry, buckets=BETWEEN
+        )
+        self.whole = Histogram(
+            "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=WHOLE
+        )
+
+    def count_token(self) -> None:
+        """One more token was written."""
+        self._tokens.inc()
+        self._rate.count()
+
+    def page(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Rate:
+    """Events per second, lately: counted in one thread, read in any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: deque[tuple[int, int]] = deque()
+
+    def count(self) -> None:
+        """One more."""
+        now = int(time.monotonic())
+        with self._lock:
+            if self._seconds and self._seconds[-1][0] == now:
+                self._seconds[-1] = now, self._seconds[-1][1] + 1
+            else:
+                self._seconds.append((now, 1))
+                self._forget(now)
+
+    def per_second(self) -> float:
+        """Over the last `WINDOW`."""
+        with self._lock:
+            self._forget(int(time.monotonic()))
+            return sum(count for _, count in self._seconds) / WINDOW
+
+    def _forget(self, now: int) -> None:
+        while self._seconds and self._seconds[0][0] <= now - WINDOW:
+            self._seconds.popleft()

@@ -1,0 +1,67 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them; lm-eval's harness asks for them."""
+
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from mtjax.errors import shortened
+from mtjax.serve.chats import read_messages
+from mtjax.serve.fields import Fields, wrong
+from mtjax.serve.refused import Refused, json_response
+from mtjax.serve.service import Service
+
+
+async def tokenize(service: Service, request: HttpRequest) -> Response:
+    """Ids of `prompt`, or of `messages` as the chat template writes them.
+
+    With `add_special_tokens` they are those of a completion's prompt. Without, nothing is added, and names of special
+    tokens stand for them: so clients learn which id ends a text.
+
+    Raises:
+      Refused: something is wrong with the request.
+    """
+    fields = Fields(await service.read_object(request))
+    service.check_name(fields.take("model"))
+    prompt, messages = fields.text("prompt"), fields.take("messages")
+    with_special = fields.take("add_special_tokens")
+    if not isinstance(with_special, bool | None):
+        raise wrong("add_special_tokens", shortened(with_special), "true or false")
+    with_texts = fields.flag("return_token_strs")
+    fields.close()
+    if (prompt is None) == (messages is None):
+        raise Refused(400, "give either prompt or messages", "prompt")
+    if messages is not None:
+        ids = await service.tokens.encode_chat(read_messages(messages))
+    else:
+        encode = service.tokens.encode_marked if with_special is False else service.tokens.encode_prompt
+        ids = await encode(prompt or "")
+    texts = {"token_strs": [service.tokens.decoder.token(index) for index in ids]} if with_texts else {}
+    return json_response({"count": len(ids), "max_model_len": service.host.max_context, "tokens": ids, **texts})
+
+
+async def detokenize(service: Service, request: HttpRequest) -> Response:
+    """Text of `tokens`.
+
+    Raises:
+      Refused: something is wrong with the request.
+    """
+    fields = Fields(await service.read_object(request))
+    service.check_name(fields.take("model"))
+    ids = fields.take("tokens")
+    fields.close()
+    size = service.tokens.decoder.vocab_size
+    if not isinstance(ids, list) or not all(type(index) is int and 0 <= index < size for index in ids):
+        raise wrong("tokens", shortened(ids), f"a list of ids from 0 to {size - 1}")
+    return json_response({"prompt": await service.tokens.decode(ids)})
+
+
+async def tokenizer_info(service: Service, request: HttpRequest) -> Response:
+    """What `tokenizer_config.json` says, with sizes and the token that ends a document."""
+    decoder = service.tokens.decoder
+    known: dict[str, Any] = {
+        "eos_token": decoder.token(decoder.eod),
+        "vocab_size": decoder.vocab_size,
+        "model_max_length": service.host.max_context,
+    }
+    return json_response({**known, **service.tokens.settings, "max_model_len": service.host.max_context})

@@ -1,0 +1,79 @@
+"""One server for all tests of this folder, in a thread, with a tiny GPT-2 of random weights."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_tensors, write_folder
+
+pytest.importorskip("starlette", reason="needs the extra serve: pip install '.[serve]'")
+
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.weights import load_model
+from mtjax.serve.host import Host
+from mtjax.serve.server import Server, address_of, listen
+from mtjax.serve.service import Keys, Limits, Service
+from mtjax.serve.tokens import Tokens
+
+CONTEXT, SLOTS, WAITING, BODY, KEY = 96, 4, 36, 20_000, "secret-key"
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that runs."""
+
+    address: str
+    service: Service
+    folder: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A GPT-2 with random weights and a chat template."""
+    shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
+    config = GPT2_CONFIG | {"n_positions": CONTEXT}
+    folder = write_folder(tmp_path_factory.mktemp("hf") / "tiny", random_tensors(shapes), config, tokenizer=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def live(folder) -> Iterator[Live]:
+    assert len(jax.devices()) >= 4  # in use: their number is fixed
+    with served(folder, SLOTS) as live:
+        yield live
+
+
+@contextmanager
+def served(folder: Path, sequences: int) -> Iterator[Live]:
+    """A server of these weights, in a thread."""
+    model = load_model(f"hf:{folder}")
+    engine = Engine(Decoder(model.placed, model.parameters), sequences)
+    host = Host(engine, sequences, WAITING)
+    limits = Limits(BODY, engine.max_context, 60)
+    tokens = Tokens(model.tokenizer, model.folder)
+    service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))
+    bound, ready = listen("127.0.0.1", 0), threading.Event()
+    server = Server(service, 10, ready.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server")
+    thread.start()
+    assert ready.wait(120)
+    yield Live(address_of(bound), service, folder)
+    server.drain()
+    thread.join(30)
+    bound.close()
+    assert not thread.is_alive() and host.failure is None
