@@ -26,6 +26,8 @@ COMMANDS = {
     "launch": ("mtjax.launch", "train in several processes on this machine, and again after failures"),
     "compile": ("mtjax.compile", "compile a run's programs before it"),
     "finetune": ("mtjax.finetune", "train a head on pretrained weights for a task"),
+    "predict": ("mtjax.finetune.predict", "label rows with a finetuned model"),
+    "ensemble": ("mtjax.finetune.ensemble", "label rows with several finetuned models together"),
     "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
     "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),

@@ -48,6 +48,11 @@ def num_outputs(model: Model) -> int:
     return model.num_labels if model.head == "classification" else 1
 
 
+def named(model: Model) -> str:
+    """Its family, and its head where that is not of language."""
+    return model.family if model.head == "language" else f"{model.family} with a head for {model.head}"
+
+
 def output_is_tied(model: Model) -> bool:
     """Whether the head reads the table of the embeddings."""
     return model.tie_embeddings and model.head == "language"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config import Config
-from mtjax.convert.families.family import Family, tensors_without
+from mtjax.config import Config, replace
+from mtjax.convert.families.family import Family, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -68,7 +68,11 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> tuple[dict[str,
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
-    return raw, family, tensors, config_of(settings, source)
+    config = config_of(settings, source)
+    names = raw.get("id2label")
+    if config.model.head == "classification" and isinstance(names, dict):
+        config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
+    return raw, family, tensors, config
 
 
 class _Renamed:
@@ -149,6 +153,10 @@ class HuggingFaceSink:
             own = "tokenizer.json" in names
             theirs = self._family.ids(open_tokenizer(str(self._folder / "tokenizer.json")) if own else None)
         config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
+        if self._origin.config.model.head != "language":
+            config = {"pad_token_id": config.get("eos_token_id"), **config}  # by which transformers find the last token
+        if labels := self._origin.config.finetuning.labels:
+            config |= labels_json(labels)
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if "tokenizer.json" in names and "tokenizer_config.json" not in names:
             text = json.dumps(tokenizer_config(self._folder), indent=2)

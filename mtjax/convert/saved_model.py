@@ -26,7 +26,8 @@ from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.records import dotted
 from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 
@@ -64,6 +65,26 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
     plain |= {"reset_position_ids": False, "reset_attention_mask": False}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
+
+
+def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> Config:
+    """`without_training`, for so many rows that each data rank reads at once; on stages cut into microbatches.
+
+    Raises:
+      UserError: there are fewer rows than stages.
+    """
+    plan = Plan.of(saved, parse_mesh(parallel.mesh))
+    stages = plan.stages
+    if rows < stages:
+        raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
+    largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
+    return without_training(
+        saved,
+        parallel,
+        global_batch_size=rows * plan.data_ways,
+        microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
+        **settings,
+    )
 
 
 def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:

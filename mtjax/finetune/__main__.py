@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from mtjax.cli import Command, argument, parse, run_main
 from mtjax.config import Config, replace
 from mtjax.errors import UserError
-from mtjax.finetune.options import DECIDED, DEFAULTS, DESCRIPTION
+from mtjax.finetune.options import DECIDED, DEFAULTS, DESCRIPTION, Options
 from mtjax.finetune.tasks.registry import TASKS
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO, parse_mesh
-from mtjax.train.options import Options
 from mtjax.train.watch.times import Times
 
 if TYPE_CHECKING:
@@ -53,8 +52,19 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     init_from, task = config.training.init_from, TASKS[config.finetuning.task]
     trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
     name = command.name if argument(words, "--config") else task.name
-    objective = FineTuning(task, trunk)
-    train(config, name, command.options, objective=objective, times=times, show=show, choose_mesh=choose_mesh)
+
+    def one(config: Config, times: Times) -> bool:
+        objective = FineTuning(task, trunk)
+        options = command.options.of_training()
+        return train(config, name, options, objective=objective, times=times, show=show, choose_mesh=choose_mesh)
+
+    if command.options.seeds == 1:
+        one(config, times)
+        return
+    from mtjax.finetune.seeds import run_seeds
+
+    goal = FineTuning(task, trunk).goal(config)
+    run_seeds(config, name, command.options.seeds, goal, lambda config: one(config, Times()))
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ class FineTuning(Objective):
             entries |= {f"valid_{name}{held.suffix}": value for name, value in scores.items()}
         return entries
 
-    def goal(self, config: Config) -> Goal | None:
+    def goal(self, config: Config) -> Goal:
         """The task's metric."""
         return Goal(f"valid_{self.task.goal}", patience=config.finetuning.patience)
 

@@ -1,5 +1,10 @@
 """What `mtjax finetune` says of itself, and the settings with which it begins."""
 
+from dataclasses import dataclass
+
+from mtjax.config.setting import at_least
+from mtjax.train import options as train
+
 DESCRIPTION = """Trains a head on pretrained weights for a task: a BERT, GPT or Llama.
 
 Tasks:
@@ -14,8 +19,22 @@ checkpoints, where --valid-every and --checkpoint-every are 0, come once in an e
 Examples:
   mtjax finetune --task rte --data glue/RTE --init-from hf:bert-base-uncased --learning-rate 2e-5
   mtjax finetune --task classify --data reviews.jsonl --init-from runs/gpt2-small-1 --epochs 5 --patience 2
+  mtjax finetune --task rte --data glue/RTE --init-from hf:bert-base-uncased --seeds 5 --out runs/rte
   mtjax finetune --config runs/rte-1/config.toml --resume
 """
+
+
+@dataclass(frozen=True)
+class Options(train.Options):
+    """For this start only."""
+
+    seeds: int = at_least(1, 1, most=1000)
+    """Runs, each with another seed, into OUT/seed-SEED; their median and spread are said in the end."""
+
+    def of_training(self) -> train.Options:
+        """Those of each run."""
+        return train.Options(**{name: value for name, value in vars(self).items() if name != "seeds"})
+
 
 DEFAULTS = {
     "global_batch_size": 32,

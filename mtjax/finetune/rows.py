@@ -26,6 +26,8 @@ class Example:
 
     texts: tuple[str, ...]
     label: str | None
+    line: int = field(default=0, compare=False)
+    """In its file, from 1."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Examples:
 
 
 def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examples:
-    """The rows of a file.
+    """The rows of a file; if they need not be `labelled`, labels where they are.
 
     Raises:
       UserError: it can't be read, it has none of the fields, or most rows are bad.
@@ -76,12 +78,15 @@ def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examp
             continue
         if texts is None:
             texts = _chosen(path, row, fields.texts, "texts")
-            label = _chosen(path, row, [(name,) for name in fields.label], "a label")[0] if labelled else None
+            names = [(name,) for name in fields.label]
+            label = _chosen(path, row, names, "a label")[0] if labelled else None
         wrong = _wrong(row, (*texts, *([label] if label else [])))
         if wrong:
             examples.bad.append(f"line {number} {wrong}")
             continue
-        examples.rows.append(Example(tuple(row[name] for name in texts), row[label].strip() if label else None))
+        examples.rows.append(
+            Example(tuple(row[name] for name in texts), _label(row, (label,) if label else fields.label), number)
+        )
     return examples.check()
 
 
@@ -137,6 +142,10 @@ def _chosen(path: Path, row: dict[str, str], choices: Sequence[tuple[str, ...]],
     wanted = " or ".join(" and ".join(names) for names in choices)
     named = shortened(", ".join(row), 200)
     raise UserError(f"{path} has the fields {named}, and needs {wanted} for {what}: is it another task's file?")
+
+
+def _label(row: dict[str, str], names: Sequence[str]) -> str | None:
+    return next((row[name].strip() for name in names if row.get(name, "").strip()), None)
 
 
 def _wrong(row: dict[str, str], names: Sequence[str]) -> str:

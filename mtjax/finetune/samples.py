@@ -27,7 +27,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.tokenizer, self.is_bert = tokenizer, family == "bert"
-        self.pad = tokenizer.special("[PAD]") or 0
+        pad = tokenizer.special("[PAD]")
+        self.pad = tokenizer.eod if pad is None else pad
         self._cls, self._sep = -1, tokenizer.eod
         if self.is_bert:
             special = {name: tokenizer.special(name) for name in ("[CLS]", "[SEP]")}

@@ -118,8 +118,8 @@ def train(
     times: Times | None = None,
     show: Show | None = None,
     choose_mesh: ChooseMesh | None = None,
-) -> None:
-    """Trains the model of `config`.
+) -> bool:
+    """Trains the model of `config`; returns whether it was trained to the end, and not stopped by a signal.
 
     Args:
       config: the run.
@@ -140,10 +140,10 @@ def train(
         times.begin(PROCESSES)
         with Peers(config.parallel) as peers:
             this_start = ThisStart(options, times, cache, show)
-            train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
+            return train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
 
 
-def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, objective: Objective) -> None:
+def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, objective: Objective) -> bool:
     """`train`, once the processes of the run have found each other."""
     times = this_start.times
     # --- Devices and text
@@ -200,6 +200,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     else:
         summarise(run, state)
     end_time_log(run, state)
+    return not stopped
 
 
 def open_logs(

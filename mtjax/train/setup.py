@@ -24,6 +24,7 @@ from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
+from mtjax.train.checkpoints.weights import BEST
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective
@@ -168,10 +169,6 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 def open_checkpoints(place: Place, output: Output) -> Checkpoints:
     """The checkpoints of a run, in its folder or in the store where that is."""
     return _checkpoints(place, "checkpoints", output.keep_last, output.keep_every)
-
-
-BEST = "best"
-"""The folder of a run's best checkpoint."""
 
 
 def open_best(place: Place, step: int) -> Checkpoints:
