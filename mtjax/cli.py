@@ -40,7 +40,7 @@ Options = TypeVar("Options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`mtjax COMMAND ...`: the same as `python -m mtjax.COMMAND ...`."""
+    """`mtjax COMMAND ...`: the same as `python -m` with the command's package, `mtjax.train ...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))

@@ -130,8 +130,12 @@ class Pretraining:
         """A run's or converted weights.
 
         Raises:
-          UserError: there are none.
+          UserError: there are none, or the model's head is not of language.
         """
+        if config.model.head != "language":
+            raise UserError(
+                f"a head for {config.model.head} is not trained on text: mtjax finetune trains it and resumes its runs"
+            )
         init_from = config.training.init_from
         return SavedWeights(find_weights(init_from)) if init_from else None
 
@@ -141,8 +145,6 @@ class Pretraining:
         Raises:
           UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
         """
-        if config.model.head != "language":
-            raise UserError(f"head {config.model.head} is not trained on text: mtjax finetune trains it on a task")
         tokenizer = data.load_tokenizer(config)
         config = resolve(config, tokenizer, folder)
         train = data.open_dataset(config, "train", data.train_samples(config.training))
