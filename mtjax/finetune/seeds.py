@@ -8,6 +8,7 @@ from pathlib import Path
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.sharding.processes import several_expected
 from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.watch.best import Best, Goal
 from mtjax.train.watch.metrics import read_metrics
@@ -29,8 +30,12 @@ def run_seeds(config: Config, name: str, count: int, goal: Goal, run: Callable[[
       run: runs one, and returns whether it was not stopped.
 
     Raises:
-      UserError: the folder can't be used.
+      UserError: the folder can't be used, or the runs would have several processes.
     """
+    if several_expected(config.parallel):
+        raise UserError(
+            "--seeds runs one seed after the other in this process: with several, start each seed by itself"
+        )
     out = choose_folder(config.output, name)
     first, resume = config.training.seed, config.output.resume
     results: dict[int, float] = {}

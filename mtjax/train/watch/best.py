@@ -1,5 +1,6 @@
 """The best validation of a run so far, and when to stop waiting for a better one."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Best:
         if self.goal.metric not in entry:
             return False
         value, sign = float(entry[self.goal.metric]), 1 if self.goal.higher_is_better else -1
-        if self.step and not sign * value > sign * self.value:
+        if math.isnan(value) or (self.step and not sign * value > sign * self.value):
             self.since += 1
             return False
         self.step, self.value, self.since = entry["step"], value, 0
