@@ -33,9 +33,7 @@ def run_seeds(config: Config, name: str, count: int, goal: Goal, run: Callable[[
       UserError: the folder can't be used, or the runs would have several processes.
     """
     if several_expected(config.parallel):
-        raise UserError(
-            "--seeds runs one seed after the other in this process: with several, start each seed by itself"
-        )
+        raise UserError("--seeds runs one seed after the other here: with several processes, start each by itself")
     out = choose_folder(config.output, name)
     first, resume = config.training.seed, config.output.resume
     results: dict[int, float] = {}
