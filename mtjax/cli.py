@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,9 @@ COMMANDS = {
     "train": ("mtjax.train", "train a model"),
     "launch": ("mtjax.launch", "train in several processes on this machine, and again after failures"),
     "compile": ("mtjax.compile", "compile a run's programs before it"),
+    "finetune": ("mtjax.finetune", "train a head on pretrained weights for a task"),
+    "predict": ("mtjax.finetune.predict", "label rows with a finetuned model"),
+    "ensemble": ("mtjax.finetune.ensemble", "label rows with several finetuned models together"),
     "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
     "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
     "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
@@ -38,7 +41,7 @@ Options = TypeVar("Options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`mtjax COMMAND ...`: the same as `python -m mtjax.COMMAND ...`."""
+    """`mtjax COMMAND ...`: the same as `python -m` with the command's package, `mtjax.train ...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -94,8 +97,19 @@ class Command(NamedTuple, Generic[Options]):
     """Of the config: its file without folder and `.toml`."""
 
 
+PLAIN = frozenset({"finetuning"})
+"""Sections of the config that have no options, but where a command says so."""
+
+
 def parse(
-    argv: Sequence[str] | None, prog: str, description: str, options: type[Options], default: str = "default"
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    options: type[Options],
+    default: str = "default",
+    *,
+    base: Callable[[config.Config, Sequence[str]], config.Config] | None = None,
+    hidden: Collection[str] = PLAIN,
 ) -> Command[Options]:
     """The run that a command line asks for: its options over `--config FILE` over the defaults.
 
@@ -105,24 +119,27 @@ def parse(
       description: what `--help` says first.
       options: a dataclass of the command's own options, besides the config.
       default: the shipped config that is used when `--config` is not given.
+      base: from that config, and the words of the command line, to the one whose settings are the options' defaults.
+      hidden: sections that have no options here.
 
     Raises:
       UserError: the config file or an option is wrong, or values don't fit each other.
       SystemExit: help was asked for (0).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = _argument(argv, "--config") or default
-    base = config.load(name)
-    family = _argument(argv, "--family")
+    name = argument(argv, "--config") or default
+    start = config.load(name)
+    family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
-        base = config.replace(base, family=family)
-    groups = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+        start = config.replace(start, family=family)
+    start = base(start, argv) if base else start
+    groups = {f.name: getattr(start, f.name) for f in dataclasses.fields(start) if f.name not in hidden}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
-    chosen = config.Config(**{group: getattr(parsed, group) for group in groups})
+    chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
@@ -214,7 +231,7 @@ def _default(value: Any) -> Any:
     return dataclasses.field(default_factory=lambda: value)
 
 
-def _argument(argv: Sequence[str], option: str) -> str | None:
+def argument(argv: Sequence[str], option: str) -> str | None:
     """The value of the last `option`, which must be read before the other options, whose defaults it sets."""
     value = None
     for i, word in enumerate(argv):

@@ -591,6 +591,28 @@ FAULTS = (
         "serve",
         "test_texts_segments_and_logprobs",
     ),
+    # --- finetune
+    Fault(
+        "finetune: every pass goes through the rows in the same order",
+        "np.random.default_rng([seed, epoch])",
+        "np.random.default_rng([seed, 0])",
+        "finetune",
+        "test_each_pass_has_every_row_once",
+    ),
+    Fault(
+        "finetune: a validation that is as good as the best counts as better",
+        "not sign * value > sign * self.value",
+        "not sign * value >= sign * self.value",
+        "finetune",
+        "test_a_run_that_does_not_get_better_ends_early",
+    ),
+    Fault(
+        "finetune: a resumed run forgets what was best",
+        'best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))',
+        "best = Best(goal)",
+        "finetune",
+        "test_a_run_that_does_not_get_better_ends_early",
+    ),
 )
 
 

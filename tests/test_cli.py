@@ -106,16 +106,17 @@ def test_values_are_checked_after_parsing() -> None:
         parse("--steps", "0")
 
 
-def test_help_explains_every_field_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("command", "hidden"), [("train", {"finetuning"}), ("finetune", set())])
+def test_help_explains_every_field_by_group(command: str, hidden: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--help"])
+        cli.main([command, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     for group in get_type_hints(Config):
-        assert f" {group} options " in shown
+        assert (f" {group} options " in shown) == (group not in hidden)
     words = set(shown.replace(",", " ").split())
-    for _, name in FIELDS:
-        assert f"--{name.replace('_', '-')}" in words
+    for group, name in FIELDS:
+        assert (f"--{name.replace('_', '-')}" in words) == (group not in hidden)
     plain = " ".join(shown.replace("│", " ").split())
     assert "Standard deviation of initial weights." in plain
     assert "Devices as DATAxMODEL, say 64x8" in plain

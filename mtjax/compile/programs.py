@@ -13,9 +13,10 @@ from mtjax.errors import UserError
 from mtjax.plan.auto import fastest_mesh
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
 from mtjax.train.compile_cache import OFF, CompileCache
+from mtjax.train.objective import resolve
 from mtjax.train.processes.peers import Peers
-from mtjax.train.sample import CONTINUES_TEXT, Continuation
-from mtjax.train.setup import find_devices, resolve, with_mesh
+from mtjax.train.sample import Continuation, continues_text
+from mtjax.train.setup import find_devices, with_mesh
 from mtjax.train.step import Program, make_program
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -63,5 +64,5 @@ def programs(program: Program, tokenizer: Tokenizer, batch_sizes: tuple[int, ...
         yield "validation", program.lower_evaluate
     orders = program.layer_orders
     yield "fingerprints", lambda: lower_fingerprints(program.abstract_state, program.mesh, orders)
-    if config.model.family in CONTINUES_TEXT:
+    if continues_text(config):
         yield "sample", Continuation.of(program, tokenizer, config.output.prompt).lower

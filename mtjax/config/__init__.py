@@ -7,6 +7,7 @@ field, and whether it shapes the model, are its metadata (`setting.py`).
 
 from mtjax.config.checks import validate
 from mtjax.config.data import Data
+from mtjax.config.finetuning import Finetuning
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
@@ -18,6 +19,7 @@ from mtjax.config.training import Training
 __all__ = [
     "Config",
     "Data",
+    "Finetuning",
     "Model",
     "Optimizer",
     "Output",

@@ -102,6 +102,11 @@ class Model:
     """bert: kinds of tokens, each with an embedding (first and second sentence); 0 for no such embedding."""
     sentence_order: bool = True
     """bert: also learn, from the first token, whether two sentences were swapped."""
+    head: Literal["language", "classification", "regression"] = "language"
+    """What the model puts out: language, tokens; the others, which mtjax finetune puts on pretrained weights,
+    num_labels logits or one number for each text."""
+    num_labels: int = at_least(2, 2, most=HEADS, shapes=when(head="classification"))
+    """head classification: classes."""
     hidden_dropout: float = share(0.1, shapes=NEVER)
     """Dropout on embeddings and on what is added to the residual stream."""
     attention_dropout: float = share(0.1, shapes=NEVER)

@@ -1,4 +1,4 @@
-"""A run: six sections in one frozen dataclass, and settings by their bare names."""
+"""A run: seven sections in one frozen dataclass, and settings by their bare names."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 from mtjax.config.data import Data
 from mtjax.config.families import FAMILIES
+from mtjax.config.finetuning import Finetuning
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
@@ -24,6 +25,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     output: Output = field(default_factory=Output)
+    finetuning: Finetuning = field(default_factory=Finetuning)
 
 
 def replace(config: Config, **values: Any) -> Config:

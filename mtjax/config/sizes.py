@@ -43,6 +43,21 @@ def most_masked(sequence_length: int) -> int:
     return max(1, round(sequence_length * MASKED_SHARE))
 
 
+def num_outputs(model: Model) -> int:
+    """Numbers that a head other than that of language gives for a text."""
+    return model.num_labels if model.head == "classification" else 1
+
+
+def named(model: Model) -> str:
+    """Its family, and its head where that is not of language."""
+    return model.family if model.head == "language" else f"{model.family} with a head for {model.head}"
+
+
+def output_is_tied(model: Model) -> bool:
+    """Whether the head reads the table of the embeddings."""
+    return model.tie_embeddings and model.head == "language"
+
+
 def padded_vocab_size(model: Model) -> int:
     """Rows of the embedding table: the vocabulary up to the next multiple of `vocab_multiple` (section 5.1)."""
     if model.vocab_size is None:

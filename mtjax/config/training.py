@@ -60,4 +60,5 @@ class Training:
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Seed of initialisation, dropout and the order of samples."""
     init_from: Path | None = None
-    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones."""
+    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones.
+    mtjax finetune also takes hf:DIR and megatron:DIR."""

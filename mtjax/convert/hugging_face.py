@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.convert.families.family import tensors_without
+from mtjax.config import Config, replace
+from mtjax.convert.families.family import Family, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -41,25 +42,37 @@ class HuggingFaceSource:
         Raises:
           UserError: it is not such a folder, mtjax does not have its model, or tensors don't fit: lists all of them.
         """
-        raw = read_config(folder)
-        family = family_of_config(raw, str(folder / "config.json"))
-        tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
-        source = str(folder / "config.json")
-        with understood(source):
-            settings = family.model_settings(raw, frozenset(tensors.shapes), source)
-        if vocab_multiple:
-            settings["vocab_multiple"] = vocab_multiple
-        config = config_of(settings, source)
+        raw, family, tensors, config = describe(folder, vocab_multiple)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         fresh = self._weights.fresh_modules
         notes = (f"not in {folder}, and so begun afresh: {', '.join(fresh)}",) if fresh else ()
-        self.origin = Origin(config, tensors.dtype, folder, raw, notes)
+        self.origin = Origin(config, tensors.dtype, folder, raw, notes, self._weights.fresh)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """One layer's slice after the other, in the files' type."""
         return self._weights.slices(parameter)
+
+
+def describe(folder: Path, vocab_multiple: int | None = None) -> tuple[dict[str, Any], Family, "_Renamed", Config]:
+    """The config.json of a folder, its family, its tensors, and the config of their model.
+
+    Raises:
+      UserError: it is not such a folder, or mtjax does not have its model.
+    """
+    raw, source = read_config(folder), str(folder / "config.json")
+    family = family_of_config(raw, source)
+    tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
+    with understood(source):
+        settings = family.model_settings(raw, frozenset(tensors.shapes), source)
+    if vocab_multiple:
+        settings["vocab_multiple"] = vocab_multiple
+    config = config_of(settings, source)
+    names = raw.get("id2label")
+    if config.model.head == "classification" and isinstance(names, dict):
+        config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
+    return raw, family, tensors, config
 
 
 class _Renamed:
@@ -140,6 +153,10 @@ class HuggingFaceSink:
             own = "tokenizer.json" in names
             theirs = self._family.ids(open_tokenizer(str(self._folder / "tokenizer.json")) if own else None)
         config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
+        if self._origin.config.model.head != "language":
+            config = {"pad_token_id": config.get("eos_token_id"), **config}  # by which transformers find the last token
+        if labels := self._origin.config.finetuning.labels:
+            config |= labels_json(labels)
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if "tokenizer.json" in names and "tokenizer_config.json" not in names:
             text = json.dumps(tokenizer_config(self._folder), indent=2)

@@ -37,6 +37,32 @@ RELEASE = "release"
 """What Megatron's tracker file calls weights that are not an iteration of a run."""
 
 
+def describe(
+    folder: Path, vocab_size: int | None, vocab_multiple: int | None, model_config: str | None
+) -> tuple[MegatronCheckpoint, Names, int, Config]:
+    """A checkpoint, the names of its tensors, its rows of the vocabulary, and the config of its model.
+
+    Raises:
+      UserError: it is not such a checkpoint, or mtjax does not have its model.
+    """
+    files = MegatronCheckpoint(folder)
+    names = names_in(files.shapes, str(files.folder))
+    rows = files.ranks * files.shapes[names.words][0] if names.words in files.shapes else None
+    if model_config is None:
+        with understood(str(files.folder)):
+            settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
+    else:
+        settings = dict(vars(configs.load(model_config).model))
+    known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
+    rows = rows or files.arguments.get("padded_vocab_size") or known or 1  # without a table: it will be missed
+    settings["vocab_size"] = known or rows
+    if vocab_multiple:
+        settings["vocab_multiple"] = vocab_multiple
+    if settings["vocab_size"] > rows:
+        raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
+    return files, names, rows, config_of(settings, str(files.folder))
+
+
 class MegatronSource:
     """A checkpoint that Megatron-LM wrote, in any tensor and pipeline split."""
 
@@ -58,26 +84,12 @@ class MegatronSource:
         Raises:
           UserError: it is not such a checkpoint, mtjax does not have its model, or tensors don't fit: lists all.
         """
-        files = MegatronCheckpoint(folder)
-        names = names_in(files.shapes, str(files.folder))
-        rows = files.ranks * files.shapes[names.words][0] if names.words in files.shapes else None
-        if model_config is None:
-            with understood(str(files.folder)):
-                settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
-        else:
-            settings = dict(vars(configs.load(model_config).model))
-        known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
-        rows = rows or files.arguments.get("padded_vocab_size") or known or 1  # without a table: it will be missed
-        settings["vocab_size"] = known or rows
-        if vocab_multiple:
-            settings["vocab_multiple"] = vocab_multiple
-        if settings["vocab_size"] > rows:
-            raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
-        config = config_of(settings, str(files.folder))
+        files, names, rows, config = describe(folder, vocab_size, vocab_multiple, model_config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = table(files.version, names, queries_per_group(config.model)).select(self.parameters)
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
-        self.origin = Origin(config, files.dtype, folder, notes=self._notes(files, config, rows))
+        notes = self._notes(files, config, rows)
+        self.origin = Origin(config, files.dtype, folder, notes=notes, fresh=self._weights.fresh)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """One layer's slice after the other, in the files' type."""

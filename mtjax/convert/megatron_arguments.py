@@ -160,6 +160,7 @@ def misfits(model: Model, names: Names) -> list[str]:
     tanh_without_bias = model.activation == "gelu" and not model.bias
     wrong = {
         f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
+        f"head for {model.head}": model.head != "language",
         "BERT, which --transformer-impl legacy writes": is_bert and not names.is_legacy,
         f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),

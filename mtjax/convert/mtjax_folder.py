@@ -109,12 +109,15 @@ class MtjaxSink:
 
     def close(self) -> None:
         """Writes the page, the config and the tokenizer."""
-        model = configs.to_dict(self._origin.config)["model"]
+        tables = configs.to_dict(self._origin.config)
+        kept = {"model": tables["model"]}
+        if self._origin.config.finetuning.labels:
+            kept["finetuning"] = {"labels": tables["finetuning"]["labels"]}
         page: dict[str, Any] = {
             "version": 1,
             "step": 0,
             "consumed_samples": 0,
-            "config": {"model": model},
+            "config": kept,
             "fingerprints": self._fingerprints,
             "origin": {"dtype": self._origin.dtype, "hugging_face": dict(self._origin.hugging_face)},
         }
@@ -122,11 +125,11 @@ class MtjaxSink:
         path = self._folder / CONVERTED / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(page))
-        tables: dict[str, Any] = {"model": model}
+        written: dict[str, Any] = dict(kept)
         tokenizer = tokenizer_of(carry_files(self._origin.files, self._folder), self._final.resolve())
         if tokenizer:
-            tables["data"] = {"tokenizer": tokenizer}
-        (self._folder / "config.toml").write_text(tomli_w.dumps(tables))
+            written["data"] = {"tokenizer": tokenizer}
+        (self._folder / "config.toml").write_text(tomli_w.dumps(written))
 
     def _create(self, parameter: Parameter) -> ts.TensorStore:
         path = self._folder.resolve() / CONVERTED / "state" / f"{PREFIX}.{parameter.name}"

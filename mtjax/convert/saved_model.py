@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtjax.config import Config, Parallel, replace
+from mtjax.config import Config, Model, Parallel, replace
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of
@@ -24,9 +26,10 @@ from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.records import dotted
 from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.plans import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
-from mtjax.train.checkpoints.weights import check_same_weights, restore_weights
+from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 
 Tree = Any
 
@@ -64,6 +67,53 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
 
 
+def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> Config:
+    """`without_training`, for so many rows that each data rank reads at once; on stages cut into microbatches.
+
+    Raises:
+      UserError: there are fewer rows than stages.
+    """
+    plan = Plan.of(saved, parse_mesh(parallel.mesh))
+    stages = plan.stages
+    if rows < stages:
+        raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
+    largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
+    return without_training(
+        saved,
+        parallel,
+        global_batch_size=rows * plan.data_ways,
+        microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
+        **settings,
+    )
+
+
+def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
+    """The model of the weights that an option names, by what they say of it: no device is touched, no weight is read.
+
+    Raises:
+      UserError: there are no such weights.
+    """
+    kind, folder = parse_named(text, option)
+    if kind == "hf":
+        return hugging_face.describe(folder, hints.vocab_multiple)[-1].model
+    if kind == "megatron":
+        return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
+    return find_weights(folder).config.model
+
+
+def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
+    """The kind and the folder of the weights that an option names.
+
+    Raises:
+      UserError: there is no such kind, or the folder has weights of another.
+    """
+    kind, folder = parse_weights(text)
+    said = looks_like(folder).partition("it looks like ")[2]
+    if text != f"{kind}:{folder}" and said and not said.startswith(f"{kind}:"):
+        raise UserError(f"{text} holds no mtjax weights: say {option} {said}")
+    return kind, folder
+
+
 def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
     """Weights of any kind, to be read slice by slice.
 
@@ -91,10 +141,7 @@ class SavedModel:
         Raises:
           UserError: there are no such weights.
         """
-        kind, folder = parse_weights(text)
-        said = looks_like(folder).partition("it looks like ")[2]
-        if text != f"{kind}:{folder}" and said and not said.startswith(f"{kind}:"):
-            raise UserError(f"{text} holds no mtjax weights: say --from {said}")
+        kind, folder = parse_named(text)
         return cls(folder, open_source(kind, folder, hints))
 
     @property
@@ -141,16 +188,29 @@ class SavedModel:
             check_same_weights(self.source.weights, target, placed.config, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
-        rows, done = padded_vocab_size(placed.config.model), 0
-        arrays = []
-        with ProgressLine("reading weights", sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)) as progress:
-            for path, leaf in leaves:
-                name = dotted(path)
-                array = _stacked(self.source, name, rows, order_of(name, orders)).astype(leaf.dtype)
-                arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__))
-                done += array.nbytes
+        arrays = self.read({dotted(path): leaf for path, leaf in leaves}, placed)
+        return jax.tree_util.tree_unflatten(structure, list(arrays.values()))
+
+    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], placed: Placed) -> dict[str, jax.Array]:
+        """Some of the parameters by their names here, each placed as its target says; of positions the first ones.
+
+        Raises:
+          UserError: they are damaged, or can't be read.
+        """
+        rows, done, arrays = padded_vocab_size(placed.config.model), 0, {}
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
+        with ProgressLine("reading weights", total) as progress:
+            for name, leaf in targets.items():
+                array = _stacked(self.source, name, rows, order_of(name, placed.layer_orders)).astype(leaf.dtype)
+                array = array[: leaf.shape[0]] if name == POSITIONS else array
+                arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
+                done += arrays[name].nbytes
                 progress.update(done, done)
-        return jax.tree_util.tree_unflatten(structure, arrays)
+        return arrays
+
+
+POSITIONS = "positions"
+"""The table of learned positions."""
 
 
 def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> np.ndarray:

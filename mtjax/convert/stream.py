@@ -30,6 +30,8 @@ class Origin:
     """The `config.json` that they came with."""
     notes: tuple[str, ...] = ()
     """What the user should know."""
+    fresh: frozenset[str] = frozenset()
+    """Parameters that the files don't have, and that were begun afresh."""
 
 
 class Source(Protocol):

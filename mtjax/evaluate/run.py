@@ -9,7 +9,7 @@ from typing import Any
 
 from mtjax import __version__
 from mtjax.config import Config, Parallel
-from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
+from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line
@@ -22,7 +22,6 @@ from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
-from mtjax.theory.plans import Plan
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import exchange, this_process
 from mtjax.train.processes.peers import Peers
@@ -121,19 +120,8 @@ def config_of(options: Options, saved: Config, parallel: Parallel) -> Config:
     Raises:
       UserError: there are fewer rows than stages.
     """
-    plan, rows = Plan.of(saved, parse_mesh(parallel.mesh)), options.rows
-    stages = plan.stages
-    if rows < stages:
-        raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
-    largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
-    return without_training(
-        saved,
-        parallel,
-        attention=options.attention,
-        compute_dtype=options.compute_dtype,
-        global_batch_size=rows * plan.data_ways,
-        microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
-    )
+    settings = {"attention": options.attention, "compute_dtype": options.compute_dtype}
+    return for_rows(saved, parallel, options.rows, **settings)
 
 
 def length_of(options: Options, config: Config) -> int:

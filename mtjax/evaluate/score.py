@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mtjax.config.sizes import named
 from mtjax.errors import UserError
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.rows import Row, Scores
@@ -36,7 +37,7 @@ class Scorer:
     def __init__(self, placed: Placed, longest: int | None = None) -> None:
         if not issubclass(placed.family, GPT):
             raise UserError(
-                f"{placed.config.model.family} does not predict the next token: evaluate a gpt or llama model"
+                f"{named(placed.config.model)} does not predict the next token: evaluate a gpt or llama model"
             )
         self.placed = placed
         self.longest = longest or placed.config.model.sequence_length

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import head_dim, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import head_dim, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
 from mtjax.models.cache import KeyValues, Reading
@@ -90,7 +90,7 @@ class Decoder:
           UserError: the family doesn't continue text, or the mesh has stages.
         """
         if not issubclass(placed.family, GPT):
-            raise UserError(f"a {placed.config.model.family} does not continue text; gpt and llama do")
+            raise UserError(f"a {named(placed.config.model)} does not continue text; gpt and llama do")
         if placed.stages > 1:
             raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
         self.placed, self.config = placed, placed.config

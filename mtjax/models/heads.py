@@ -1,4 +1,4 @@
-"""From hidden states to losses and logits: the output table, and BERT's two heads."""
+"""From hidden states to losses and logits: the output table, BERT's two heads, and those of finetuning."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import reshard
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, most_masked, padded_vocab_size
 from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
 from mtjax.sharding.axes import spec
+
+HEAD_SITE = 2**31 - 4
+"""Dropout site of a head."""
 
 
 class WithVocabulary(nnx.Module):
@@ -85,30 +89,52 @@ class MaskedLMHead(nnx.Module):
         return self.norm(self.activation(self.dense(hidden)))
 
 
-class SentenceOrderHead(nnx.Module):
-    """The pooler - dense and tanh on the first token - and a classifier of two answers: in order, or swapped."""
+class PoolerHead(nnx.Module):
+    """The pooler - dense and tanh on the first token - and a linear layer: BERT's sentence order, and its finetuning.
 
-    def __init__(self, model: Model, *, key: Array) -> None:
+    Every model rank has all of it, and computes it.
+    """
+
+    def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, key: Array) -> None:
         pooler_key, classifier_key = jax.random.split(key)
         embed = {"embed": model.hidden_size}
         self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
-        self.classifier = Linear(embed, {"classes": 2}, std=model.init_std, key=classifier_key)
+        self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, key=classifier_key)
+        self.rate = rate
 
-    def pooled(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch 1 embed"]:
-        """A vector per sample."""
+    def __call__(
+        self, hidden: Float[Array, "batch act_seq embed"], keys: Key[Array, " batch"] | None = None
+    ) -> Float[Array, "batch classes"]:
+        """float32 logits; `keys` turn on the dropout between the two layers."""
         # A product, not a slice: where the sequence is split, only one rank has the first token; a sum gives it to all.
         first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
         first = reshard(first, spec(None, "act_seq"))
         place = spec("batch", None, "embed")
-        return jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=place)))
+        pooled = jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=place)))
+        pooled = dropout(pooled, self.rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
+        return self.classifier(pooled)[:, 0].astype(jnp.float32)
 
-    def __call__(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch classes"]:
-        """float32 logits."""
-        return self.classifier(self.pooled(hidden))[:, 0].astype(jnp.float32)
 
-    def losses(
-        self, hidden: Float[Array, "batch act_seq embed"], swapped: Int[Array, " batch"]
-    ) -> Float[Array, " batch"]:
-        """Cross-entropy of each sample."""
-        logits = self(hidden)
-        return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.one_hot(swapped, 2) * logits).sum(-1)
+class LastTokenHead(nnx.Module):
+    """A linear layer without bias on a text's last token, which has seen all the others: finetuning of decoders.
+
+    Every model rank has all of it, and computes it.
+    """
+
+    def __init__(self, model: Model, outputs: int, *, key: Array) -> None:
+        embed = {"embed": model.hidden_size}
+        self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, bias=False, key=key)
+
+    def __call__(
+        self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch classes"]:
+        """float32 logits; the mask is 1 on the tokens, with which a row begins."""
+        last = jax.nn.one_hot(padding_mask.sum(1, keepdims=True) - 1, hidden.shape[1], dtype=hidden.dtype)
+        last = reshard(last, spec("batch", None, "act_seq"))
+        taken = jnp.einsum("bqs,bsh->bqh", last, hidden, out_sharding=spec("batch", None, "embed"))
+        return self.classifier(taken)[:, 0].astype(jnp.float32)
+
+
+def class_losses(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
+    """Cross-entropy of each sample."""
+    return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1)

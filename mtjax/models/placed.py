@@ -100,6 +100,11 @@ class Placed:
         """Random parameters, created where they live: those with which a training run of this seed begins."""
         return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
 
+    def draw(self, seed: int, name: str) -> Tree:
+        """The module `name` of these random parameters alone."""
+        draw = jax.jit(lambda key: self._drawn(key)[name], out_shardings=self.parameter_sharding[name])
+        return self.on_mesh(draw, jax.random.key(seed))
+
     def model(self, parameters: Tree) -> LanguageModel:
         """The model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)

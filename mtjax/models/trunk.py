@@ -40,13 +40,17 @@ class Section(NamedTuple):
     """(batch, keys, stream) -> what every layer reads besides the residual stream; without communication."""
 
 
-class Trunk(Protocol):
-    """A model as a schedule sees it."""
+class Headless(Protocol):
+    """A model up to its head."""
 
     @property
     def sections(self) -> Mapping[str, Section]:
         """In the order in which they run; the name of each is that of its stack's parameters: "encoder.stack"."""
         ...
+
+
+class Trunk(Headless, Protocol):
+    """A model as a schedule sees it."""
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """The head: values of each loss, float32, not weighted, from the output of the last section."""
@@ -54,7 +58,7 @@ class Trunk(Protocol):
 
 
 def run_sections(
-    trunk: Trunk, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
+    trunk: Headless, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
 ) -> tuple[Stream, dict[str, State]]:
     """Runs a model up to its head.
 

@@ -8,6 +8,7 @@ needed then. With the sequence split each all-reduce becomes a reduce-scatter an
 from dataclasses import replace
 from functools import cache
 
+from mtjax.config.sizes import output_is_tied
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.contract import GRADIENTS, PARAMETERS, STAGES, Contract, Dtype, Expectation, Kind, Symbols, add_up
 from mtjax.theory.counts import counts, fullest_counts
@@ -166,7 +167,7 @@ def _used_again(anatomy: Anatomy, plan: Plan) -> int:
     lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
     for part in anatomy.embed:
         uses = len(part.sides) if isinstance(part, Positions) else 1
-        uses = lookups + anatomy.model.tie_embeddings if isinstance(part, Lookup) else uses
+        uses = lookups + output_is_tied(anatomy.model) if isinstance(part, Lookup) else uses
         held = counts(part.weights, layout, plan.mesh)
         again += (uses - 1) * (held.all - held.unsplit)
     return again

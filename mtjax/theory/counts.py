@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from mtjax.config.sizes import output_is_tied
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
 from mtjax.theory.mesh import MeshShape
@@ -89,7 +90,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
     last = [w for part in anatomy.head for w in part.weights]
     if plan.is_staged:
         return [*stacked, *first, *last]
-    tied = anatomy.embed[0].weights if anatomy.model.tie_embeddings else []
+    tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
     ends = {0: first, stages - 1: [*last, *tied]}
     return [*stacked, *ends.get(stage, [])]
 

@@ -1,7 +1,7 @@
 """A training run from its config to its summary: the one long story, read it from top to bottom."""
 
 import contextlib
-import textwrap
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,40 +12,38 @@ import jax
 from rich.console import Console
 
 from mtjax import config as configs
-from mtjax import data
 from mtjax.config import Config
-from mtjax.data import BatchSchedule, Loader
 from mtjax.errors import UserError
-from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
 from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.checkpoints.weights import check_same_weights
 from mtjax.train.compile_cache import CompileCache, programs_in_words
+from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
+from mtjax.train.objective import PRETRAINING, Objective, Text
 from mtjax.train.options import Options
+from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
 from mtjax.train.processes.signals import StopRequest
-from mtjax.train.sample import CONTINUES_TEXT, continue_text
 from mtjax.train.setup import (
     ChooseMesh,
     Place,
-    Text,
     check_comparable,
     check_memory,
     find_place,
     introduce,
+    open_best,
     open_checkpoints,
-    open_text,
     restore_or_initialize,
     shareable,
     with_mesh,
 )
 from mtjax.train.step import Program, State, make_program
+from mtjax.train.watch.best import Best, Goal
 from mtjax.train.watch.goodput import TimeLog
-from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses, read_metrics
 from mtjax.train.watch.profiling import Profile, parse_steps
 from mtjax.train.watch.progress import ProgressLine
 from mtjax.train.watch.replicas import Replicas
@@ -70,6 +68,7 @@ class Run:
     """What the sections below share."""
 
     config: Config
+    objective: Objective
     place: Place
     text: Text
     program: Program
@@ -81,9 +80,19 @@ class Run:
     metrics: MetricsLog | None
     """Of the first process only, as the next."""
     time_log: TimeLog | None
+    best: "BestKept | None"
+    """Where the objective has a goal."""
     bad_steps: BadSteps
     replicas: Replicas
     this_start: "ThisStart"
+
+
+@dataclass(frozen=True)
+class BestKept:
+    """The best validation, and the checkpoint of its step."""
+
+    best: Best
+    saves: Saves
 
 
 Show = Callable[[Program, Console], object]
@@ -105,16 +114,18 @@ def train(
     name: str,
     options: Options = Options(),  # noqa: B008 - it can't be changed
     *,
+    objective: Objective = PRETRAINING,
     times: Times | None = None,
     show: Show | None = None,
     choose_mesh: ChooseMesh | None = None,
-) -> None:
-    """Trains the model of `config`.
+) -> bool:
+    """Trains the model of `config`; returns whether it was trained to the end, and not stopped by a signal.
 
     Args:
       config: the run.
       name: what the run is called.
       options: of this start.
+      objective: what the model learns.
       times: of this start, since it began.
       show: called with the program before its first step.
       choose_mesh: what `--mesh auto` asks.
@@ -128,17 +139,18 @@ def train(
     with times.watch_compiler(), CompileCache(options.compile_cache) as cache:
         times.begin(PROCESSES)
         with Peers(config.parallel) as peers:
-            train_with(peers, with_mesh(config, choose_mesh), name, ThisStart(options, times, cache, show))
+            this_start = ThisStart(options, times, cache, show)
+            return train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
 
 
-def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -> None:
+def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, objective: Objective) -> bool:
     """`train`, once the processes of the run have found each other."""
     times = this_start.times
     # --- Devices and text
     times.begin(DEVICES)
-    place = find_place(config, name, peers)
+    place = find_place(config, name, peers, objective)
     times.begin(TEXT)
-    config, text = open_text(config, place.out)
+    config, text = objective.open_text(config, place.out)
 
     # --- Model: abstract until there is a checkpoint or a seed
     times.begin(MODEL)
@@ -146,7 +158,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
     check_memory(program)
     check_comparable(program)
     if place.weights is not None:
-        check_same_weights(place.weights, program.abstract_parameters, program.config, program.layer_orders)
+        place.weights.check(program)
     rates = Rates.of(config, list(place.mesh.devices.flat))
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
@@ -171,10 +183,12 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
             stack.callback(logs[0].close)
 
         # --- Steps
-        peers.advice = resume_command(place.out)
+        peers.advice = resume_command(objective, place.out)
         saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
-        watches = (BadSteps(config.training, program.tensors), Replicas(program))
-        run = Run(config, place, text, program, progress, checkpoints, saves, local, *logs, *watches, this_start)
+        best = open_best_kept(objective.goal(config), config, place, start.step, stack, progress.say)
+        watches = (best, BadSteps(config.training, program.tensors), Replicas(program))
+        tiers = (checkpoints, saves, local)
+        run = Run(config, objective, place, text, program, progress, *tiers, *logs, *watches, this_start)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
         times.begin(SAVE)  # is waited for here
@@ -186,6 +200,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart) -
     else:
         summarise(run, state)
     end_time_log(run, state)
+    return not stopped
 
 
 def open_logs(
@@ -206,6 +221,26 @@ def open_logs(
     return metrics, time_log
 
 
+def open_best_kept(
+    goal: Goal | None,
+    config: Config,
+    place: Place,
+    step: int,
+    stack: contextlib.ExitStack,
+    say: Callable[[str], object],
+) -> BestKept | None:
+    """The best validation up to a step, from the metrics, which the first process has; None without a goal."""
+    if goal is None:
+        return None
+    entries = read_metrics(place.folder / "metrics.jsonl") if place.is_first_process else []
+    history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
+    best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))
+    checkpoints = open_best(place, step)
+    stack.callback(checkpoints.close)
+    advice = "free some space, and start again with --resume"
+    return BestKept(best, Saves(checkpoints, config.output.failed_saves, lambda: advice, say))
+
+
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """Steps until the last one, or until a signal; returns the last state, saved, and the signal's name.
 
@@ -218,11 +253,13 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     clock = StepClock(start.step, run.place.folder, timeout, run.place.peers, run.progress.say, times)
     profile = Profile(parse_steps(run.this_start.options.profile), run.place.folder, run.progress.say)
     results = None
-    with StopRequest() as stop, open_batches(run, run.text.train, consumed) as batches, clock, profile:
-        for step in range(start.step + 1, training.steps + 1):
+    stopped_before = run.best is not None and run.best.best.is_over
+    train_batches = open_batches(run.program, run.config, run.text.train, consumed, run.place.schedule)
+    with StopRequest() as stop, train_batches as batches, clock, profile:
+        for step in range(start.step + 1, start.step + 1 if stopped_before else training.steps + 1):
             size = run.place.schedule.batch_size(consumed)
             with times.waiting(results):
-                batch = next_batch(run, batches, size)
+                batch = next_batch(run.program, batches, size)
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
@@ -236,9 +273,10 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 check_steps(run, state)
                 if validate:
                     clock.pause(VALIDATION)
-                    entry |= validation_losses(run, state)
+                    entry |= validate_now(run, state)
                     clock.restart(step)
                 report(run, entry, compiled=step == start.step + 1)
+                last = keep_best(run, entry, state, consumed, clock) or last
             elif run.bad_steps.is_full:
                 check_steps(run, state)
             signal_name = stop.at(step)
@@ -255,7 +293,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 clock.pause(SAVE)
                 run.local.save(state, run.config, consumed)
                 clock.restart(step)
-            if signal_name:
+            if signal_name or last:
                 break
     return state, signal_name
 
@@ -307,55 +345,47 @@ def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     run.progress.update(entry, compiled=compiled)
 
 
-def validation_losses(run: Run, state: State) -> dict[str, float]:
-    """Means over the first batches of the held-out text: `valid_loss`, and each loss where the family has several."""
-    size = run.config.training.global_batch_size
-    totals: dict[str, tuple[Any, Any]] = {}
-    with open_batches(run, run.text.held_out, 0, data.constant(size)) as batches:
-        for _ in range(run.config.output.valid_batches):
-            sums = run.program.evaluate(state.parameters, next_batch(run, batches, size))
-            totals = {n: (s + totals[n][0], w + totals[n][1]) if totals else (s, w) for n, (s, w) in sums.items()}
-    means = {f"valid_{name}": float(s) / max(float(w), 1.0) for name, (s, w) in totals.items()}
-    return means | {"valid_loss": sum(means.values())}
+def validate_now(run: Run, state: State) -> dict[str, float]:
+    """A validation's entries in the metrics."""
+    assert run.text.held_out is not None
+    return run.objective.validate(run.program, state.parameters, run.text.held_out)
 
 
-def open_batches(run: Run, dataset: Any, consumed: int, schedule: BatchSchedule | None = None) -> Loader:
-    """This process' rows of every batch, from a position in the data onwards."""
-    return data.open_loader(
-        run.config,
-        dataset,
-        rows=lambda size: process_rows(run.program.batch_sharding, size),
-        start_sample=consumed,
-        schedule=schedule or run.place.schedule,
-    )
+def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, clock: StepClock) -> bool:
+    """Saves the state where its validation is the best so far; returns whether there shall be no more steps."""
+    if run.best is None:
+        return False
+    if run.best.best.look(entry):
+        clock.pause(SAVE)
+        run.best.saves.save(state, run.config, consumed, last=True)
+        clock.restart(entry["step"])
+    return run.best.best.is_over
 
 
-def next_batch(run: Run, batches: Loader, size: int) -> dict[str, jax.Array]:
-    """The next global batch, of what the program reads."""
-    local = next(batches)
-    return global_batch(run.program.batch_sharding, {name: local[name] for name in run.program.batch_names}, size)
-
-
-def resume_command(folder: Path, extra: str = "") -> str:
+def resume_command(objective: Objective, folder: Path) -> str:
     """What to type to resume the run in a folder."""
-    return f"mtjax train --config {shown(folder)}/config.toml --resume{extra}"
+    return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
 def summarise(run: Run, state: State) -> None:
     """Says where the results and the time are, how the model writes, and what to try next."""
-    steps, out = run.config.training.steps, shown(run.place.out)
-    sample = sample_of(run, state)
+    out, best = shown(run.place.out), ""
+    if run.best is not None and run.best.best.step:
+        kept = run.best.best
+        best = f", best {kept.goal.metric.removeprefix('valid_')} {kept.value:.4f} after step {kept.step}"
+    sample = run.objective.sample(run.program, state.parameters, run.text.tokenizer)
+    next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:
         with writing(run.place.folder):
             plot_losses(run.metrics.path, run.place.folder / "loss.png")
         time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.this_start.cache)}\n"
     run.progress.say(
-        f"\ndone    {steps} steps; metrics, loss.png, goodput.png, TensorBoard events and checkpoints are in {out}\n"
+        f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
+        f"checkpoints are in {out}\n"
         f"{sample}"
         f"{time}"
-        f"next    {resume_command(run.place.out, f' --steps {2 * steps}')}\n"
-        f"        mtjax inspect --config {out}/config.toml"
+        f"next    {next_commands}"
     )
 
 
@@ -365,12 +395,3 @@ def end_time_log(run: Run, state: State) -> None:
         run.time_log.write(int(state.step), ended=True)
         with writing(run.place.folder):
             run.time_log.plot()
-
-
-def sample_of(run: Run, state: State) -> str:
-    """A continuation of the prompt, as text; nothing for families that don't continue text."""
-    if run.config.model.family not in CONTINUES_TEXT:
-        return ""
-    text = continue_text(run.program, state.parameters, run.text.tokenizer, run.config.output.prompt)
-    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
-    return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"

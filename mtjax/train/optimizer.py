@@ -6,18 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mtjax.config import Config
+from mtjax.sharding.records import ParameterRecord
+from mtjax.theory.stages import PLAIN, Orders, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
-def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW.
+def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW; its updates smaller in lower layers, where the config says so.
 
     Args:
       config: rates, decay and clipping.
       records: of every parameter, in a tree like theirs.
+      orders: in which the layers lie.
     """
     options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
@@ -30,7 +34,31 @@ def make_optimizer(config: Config, records: Any) -> optax.GradientTransformation
         mask=jax.tree.map(lambda record: record.is_matrix, records),
     )
     decay = make_weight_decay(options, steps)
-    return optax.chain(clip, _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay))
+    rule = _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay)
+    factor = config.finetuning.layer_decay
+    if factor == 1.0:
+        return optax.chain(clip, rule)
+    factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model.num_layers, orders), records)
+    lower = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+    return optax.chain(clip, rule, lower)
+
+
+def layer_factors(record: ParameterRecord, decay: float, num_layers: int, orders: Orders) -> np.ndarray:
+    """Learning rate of a parameter relative to the head's, to be multiplied with it: `decay^(L - l)` in layer l of
+    0 ... L - 1 and `decay^(L + 1)` before them, as ELECTRA and BEiT are finetuned.
+
+    A final norm learns like the head, which it feeds.
+    """
+    if not record.is_stacked:
+        is_below = record.name.startswith(BELOW)
+        return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
+    order = order_of(record.name, orders)
+    numbers = np.arange(num_layers) if order is None else np.maximum(order.flat, 0)
+    return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
+
+
+BELOW = ("embedding", "positions", "token_types")
+"""What the names of parameters below the layers begin with."""
 
 
 def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:

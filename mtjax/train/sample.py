@@ -11,13 +11,16 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import reshard
 
+from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.models.families.gpt import GPT
 from mtjax.models.placed import Placed, Tree
 from mtjax.sharding.axes import WHOLE, use_rules
 
-CONTINUES_TEXT = ("gpt", "llama")
-"""Families that predict the next token."""
+
+def continues_text(config: Config) -> bool:
+    """Whether a model predicts the next token."""
+    return config.model.family in ("gpt", "llama") and config.model.head == "language"
 
 
 @dataclass(frozen=True)

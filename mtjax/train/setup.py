@@ -1,6 +1,7 @@
 """What a run needs before its first step: devices, a folder, text, and its initial state."""
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config, Output
-from mtjax.data import BatchSchedule, Dataset, Tokenizer
+from mtjax.data import BatchSchedule
 from mtjax.data.cache import Cache, machine_memory
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
@@ -23,9 +24,11 @@ from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
-from mtjax.train.checkpoints.weights import Weights, find_weights, restore_weights
+from mtjax.train.checkpoints.weights import BEST
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
+from mtjax.train.objective import InitialWeights, Objective
+from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
 from mtjax.train.step import Program
 from mtjax.train.watch.metrics import CONVENTION
@@ -48,21 +51,11 @@ class Place:
     """What --out is, or would be."""
     remote: RemoteFolder | None
     """Where `out` is in an object store."""
-    weights: Weights | None
+    weights: InitialWeights | None
     """What the run starts from; None for random weights."""
     is_first_process: bool
     peers: Peers
     """The processes of the run."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a run reads."""
-
-    tokenizer: Tokenizer
-    train: Dataset
-    held_out: Dataset | None
-    """What validation reads; None when there is none."""
 
 
 def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
@@ -92,7 +85,7 @@ def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSc
     return shape, attach_devices(shape, peers.count), schedule
 
 
-def find_place(config: Config, name: str, peers: Peers) -> Place:
+def find_place(config: Config, name: str, peers: Peers, objective: Objective) -> Place:
     """Takes the devices and chooses the folder of a run called `name`.
 
     Raises:
@@ -103,35 +96,8 @@ def find_place(config: Config, name: str, peers: Peers) -> Place:
     url = url_of(out)
     remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
     folder = remote.work if remote else out
-    weights = find_weights(config.training.init_from) if config.training.init_from else None
+    weights = objective.initial_weights(config)
     return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
-
-
-def open_text(config: Config, folder: Path) -> tuple[Config, Text]:
-    """The text that a config names, and the config with everything that the text decides filled in.
-
-    Raises:
-      UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
-    """
-    tokenizer = data.load_tokenizer(config)
-    config = resolve(config, tokenizer, folder)
-    train = data.open_dataset(config, "train", data.train_samples(config.training))
-    held_out_samples = config.output.valid_batches * config.training.global_batch_size
-    held_out = data.open_dataset(config, "valid", held_out_samples) if config.output.valid_every else None
-    return config, Text(tokenizer, train, held_out)
-
-
-def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
-    """The config with everything that the text and the machine decide filled in.
-
-    Raises:
-      UserError: the vocabulary is smaller than the tokenizer's.
-    """
-    needed = data.vocabulary_size(config, tokenizer)
-    size = config.model.vocab_size or needed
-    if size < needed:
-        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
-    return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)
 
 
 def check_memory(program: Program) -> None:
@@ -202,16 +168,31 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 
 def open_checkpoints(place: Place, output: Output) -> Checkpoints:
     """The checkpoints of a run, in its folder or in the store where that is."""
-    kept = {"keep_last": output.keep_last, "keep_every": output.keep_every}
+    return _checkpoints(place, "checkpoints", output.keep_last, output.keep_every)
+
+
+def open_best(place: Place, step: int) -> Checkpoints:
+    """The best checkpoint of a run that has done so many steps; one of a later step is removed, which will be done
+    again."""
+    if place.is_first_process and place.remote is None:
+        later = [p for p in (place.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
+        for path in later:
+            shutil.rmtree(path, ignore_errors=True)
+    exchange("the best checkpoint", "")
+    return _checkpoints(place, BEST, keep_last=1)
+
+
+def _checkpoints(place: Place, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
+    kept = {"keep_last": keep_last, "keep_every": keep_every}
     if place.remote is None:
-        return Checkpoints(place.folder / "checkpoints", **kept)
-    return RemoteCheckpoints(place.out / "checkpoints", **kept, before_page=place.remote.upload)
+        return Checkpoints(place.folder / name, **kept)
+    return RemoteCheckpoints(place.out / name, **kept, before_page=place.remote.upload)
 
 
 def restore_or_initialize(
     program: Program,
     checkpoints: Checkpoints,
-    weights: Weights | None,
+    weights: InitialWeights | None,
     config: Config,
     progress: ProgressLine,
     local: LocalCheckpoints | None = None,
@@ -233,6 +214,6 @@ def restore_or_initialize(
         progress.say(f"no checkpoint in {shown(checkpoints.folder)}: starting from step 0")
     parameters = None
     if weights is not None:
-        parameters = restore_weights(weights, program.restore_target, program.layer_orders)
+        parameters = weights.read(program)
         progress.say(f"weights from {weights.folder}")
     return Restored(0, program.initialize(config.training.seed, parameters), 0)

@@ -67,7 +67,7 @@ class Program(Placed):
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout)
         self.xla = xla_options.choose(config, mesh)
-        self.optimizer = make_optimizer(config, self.records)
+        self.optimizer = make_optimizer(config, self.records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property

@@ -13,6 +13,7 @@ from mtjax.errors import UserError
 from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprint_of_part, fingerprints
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.loop import train
+from mtjax.train.objective import SavedWeights
 from mtjax.train.setup import restore_or_initialize
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
@@ -103,7 +104,7 @@ def test_a_run_s_own_checkpoint_goes_before_the_weights_it_once_started_from(a_r
     found = {}
     for name, folder in (("first", tmp_path), ("later", a_run[0] / "checkpoints")):
         checkpoints = Checkpoints(folder, keep_last=1)
-        found[name] = restore_or_initialize(program, checkpoints, weights, config, Silent())
+        found[name] = restore_or_initialize(program, checkpoints, SavedWeights(weights), config, Silent())
         checkpoints.close()
         jax.tree.map(np.testing.assert_array_equal, found[name].state.parameters, a_run[1])
     assert (found["first"].step, found["later"].step) == (0, 2)

@@ -49,6 +49,16 @@ def test_berts_loss_sends_the_masked_tokens_alone():
     assert together == Counter(scalars | {array: 2 + 2, first: 2})  # the compiler packs the first token's with either
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt"])
+def test_a_finetuned_head_sends_one_token_of_each_sample_where_sequences_are_split(family):
+    """In 2 microbatches of 2; without split sequences every rank has what it needs."""
+    head = {"family": family, "head": "classification", "num_labels": 3}
+    whole, split = report_of(**head), report_of(**head, sequence_parallel=True)
+    assert whole.verdict.violations == split.verdict.violations == ()
+    assert sent(whole, "loss forward") == sent(whole, "loss backward") == {}
+    assert sent(split, "loss forward") == {("all-reduce", 2 * 64, "f32"): 2}
+
+
 def test_a_t5_decoder_layer_has_three_sublayers():
     """An encoder of 3 layers and 64 tokens, a decoder of 2 layers and 32 tokens; 2 microbatches of 2."""
     report = report_of(**T5)

@@ -21,6 +21,8 @@ MODELS = {
     "bert": {"family": "bert"},
     "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
     "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "gpt, finetuned": {"head": "classification", "num_labels": 3},
+    "bert, finetuned": {"family": "bert", "head": "regression"},
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},

@@ -30,7 +30,7 @@ T5 = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("relative", "learned"), "norm_placement": ("pre",)},
+    choices={"position": ("relative", "learned"), "norm_placement": ("pre",), "head": ("language",)},
     own=frozenset({"num_decoder_layers", "decoder_sequence_length"}),
     check=check,
 )

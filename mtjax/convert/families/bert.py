@@ -4,7 +4,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import mlp_size
-from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
+from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name, head_json, head_settings
 from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -33,6 +33,8 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
         *linear("order.pooler", "bert.pooler.dense", "embed", "features"),
         *linear("order.classifier", "cls.seq_relationship", "embed", "classes"),
         row("output", "cls.predictions.decoder.weight", "vocab embed"),
+        *linear("head.pooler", "bert.pooler.dense", "embed", "features"),
+        *linear("head.classifier", "classifier", "embed", "classes"),
     )
 
 
@@ -99,12 +101,13 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
             "mlp_size": config.get("intermediate_size", 3072),
             "activation": ACTIVATIONS[config.get("hidden_act", "gelu")],
             "sentence_order": any("pooler" in name or "seq_relationship" in name for name in names),
+            **head_settings(config),
         }
 
     def write(model: Model) -> dict[str, Any]:
         head = "ForPreTraining" if model.sentence_order else "ForMaskedLM"
         return {
-            "architectures": [f"{model_class}{head}"],
+            **head_json(model, model_class, f"{model_class}{head}"),
             "intermediate_size": mlp_size(model),
             "hidden_act": activation_name(model),
             "is_decoder": False,

@@ -1,11 +1,12 @@
 """The description of a Hugging Face family, from which reading, writing and refusing follow."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mtjax.config import Config, Model, replace
 from mtjax.config.shape import effective_settings
+from mtjax.config.sizes import num_outputs
 from mtjax.convert.table import Table
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -88,6 +89,46 @@ class Family:
             for name, value in effective_settings(model).items()
             if name not in ignored and converted.get(name) != value
         ]
+
+
+CLASSIFIER = "ForSequenceClassification"
+"""What the names of transformers' classes end with that have one of finetuning's heads."""
+
+
+def head_settings(config: Json) -> dict[str, Any]:
+    """Our settings of the head that a config.json describes."""
+    if not any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ()):
+        return {"head": "language"}
+    labels = len(config.get("id2label") or ()) or int(config.get("num_labels", 2))
+    if config.get("problem_type") == "regression" or labels == 1:
+        return {"head": "regression"}
+    return {"head": "classification", "num_labels": labels}
+
+
+def head_json(model: Model, name: str, architecture: str) -> dict[str, Any]:
+    """Their keys of our head.
+
+    Args:
+      model: with any head.
+      name: what the classes of its family begin with.
+      architecture: the class with the head of language.
+    """
+    if model.head == "language":
+        return {"architectures": [architecture]}
+    kind = "regression" if model.head == "regression" else "single_label_classification"
+    return {
+        "architectures": [f"{name}{CLASSIFIER}"],
+        "problem_type": kind,
+        **labels_json([f"LABEL_{number}" for number in range(num_outputs(model))]),
+    }
+
+
+def labels_json(labels: Sequence[str]) -> dict[str, Any]:
+    """Their keys of the names of classes."""
+    return {
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+        "label2id": {label: number for number, label in enumerate(labels)},
+    }
 
 
 def activation_name(model: Model) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name
+from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name, head_json, head_settings
 from mtjax.convert.families.rows import decoder, norm, row
 from mtjax.convert.table import Row
 
@@ -27,6 +27,8 @@ POSITIONS = row("positions", "transformer.wpe.weight", "seq embed")
 MASKS = r"h\.\d+\.attn\.(bias|masked_bias)"
 TABLE = decoder("gpt2", "transformer.", "wte.weight", LAYER, "ln_f", POSITIONS, ignored=MASKS)
 
+ARCHITECTURE = "GPT2LMHeadModel"
+
 FIELDS = (
     Field("num_layers", "n_layer", 12),
     Field("hidden_size", "n_embd", 768),
@@ -43,16 +45,24 @@ FIELDS = (
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
-    return {"family": "gpt", "activation": ACTIVATIONS[config.get("activation_function", "gelu_new")]}
+    return {
+        "family": "gpt",
+        "activation": ACTIVATIONS[config.get("activation_function", "gelu_new")],
+        **head_settings(config),
+    }
 
 
 def _write(model: Model) -> dict[str, Any]:
-    return {"activation_function": activation_name(model), "embd_pdrop": model.hidden_dropout}
+    return {
+        "activation_function": activation_name(model),
+        "embd_pdrop": model.hidden_dropout,
+        **head_json(model, "GPT2", ARCHITECTURE),
+    }
 
 
 GPT2 = Family(
     model_type="gpt2",
-    architecture="GPT2LMHeadModel",
+    architecture=ARCHITECTURE,
     table=TABLE,
     fields=FIELDS,
     read=_read,

@@ -4,7 +4,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
-from mtjax.convert.families.family import Family, Field, Json
+from mtjax.convert.families.family import Family, Field, Json, head_json, head_settings
 from mtjax.convert.families.rows import attention, decoder, linear, norm, stacked
 from mtjax.errors import UserError
 
@@ -20,6 +20,8 @@ LAYER = (
 )
 FREQUENCIES = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 TABLE = decoder("llama", "model.", "embed_tokens.weight", LAYER, "norm", ignored=FREQUENCIES)
+
+ARCHITECTURE = "LlamaForCausalLM"
 
 FIELDS = (
     Field("num_layers", "num_hidden_layers", 32),
@@ -55,6 +57,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
         "mlp_size": config.get("intermediate_size", 11008),
         "hidden_dropout": 0.0,
         **_read_rope(config),
+        **head_settings(config),
     }
 
 
@@ -75,6 +78,7 @@ def _write(model: Model) -> dict[str, Any]:
     rope = {ROPE[ours]: getattr(model, ours) for ours in SCALED_BY[kind]}
     rope |= {"rope_type": "default" if kind == "none" else kind}
     return {
+        **head_json(model, "Llama", ARCHITECTURE),
         "hidden_act": "silu",
         "mlp_bias": model.bias,
         "num_key_value_heads": num_kv_heads(model),
@@ -89,7 +93,7 @@ def _write(model: Model) -> dict[str, Any]:
 
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
+    architecture=ARCHITECTURE,
     table=TABLE,
     fields=FIELDS,
     read=_read,

@@ -61,6 +61,7 @@ def decoder(
             *layer,
             *norm("final_norm", f"{prefix}{final_norm}"),
             row("output", output, "vocab embed"),
+            row("head.classifier.weight", "score.weight", "classes embed"),
         ),
         ignored=(re.escape(prefix) + ignored,),
         copies={output: f"{prefix}{words}"},

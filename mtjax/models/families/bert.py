@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.sharding import reshard
 from jaxtyping import Float, Int
@@ -16,7 +17,7 @@ from mtjax.config import Config
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
-from mtjax.models.heads import Masked, MaskedLMHead, SentenceOrderHead, WithVocabulary
+from mtjax.models.heads import Masked, MaskedLMHead, PoolerHead, WithVocabulary, class_losses
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
@@ -25,17 +26,16 @@ from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
+KEYS = 7
+"""Parts of an encoder and its heads that draw parameters."""
 
-class BERT(WithVocabulary):
-    """An encoder with the two heads of its pretraining.
 
-    Parameters count those of a GPT of the same size, `h (h + 3) + V` of the masked-LM head, `h (h + 1) + 2 (h + 1)` of
-    the sentence-order head and `h` for each token type.
-    """
+class Encoder(nnx.Module):
+    """Everything but a head."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
-        table_key, position_key, type_key, stack_key, head_key, order_key, output_key = jax.random.split(key, 7)
+        table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = {"token_types": model.num_token_types, "embed": model.hidden_size}
         recompute = Recompute.of(config.training)
         self.embedding = vocabulary_table(model, table_key)
@@ -46,9 +46,6 @@ class BERT(WithVocabulary):
         )
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
-        self.head = MaskedLMHead(model, dtype, key=head_key)
-        self.order = SentenceOrderHead(model, key=order_key) if model.sentence_order else None
-        self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
         self.rate = model.hidden_dropout
         self.dtype = dtype
 
@@ -86,6 +83,21 @@ class BERT(WithVocabulary):
     def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
         return Context(keys, batch["padding_mask"], is_causal=False)
 
+
+class BERT(Encoder, WithVocabulary):
+    """An encoder with the two heads of its pretraining.
+
+    Parameters count those of a GPT of the same size, `h (h + 3) + V` of the masked-LM head, `h (h + 1) + 2 (h + 1)` of
+    the sentence-order head and `h` for each token type.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        super().__init__(config, key=key)
+        model, (head_key, order_key, output_key) = config.model, jax.random.split(key, KEYS)[4:]
+        self.head = MaskedLMHead(model, self.dtype, key=head_key)
+        self.order = PoolerHead(model, 2, key=order_key) if model.sentence_order else None
+        self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
+
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each masked token, 0 of the others, and of each sample's sentence order."""
         hidden = self.final_norm(stream.x)
@@ -94,8 +106,10 @@ class BERT(WithVocabulary):
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
-            order = {} if self.order is None else {"sentence_order": self.order.losses(hidden, batch["sentence_order"])}
-            return {"masked_lm": masked.put(losses), **order}
+            parts = {"masked_lm": masked.put(losses)}
+            if self.order is not None:
+                parts["sentence_order"] = class_losses(self.order(hidden), batch["sentence_order"])
+            return parts
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""

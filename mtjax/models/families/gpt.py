@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -23,11 +24,8 @@ from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 
-class GPT(WithVocabulary):
-    """A decoder-only language model.
-
-    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
-    """
+class Decoder(nnx.Module):
+    """Everything but a head."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
@@ -40,7 +38,6 @@ class GPT(WithVocabulary):
             model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
         )
         self.final_norm = make_norm(model, dtype)
-        self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
         self.rate = model.hidden_dropout
         self.dtype = dtype
 
@@ -78,6 +75,18 @@ class GPT(WithVocabulary):
         ids = batch.get("position_ids")
         rotation = self.rotary(jnp.arange(batch["tokens"].shape[1])[None] if ids is None else ids)
         return Context(keys, batch.get("segment_ids"), rotation)
+
+
+class GPT(Decoder, WithVocabulary):
+    """A decoder-only language model.
+
+    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
+    """
+
+    def __init__(self, config: Config, *, key: Array) -> None:
+        super().__init__(config, key=key)
+        model = config.model
+        self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each next token."""

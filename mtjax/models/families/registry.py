@@ -8,6 +8,7 @@ from jax import Array
 
 from mtjax.config import Config
 from mtjax.models.families.bert import BERT
+from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.llama import Llama
 from mtjax.models.families.t5 import T5
@@ -15,7 +16,7 @@ from mtjax.models.trunk import Batch, Trunk
 
 
 class LanguageModel(Trunk, Protocol):
-    """A model that a train step can train.
+    """A model that a train step can train: of language, or of what finetuning makes of one.
 
     It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by
     `loss_weights`; the sum of the losses is minimised.
@@ -42,7 +43,14 @@ class LanguageModel(Trunk, Protocol):
 
 MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT, "t5": T5}
 
+FINETUNED: Mapping[str, type[LanguageModel]] = {
+    "gpt": FinetunedDecoder,
+    "llama": FinetunedDecoder,
+    "bert": FinetunedEncoder,
+}
+"""Those that can have another head than that of pretraining, with it."""
+
 
 def model_class(config: Config) -> type[LanguageModel]:
-    """The class of a config's family."""
-    return MODEL_CLASSES[config.model.family]
+    """The class of a config's family, with its head."""
+    return (MODEL_CLASSES if config.model.head == "language" else FINETUNED)[config.model.family]

@@ -1,11 +1,12 @@
 """BERT: a stack of layers that look both ways, the masked-LM head and the sentence-order head."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import most_masked, padded_vocab_size
+from mtjax.config.sizes import most_masked, num_outputs, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, TokenTypes
-from mtjax.theory.parts.heads import MaskedOutput, SentenceOrder
+from mtjax.theory.parts.heads import MaskedOutput, OneToken
+from mtjax.theory.parts.part import Part
 
 
 def bert(model: Model) -> Anatomy:
@@ -14,19 +15,25 @@ def bert(model: Model) -> Anatomy:
     is_post = model.norm_placement == "post"
     norm = Norm("embedding_norm" if is_post else "final_norm", model.norm, hidden)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
-    masked = MaskedOutput(
-        rows,
-        hidden,
-        most_masked(tokens),
-        owns_table=not model.tie_embeddings,
-        norm=model.norm,
-        takes_first=model.sentence_order,
-    )
-    order = (SentenceOrder(hidden),) if model.sentence_order else ()
     embed = (Lookup(rows, hidden), Positions(tokens, hidden), TokenTypes(model.num_token_types, hidden))
+    head = _pretraining(model) if model.head == "language" else (OneToken(hidden, num_outputs(model)),)
     return Anatomy(
         model,
         embed=(*embed, norm) if is_post else embed,
         stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, is_post_norm=is_post),),
-        head=(masked, *order) if is_post else (norm, masked, *order),
+        head=head if is_post else (norm, *head),
     )
+
+
+def _pretraining(model: Model) -> tuple[Part, ...]:
+    """The two heads."""
+    masked = MaskedOutput(
+        padded_vocab_size(model),
+        model.hidden_size,
+        most_masked(model.sequence_length),
+        owns_table=not model.tie_embeddings,
+        norm=model.norm,
+        takes_first=model.sentence_order,
+    )
+    order = OneToken(model.hidden_size, 2, "order", stands_alone=False)
+    return (masked, order) if model.sentence_order else (masked,)

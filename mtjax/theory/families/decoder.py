@@ -1,12 +1,13 @@
 """GPT and Llama: a stack of layers that look back."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads, num_outputs, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.parts.attention import Attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions
-from mtjax.theory.parts.heads import Output
+from mtjax.theory.parts.heads import OneToken, Output
 from mtjax.theory.parts.mlp import MLP
+from mtjax.theory.parts.part import Part
 
 
 def decoder(model: Model) -> Anatomy:
@@ -21,12 +22,11 @@ def decoder(model: Model) -> Anatomy:
         (self_attention(model, tokens, is_causal=True), mlp(model, tokens)),
     )
     final = Norm("final_norm", model.norm, hidden)
-    return Anatomy(
-        model,
-        embed=(Lookup(rows, hidden), *positions),
-        stacks=(stack,),
-        head=(final, Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)),
-    )
+    if model.head == "language":
+        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
+    else:
+        head = OneToken(hidden, num_outputs(model), has_pooler=False)
+    return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=(stack,), head=(final, head))
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:

@@ -95,21 +95,36 @@ class MaskedOutput(Output):
 
 
 @dataclass(frozen=True)
-class SentenceOrder(Part):
-    """BERT's second head: a pooler on the first token and a classifier, which every rank holds."""
+class OneToken(Part):
+    """A head on the hidden state of one token, which every rank holds: a pooler, where it has one, and a linear layer.
+
+    BERT's second head, and the heads of finetuning.
+    """
 
     hidden: int
+    outputs: int
+    name: str = "head"
+    has_pooler: bool = True
+    """Where not, the linear layer has no bias either."""
+    stands_alone: bool = True
+    """False where another head, which the contract counts with it, takes hidden states too."""
 
     @property
     def weights(self) -> list[Weight]:
         embed = {"embed": self.hidden}
-        return [
-            *linear("order.pooler", embed, {"features": self.hidden}),
-            *linear("order.classifier", embed, {"classes": 2}),
-        ]
+        pooler = linear(f"{self.name}.pooler", embed, {"features": self.hidden}) if self.has_pooler else []
+        classes = {"classes": self.outputs}
+        return [*pooler, *linear(f"{self.name}.classifier", embed, classes, bias=self.has_pooler)]
 
     def products(self, model_ways: int = 1) -> list[Product]:
-        return [Product(1, self.hidden, self.hidden), Product(1, self.hidden, 2)]
+        pooler = [Product(1, self.hidden, self.hidden)] if self.has_pooler else []
+        return [*pooler, Product(1, self.hidden, self.outputs)]
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        if not stream.split or not self.stands_alone:
+            return []
+        why = "hidden state of the one token, from all parts of the sequence"
+        return [over_model(LOSS_FORWARD, "all-reduce", stream.turns, "batch*hidden", why)]
 
 
 def _scalars(tokens: str, stream: Stream, why: str) -> Expectation:

@@ -27,6 +27,8 @@ Tree = Any
 
 CONVERTED = "weights"
 """Subfolder of a converted folder that corresponds to a run's `checkpoints/STEP`."""
+BEST = "best"
+"""Subfolder of a finetuned run that has its best checkpoint."""
 PREFIX = "parameters"
 """What the names of parameters in a state begin with."""
 
@@ -67,7 +69,8 @@ class Weights:
 
 
 def find_weights(folder: Path) -> Weights:
-    """The weights in `folder`: a converted folder, a run's folder (its newest checkpoint), or one checkpoint.
+    """The weights in `folder`: a converted folder, a run's folder (its best checkpoint where
+    it keeps one, else its newest), or one checkpoint.
 
     Raises:
       UserError: there are none, they are in another format (says how to convert them), they can't be read, or their
@@ -89,7 +92,8 @@ def find_weights(folder: Path) -> Weights:
 def _candidates(folder: Path) -> list[Path]:
     """Where weights may be, the preferred place first."""
     steps = [p for parent in (folder / "checkpoints", folder) for p in parent.glob("*") if p.name.isdigit()]
-    return [folder, folder / CONVERTED, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
+    best = [p for p in (folder / BEST).glob("*") if p.name.isdigit()]
+    return [folder, folder / CONVERTED, *best, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
 
 
 def _advice(folder: Path) -> str:

@@ -153,7 +153,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
     steps, losses = _curve(entries, "valid_loss")
     if steps:
         axes.plot(steps, losses, "o-", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=image.parent.name)
+    axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = image.with_name(f".{image.name}")

@@ -8,6 +8,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from mtjax.train.watch.metrics import Rates, device_memory
 
+SCORES = ("accuracy", "f1", "pearson")
+"""What validations of tasks measure besides the loss, without `valid_`."""
+
 
 class ProgressLine:
     """Shows a run's steps; silent in every process but the first.
@@ -60,6 +63,7 @@ def _losses(entry: dict[str, Any]) -> str:
     parts = [f"loss {entry['loss']:.4f}"]
     if "valid_loss" in entry:
         parts.append(f"valid {entry['valid_loss']:.4f}")
+    parts += [f"{name} {entry[f'valid_{name}']:.4f}" for name in SCORES if f"valid_{name}" in entry]
     if entry["skipped"]:
         parts[0] += " (skipped)"
     if "loss_scale" in entry:

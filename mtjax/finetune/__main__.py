@@ -1,0 +1,120 @@
+"""`python -m mtjax.finetune`, also `mtjax finetune`."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mtjax.cli import Command, argument, parse, run_main
+from mtjax.config import Config, replace
+from mtjax.errors import UserError
+from mtjax.finetune.options import DECIDED, DEFAULTS, DESCRIPTION, Options
+from mtjax.finetune.tasks.registry import TASKS
+from mtjax.interrupt import CtrlC
+from mtjax.theory.mesh import AUTO, parse_mesh
+from mtjax.train.watch.times import Times
+
+if TYPE_CHECKING:
+    from mtjax.convert.saved_model import Hints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+    times = Times()
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def body() -> int:
+        with CtrlC():
+            check_words(words)
+            command = parse(words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=())
+            config = command.config
+            if config.finetuning.task == "none":
+                raise UserError(f"--task is missing: it is one of {', '.join(TASKS)}")
+            if config.training.init_from is None and argument(words, "--config") is None:
+                raise UserError("--init-from is missing: the weights to begin with, say hf:DIR or a run")
+        run(command._replace(config=with_head(config)), words, times)
+        return 0
+
+    return run_main(body)
+
+
+def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
+    """Runs a finetuning, called by its config's name or, without one, by its task's."""
+    from mtjax.finetune.initial import PretrainedTrunk
+    from mtjax.finetune.objective import FineTuning
+    from mtjax.train.loop import train  # seconds to import: not before the options are right
+
+    config, show, choose_mesh = command.config, None, None
+    if command.options.inspect:
+        from mtjax.inspect.hook import show_program as show
+    if config.parallel.mesh == AUTO:
+        from mtjax.plan.auto import fastest_mesh as choose_mesh
+    init_from, task = config.training.init_from, TASKS[config.finetuning.task]
+    trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
+    name = command.name if argument(words, "--config") else task.name
+
+    def one(config: Config, times: Times) -> bool:
+        objective = FineTuning(task, trunk)
+        options = command.options.of_training()
+        return train(config, name, options, objective=objective, times=times, show=show, choose_mesh=choose_mesh)
+
+    if command.options.seeds == 1:
+        one(config, times)
+        return
+    from mtjax.finetune.seeds import run_seeds
+
+    goal = FineTuning(task, trunk).goal(config)
+    run_seeds(config, name, command.options.seeds, goal, lambda config: one(config, Times()))
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Checks that no option is given which the task decides.
+
+    Raises:
+      UserError: one is.
+    """
+    for name in DECIDED:
+        if any(word == f"--{name}" or word.startswith(f"--{name}=") for word in words):
+            raise UserError(f"--{name} has no effect on a finetuning: --epochs, --warmup-fraction and the rows decide")
+
+
+def base_config(start: Config, words: Sequence[str]) -> Config:
+    """What the options are laid over: a run's config as it is, else the weights' model with a finetuning's settings.
+
+    Raises:
+      UserError: there are no such weights.
+    """
+    if start.finetuning.task != "none" and "--resume" in words:
+        return start
+    config = start if argument(words, "--config") else replace(Config(), **DEFAULTS)
+    named = argument(words, "--init-from")
+    if named is None or {"-h", "--help"} & set(words):
+        return config
+    from mtjax.convert.saved_model import model_of
+
+    model = model_of(named, "--init-from", hints_of(argument(words, "--mesh") or config.parallel.mesh))
+    return dataclasses.replace(config, model=model)
+
+
+def hints_of(mesh: str) -> "Hints":
+    """How a vocabulary is padded for a mesh."""
+    from mtjax.convert.saved_model import Hints, vocab_multiple_for  # imports jax, for seconds
+
+    return Hints(None if mesh == AUTO else vocab_multiple_for(parse_mesh(mesh)))
+
+
+def with_head(config: Config) -> Config:
+    """The config with the head of its task.
+
+    Raises:
+      UserError: the family has no such head.
+    """
+    family, task = config.model.family, TASKS[config.finetuning.task]
+    if family == "t5":
+        raise UserError("t5 writes its answers, and has no head for a task: take weights of a bert, gpt or llama")
+    labels = {"num_labels": len(task.labels)} if task.labels else {}
+    return replace(config, head=task.head, **labels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What a finetuning begins with: a pretrained trunk of any format, and a head, drawn where the weights have none."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtjax.config import Model
+from mtjax.config.shape import differences
+from mtjax.convert.saved_model import Hints, SavedModel
+from mtjax.errors import UserError
+from mtjax.sharding.records import dotted
+from mtjax.train.step import Program
+
+HEAD = "head"
+"""The module of a head."""
+POOLER = {f"{HEAD}.pooler.{kind}": f"order.pooler.{kind}" for kind in ("weight", "bias")}
+"""What a head takes over from BERT's pretraining."""
+
+
+@dataclass(frozen=True)
+class PretrainedTrunk:
+    """Weights of a model with any head, of any format: opened once devices are there."""
+
+    name: str
+    hints: Hints
+
+    @cached_property
+    def saved(self) -> SavedModel:
+        """The weights.
+
+        Raises:
+          UserError: they can't be read.
+        """
+        return SavedModel.open(self.name, self.hints)
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self.saved.folder
+
+    def check(self, program: Program) -> None:
+        """Checks that a program's model is theirs, but for the head and fewer positions.
+
+        Raises:
+          UserError: lists how it differs.
+        """
+        theirs, ours = self.saved.config.model, program.config.model
+        if ours.sequence_length > theirs.sequence_length and ours.position == "learned":
+            raise UserError(
+                f"sequence_length {ours.sequence_length} is above the {theirs.sequence_length} positions of the "
+                f"weights in {self.folder}"
+            )
+        names = ("head", "num_labels", "sequence_length", "sentence_order", "vocab_multiple", "tie_embeddings")
+        like_theirs = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in names})
+        if listed := "".join(f"\n  {difference}" for difference in differences(theirs, like_theirs)):
+            raise UserError(f"the weights in {self.folder} are of another model; use its settings:{listed}")
+
+    def read(self, program: Program) -> Any:
+        """The parameters, placed as the program keeps them; what the weights lack of the head is drawn by the seed.
+
+        Raises:
+          UserError: they are damaged, or can't be read.
+        """
+        theirs = set(self.saved.source.parameters) - self.saved.source.origin.fresh
+        leaves, structure = jax.tree_util.tree_flatten_with_path(program.restore_target)
+        targets = {dotted(path): leaf for path, leaf in leaves}
+        same_head = _head_of(self.saved.config.model) == _head_of(program.config.model)
+        sources = {name: name if same_head or not name.startswith(f"{HEAD}.") else POOLER.get(name) for name in targets}
+        read = {there: targets[here] for here, there in sources.items() if there in theirs}
+        arrays = self.saved.read({name: leaf for name, leaf in read.items() if name is not None}, program)
+        drawn = program.draw(program.config.training.seed, HEAD)
+        fresh = {f"{HEAD}.{dotted(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(drawn)}
+        parameters = [arrays[there] if (there := sources[name]) in arrays else fresh[name] for name in targets]
+        return jax.tree_util.tree_unflatten(structure, parameters)
+
+
+def _head_of(model: Model) -> tuple[str, int]:
+    return model.head, model.num_labels if model.head == "classification" else 1

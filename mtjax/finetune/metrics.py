@@ -1,0 +1,61 @@
+"""The metrics of tasks as GLUE computes them, from outputs and labels. F1, Pearson and Spearman are in [-1, 1]."""
+
+import numpy as np
+
+from mtjax.finetune.tasks.task import Scores
+
+
+def of_classes(outputs: np.ndarray, labels: np.ndarray) -> Scores:
+    """Accuracy, and F1 averaged over the classes that occur in labels or answers."""
+    chosen = outputs.argmax(1)
+    occurring = np.union1d(chosen, labels)
+    return accuracy(outputs, labels) | {"f1": float(np.mean([_f1(chosen == c, labels == c) for c in occurring]))}
+
+
+def accuracy(outputs: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Share of rows whose largest output is the label's."""
+    return {"accuracy": float(np.mean(outputs.argmax(1) == labels))}
+
+
+def accuracy_and_f1(outputs: np.ndarray, labels: np.ndarray) -> Scores:
+    """Accuracy, and F1 of the class 1, as for QQP."""
+    return accuracy(outputs, labels) | {"f1": _f1(outputs.argmax(1) == 1, labels == 1)}
+
+
+def correlations(outputs: np.ndarray, labels: np.ndarray) -> Scores:
+    """Pearson's and Spearman's correlation, as for STS-B, and the mean squared error; 0 where all are equal."""
+    values = outputs[:, 0].astype(np.float64)
+    return {
+        "pearson": _correlation(values, labels),
+        "spearman": _correlation(_ranks(values), _ranks(labels)),
+        "mean_squared_error": float(np.mean((values - labels) ** 2)),
+    }
+
+
+def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
+    """Of the rows: cross-entropy of classes, squared error of numbers; in float64."""
+    outputs = outputs.astype(np.float64)
+    if not np.issubdtype(labels.dtype, np.integer):
+        return float(np.mean((outputs[:, 0] - labels) ** 2))
+    largest = outputs.max(1)
+    log_sum = largest + np.log(np.exp(outputs - largest[:, None]).sum(1))
+    return float(np.mean(log_sum - outputs[np.arange(len(labels)), labels]))
+
+
+def _f1(chosen: np.ndarray, right: np.ndarray) -> float:
+    """2 TP / (2 TP + FP + FN); 0 where nothing is, or should be, chosen."""
+    both = int((chosen & right).sum())
+    return 2 * both / max(int(chosen.sum()) + int(right.sum()), 1)
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    scale = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / scale if scale else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """From 1; equal values share the mean of their ranks."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[place]

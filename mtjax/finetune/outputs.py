@@ -1,0 +1,42 @@
+"""What a finetuned model gives for rows: logits or numbers, batch by batch over the mesh."""
+
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax import Array
+
+from mtjax.data.samples.sample import Dataset, stack
+from mtjax.models.families.finetuned import GivesOutputs
+from mtjax.models.placed import Placed, Tree
+from mtjax.models.trunk import Stream
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.placement import global_batch, process_rows, replicated
+
+
+class Outputs:
+    """Runs a model without dropout, a global batch of its config at a time."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed, self.batch = placed, placed.config.training.global_batch_size
+        self._mine = process_rows(placed.batch_sharding, self.batch)
+
+    def of(self, parameters: Tree, samples: Dataset) -> np.ndarray:
+        """[rows, outputs] float32: logits, or the numbers of a regression."""
+        names, parts = [name for name in self.placed.batch_names if name != "sample_index"], []
+        for start in range(0, len(samples), self.batch):
+            numbers = np.minimum(start + self._mine, len(samples) - 1)  # the last batch repeats the last row
+            local = stack([samples[int(number)] for number in numbers])
+            batch = global_batch(self.placed.batch_sharding, {name: local[name] for name in names}, self.batch)
+            parts.append(np.asarray(self.placed.on_mesh(self._compiled, parameters, batch)))
+        return np.concatenate(parts)[: len(samples)]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._outputs, out_shardings=replicated(self.placed.mesh))
+
+    def _outputs(self, parameters: Tree, batch: dict[str, Array]) -> Array:
+        with use_rules(self.placed.layout.rules):
+            model = cast(GivesOutputs, self.placed.model_in_use(parameters))
+            return model.outputs(Stream(self.placed.final_stream(parameters, batch)), batch)

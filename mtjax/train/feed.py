@@ -1,0 +1,26 @@
+"""Batches on the mesh of a program, from a position in the data onwards."""
+
+import jax
+
+from mtjax import data
+from mtjax.config import Config
+from mtjax.data import BatchSchedule, Dataset, Loader
+from mtjax.models.placed import Placed
+from mtjax.sharding.placement import global_batch, process_rows
+
+
+def open_batches(placed: Placed, config: Config, dataset: Dataset, consumed: int, schedule: BatchSchedule) -> Loader:
+    """This process' rows of every batch, from a position in the data onwards."""
+    return data.open_loader(
+        config,
+        dataset,
+        rows=lambda size: process_rows(placed.batch_sharding, size),
+        start_sample=consumed,
+        schedule=schedule,
+    )
+
+
+def next_batch(placed: Placed, batches: Loader, size: int) -> dict[str, jax.Array]:
+    """The next global batch, of what the program reads."""
+    local = next(batches)
+    return global_batch(placed.batch_sharding, {name: local[name] for name in placed.batch_names}, size)

@@ -1,0 +1,199 @@
+"""What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mtjax import config as configs
+from mtjax import data
+from mtjax.config import Config
+from mtjax.data import Dataset, Tokenizer
+from mtjax.errors import UserError
+from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
+from mtjax.train.feed import next_batch, open_batches
+from mtjax.train.sample import continue_text, continues_text
+from mtjax.train.step import Program
+from mtjax.train.watch.best import Goal
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads."""
+
+    tokenizer: Tokenizer
+    train: Dataset
+    held_out: Dataset | None
+    """What validation reads; None when there is none."""
+
+
+class InitialWeights(Protocol):
+    """What a run begins with, instead of random numbers."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        ...
+
+    def check(self, program: Program) -> None:
+        """Checks that it is of the program's model.
+
+        Raises:
+          UserError: lists how it differs.
+        """
+        ...
+
+    def read(self, program: Program) -> Tree:
+        """The parameters, placed as the program keeps them.
+
+        Raises:
+          UserError: they are damaged, or can't be read.
+        """
+        ...
+
+
+class Objective(Protocol):
+    """What a run learns."""
+
+    command: str
+    """What the user types to start it: `mtjax train`."""
+
+    def initial_weights(self, config: Config) -> InitialWeights | None:
+        """What `init_from` names; None for random weights.
+
+        Raises:
+          UserError: there are no such weights.
+        """
+        ...
+
+    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+        """What the run reads, and the config with everything that this and the folder decide filled in.
+
+        Raises:
+          UserError: the data can't be used.
+        """
+        ...
+
+    def validate(self, program: Program, parameters: Tree, held_out: Dataset) -> dict[str, float]:
+        """The entries of the metrics that a validation gives, each `valid_...`; `valid_loss` among them."""
+        ...
+
+    def goal(self, config: Config) -> Goal | None:
+        """By what the best checkpoint is chosen; None keeps none."""
+        ...
+
+    def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
+        """What the summary shows of the trained model, indented lines or nothing."""
+        ...
+
+    def next_commands(self, config: Config, out: str) -> list[str]:
+        """What the user may type when the run is done; `out` is its folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """All weights of a model, of a run or as `mtjax convert` wrote them."""
+
+    weights: Weights
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self.weights.folder
+
+    def check(self, program: Program) -> None:
+        """Checks settings and shapes.
+
+        Raises:
+          UserError: lists all differences.
+        """
+        check_same_weights(self.weights, program.abstract_parameters, program.config, program.layer_orders)
+
+    def read(self, program: Program) -> Tree:
+        """The parameters, each device's part read on its own.
+
+        Raises:
+          UserError: they are damaged, or can't be read.
+        """
+        return restore_weights(self.weights, program.restore_target, program.layer_orders)
+
+
+class Pretraining:
+    """The family's own objective, on text."""
+
+    command = "mtjax train"
+
+    def initial_weights(self, config: Config) -> InitialWeights | None:
+        """A run's or converted weights.
+
+        Raises:
+          UserError: there are none, or the model's head is not of language.
+        """
+        if config.model.head != "language":
+            raise UserError(
+                f"a head for {config.model.head} is not trained on text: mtjax finetune trains it and resumes its runs"
+            )
+        init_from = config.training.init_from
+        return SavedWeights(find_weights(init_from)) if init_from else None
+
+    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+        """The text that a config names.
+
+        Raises:
+          UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
+        """
+        tokenizer = data.load_tokenizer(config)
+        config = resolve(config, tokenizer, folder)
+        train = data.open_dataset(config, "train", data.train_samples(config.training))
+        held_out_samples = config.output.valid_batches * config.training.global_batch_size
+        held_out = data.open_dataset(config, "valid", held_out_samples) if config.output.valid_every else None
+        return config, Text(tokenizer, train, held_out)
+
+    def validate(self, program: Program, parameters: Tree, held_out: Dataset) -> dict[str, float]:
+        """Means over the first batches: `valid_loss`, and each loss where the family has several."""
+        config = program.config
+        size = config.training.global_batch_size
+        totals: dict[str, tuple[Any, Any]] = {}
+        with open_batches(program, config, held_out, 0, data.constant(size)) as batches:
+            for _ in range(config.output.valid_batches):
+                sums = program.evaluate(parameters, next_batch(program, batches, size))
+                totals = {n: (s + totals[n][0], w + totals[n][1]) if totals else (s, w) for n, (s, w) in sums.items()}
+        means = {f"valid_{name}": float(s) / max(float(w), 1.0) for name, (s, w) in totals.items()}
+        return means | {"valid_loss": sum(means.values())}
+
+    def goal(self, config: Config) -> Goal | None:
+        """None: the last checkpoint is the one to use."""
+        return None
+
+    def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
+        """A continuation of the prompt; nothing for models that don't continue text."""
+        if not continues_text(program.config):
+            return ""
+        text = continue_text(program, parameters, tokenizer, program.config.output.prompt)
+        printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+        return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"
+
+    def next_commands(self, config: Config, out: str) -> list[str]:
+        """Train on, or look at the step."""
+        file = f"{out}/config.toml"
+        resume = f"{self.command} --config {file} --resume --steps {2 * config.training.steps}"
+        return [resume, f"mtjax inspect --config {file}"]
+
+
+PRETRAINING = Pretraining()
+
+
+def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
+    """The config with everything that the text and the machine decide filled in.
+
+    Raises:
+      UserError: the vocabulary is smaller than the tokenizer's.
+    """
+    needed = data.vocabulary_size(config, tokenizer)
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
+    return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)

@@ -1,0 +1,50 @@
+"""The best validation of a run so far, and when to stop waiting for a better one."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What makes one validation better than another."""
+
+    metric: str
+    """Its name among a step's metrics."""
+    higher_is_better: bool = True
+    patience: int | None = None
+    """Validations in a row without a better one after which the run ends; None goes on to the last step."""
+
+
+class Best:
+    """The best validation so far, by a goal.
+
+    It keeps nothing of its own on disk: a resumed run makes it again from the metrics of the steps before.
+
+    Attributes:
+      step: of the best validation; 0 before the first.
+      value: of its metric.
+      since: validations after it.
+    """
+
+    def __init__(self, goal: Goal, history: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.goal, self.step, self.value, self.since = goal, 0, 0.0, 0
+        for entry in history:
+            self.look(entry)
+
+    def look(self, entry: Mapping[str, Any]) -> bool:
+        """Takes a step's metrics; returns whether they have a better value than all before."""
+        if self.goal.metric not in entry:
+            return False
+        value, sign = float(entry[self.goal.metric]), 1 if self.goal.higher_is_better else -1
+        if math.isnan(value) or (self.step and not sign * value > sign * self.value):
+            self.since += 1
+            return False
+        self.step, self.value, self.since = entry["step"], value, 0
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the goal's patience is at its end."""
+        return self.goal.patience is not None and self.since >= self.goal.patience

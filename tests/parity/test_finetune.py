@@ -1,0 +1,160 @@
+"""Finetuning against transformers' ...ForSequenceClassification: gradients, and the losses of five steps of AdamW."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.config import replace
+from mtjax.convert.__main__ import main as convert
+from mtjax.convert.hugging_face import HuggingFaceSource
+from mtjax.convert.saved_model import Hints
+from mtjax.convert.table import name_of, with_vocab
+from mtjax.finetune.initial import PretrainedTrunk
+from mtjax.sharding.placement import global_batch
+from mtjax.sharding.records import dotted
+from mtjax.train.step import Program, make_program
+from tests.parity.compare import relative, shaken
+from tests.tiny import mesh_of, tiny_config
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
+
+WORDS, LENGTH, BATCH, STEPS, TOLERANCE = 250, 16, 8, 5, 1e-5
+BERT = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 4, "max_position_embeddings": LENGTH, "pad_token_id": 0}
+BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "pad_token_id": 0}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
+LLAMA = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH}
+CASES = {
+    "bert": ("Bert", BERT, 3, "1x1", {}),
+    "bert, split sequences": ("Bert", BERT, 3, "2x4", {"sequence_parallel": True}),
+    "megatron-bert, numbers, layers computed again": ("MegatronBert", BERT, 1, "2x2", {"recompute": "full"}),
+    "gpt2, split sequences": ("GPT2", GPT2, 2, "2x4", {"sequence_parallel": True}),
+    "llama, stages": ("Llama", LLAMA, 1, "data=2,stage=2,model=2", {"microbatch_size": 2}),
+}
+
+
+def network_of(kind: str, settings: dict[str, Any], labels: int) -> Any:
+    """transformers' model with random weights."""
+    config = getattr(transformers, f"{kind}Config")(**settings, num_labels=labels)
+    network = shaken(lambda: getattr(transformers, f"{kind}ForSequenceClassification")(config))
+    return network.float()
+
+
+def rows(labels: int) -> dict[str, np.ndarray]:
+    """Rows of different lengths, with classes or numbers."""
+    random = np.random.default_rng(0)
+    place, lengths = np.arange(LENGTH), random.integers(3, LENGTH + 1, (BATCH, 1))
+    mask = (place < lengths).astype(np.int32)
+    return {
+        "tokens": (random.integers(1, WORDS, (BATCH, LENGTH)) * mask).astype(np.int32),
+        "token_types": ((place >= lengths // 2) * mask).astype(np.int32),
+        "padding_mask": mask,
+        "label": random.integers(0, labels, BATCH).astype(np.int32)
+        if labels > 1
+        else random.normal(size=BATCH).astype(np.float32),
+        "weight": np.ones(BATCH, np.float32),
+        "sample_index": np.arange(BATCH, dtype=np.uint32),
+    }
+
+
+def their_loss(network: Any, batch: dict[str, np.ndarray]) -> Any:
+    types = {"token_type_ids": torch.tensor(batch["token_types"]).long()} if hasattr(network, "bert") else {}
+    labels, mask = torch.tensor(batch["label"]), torch.tensor(batch["padding_mask"])
+    labels = labels.long() if labels.dtype == torch.int32 else labels
+    return network(torch.tensor(batch["tokens"]).long(), attention_mask=mask, labels=labels, **types).loss
+
+
+def as_theirs(folder: Path, tree: Any) -> dict[str, np.ndarray]:
+    """Arrays like our parameters under transformers' names."""
+    named = {dotted(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    found = {}
+    for parameter, layer, tensor in HuggingFaceSource(folder)._weights.selection.tensors():
+        array = named[parameter.name] if layer is None else named[parameter.name][layer]
+        found[name_of(tensor, layer)] = tensor.extract(with_vocab(array, parameter, WORDS), parameter)
+    return found
+
+
+def program_of(folder: Path, mesh: str, fields: dict[str, Any]) -> tuple[Program, PretrainedTrunk]:
+    trunk = PretrainedTrunk(f"hf:{folder}", Hints(256))
+    model = vars(trunk.saved.config.model)
+    config = replace(tiny_config(), **model | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention": "xla"})
+    rates = {"learning_rate": 3e-4, "warmup_steps": 0, "initial_learning_rate": 0.0, "min_learning_rate": 3e-4}
+    rates |= {"decay_style": "constant", "weight_decay": 0.0, "epsilon": 1e-4}
+    return make_program(replace(config, mesh=mesh, **rates, **fields), mesh_of(mesh)), trunk
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_losses_and_gradients_are_those_of_transformers_own_head(case, tmp_path):
+    kind, settings, labels, mesh, fields = case
+    network = network_of(kind, settings, labels)
+    network.save_pretrained(tmp_path)
+    program, trunk = program_of(tmp_path, mesh, fields)
+    trunk.check(program)
+    state, host = program.initialize(0, trunk.read(program)), rows(labels)
+    batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
+
+    loss, _, gradients = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None)), state.parameters, batch)
+    theirs = their_loss(network, host)
+    theirs.backward()
+    assert abs(float(loss) / theirs.item() - 1) < TOLERANCE
+    expected = {name: p.grad.numpy() for name, p in network.named_parameters()}
+    found = as_theirs(tmp_path, gradients)
+    assert set(found) == set(expected)
+    largest = max(np.abs(array).max() for array in expected.values())
+    for name, array in expected.items():
+        tiny = np.abs(array).max() < 1e-6 * largest  # keys' biases have no effect: theirs are rounding errors
+        assert tiny or relative(found[name], array) < TOLERANCE, name
+
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-4, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        theirs = their_loss(network, host)
+        theirs.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        state, results = program.step(state, batch)
+        assert abs(float(results["loss"]) / theirs.item() - 1) < TOLERANCE, step
+
+
+def test_a_base_model_lends_its_trunk_and_pooler_and_the_head_comes_from_the_seed(tmp_path):
+    network = network_of("Bert", BERT, 3)
+    network.bert.save_pretrained(tmp_path)
+    trunk = PretrainedTrunk(f"hf:{tmp_path}", Hints(256))
+    config = replace(
+        tiny_config(),
+        **vars(trunk.saved.config.model) | {"head": "classification", "num_labels": 3, "attention": "xla"},
+    )
+    drawn = []
+    for seed in (1, 1, 2):
+        program = make_program(replace(config, seed=seed, sequence_length=8), mesh_of("1x1"))
+        trunk.check(program)
+        parameters = trunk.read(program)
+        pooler = network.bert.pooler.dense.weight.detach().numpy()
+        np.testing.assert_array_equal(parameters["head"]["pooler"]["weight"], pooler.T)
+        positions = network.bert.embeddings.position_embeddings.weight.detach().numpy()
+        np.testing.assert_array_equal(parameters["positions"], positions[:8])
+        drawn.append(np.asarray(parameters["head"]["classifier"]["weight"]))
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != drawn[2]).all()
+
+
+@pytest.mark.parametrize("kind, settings, labels", [("Bert", BERT, 3), ("GPT2", GPT2, 1), ("Llama", LLAMA, 4)])
+def test_heads_travel_to_transformers_and_back(kind, settings, labels, tmp_path):
+    network = network_of(kind, settings, labels)
+    network.config.id2label = {i: f"name {i}" for i in range(labels)}
+    network.save_pretrained(tmp_path / "theirs")
+    assert convert(["--from", f"hf:{tmp_path / 'theirs'}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 0
+    assert convert(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
+    back = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
+    assert type(back) is type(network)
+    assert back.config.num_labels == labels
+    assert labels == 1 or back.config.id2label == network.config.id2label
+    tensors = back.state_dict()
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensors[name], tensor), name
