@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
@@ -84,7 +85,7 @@ class Decoder:
     """
 
     def __init__(self, placed: Placed, parameters: Tree) -> None:
-        """Prepares the weights.
+        """Prepares the weights; abstract ones, of which programs are only lowered, stay abstract.
 
         Raises:
           UserError: the family doesn't continue text, or the mesh has stages.
@@ -96,7 +97,18 @@ class Decoder:
         self.placed, self.config = placed, placed.config
         self.rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
+        self._call = jax.eval_shape if is_abstract else _call
         self.weights = self._prepared(parameters)
+
+    @classmethod
+    def abstract(cls, placed: Placed) -> "Decoder":
+        """One without weights, whose programs can be lowered.
+
+        Raises:
+          UserError: as of the constructor.
+        """
+        return cls(placed, placed.restore_target)
 
     @property
     def vocab_size(self) -> int:
@@ -104,6 +116,11 @@ class Decoder:
         size = self.config.model.vocab_size
         assert size is not None  # the table has rows
         return size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the tables."""
+        return padded_vocab_size(self.config.model)
 
     @property
     def context_length(self) -> int | None:
@@ -229,10 +246,10 @@ class Decoder:
         with self._traced():
             model: Any = self.placed.model_in_use(parameters)
             stack = model.stack.layers
-            take = jax.jit(partial(self._layer))
-            layers = [take(stack, jnp.int32(i)) for i in range(self.config.model.num_layers)]
+            take = jax.jit(self._layer)
+            layers = [self._call(take, stack, np.int32(i)) for i in range(self.config.model.num_layers)]
             model.stack.layers = None
-            return DecoderWeights(jax.jit(self._cast)(model), layers)
+            return DecoderWeights(self._call(jax.jit(self._cast), model), layers)
 
     def _layer(self, stack: Layer, number: Array) -> Layer:
         """One layer's own arrays."""
@@ -250,6 +267,10 @@ class Decoder:
             return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
 
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def no_draws(rows: int) -> Draws:

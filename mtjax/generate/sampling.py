@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float, Int, UInt32
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import WHOLE, spec, varying_like
 from mtjax.sharding.vocab import VocabSpecs, map_ranks, own_logits, own_rows
+from mtjax.theory.decoding import REPORTED
 
-MOST_LIKELY = 20
+MOST_LIKELY = REPORTED
 """Columns that are reported with their log-probabilities."""
 IN_PROMPT = 1 << 30
 """Bit of a count that says the token is in the prompt; the bits below count how often it was drawn."""
