@@ -7,14 +7,16 @@ read: long prompts don't keep others waiting.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, PromptChunk, Sequences
+from mtjax.generate.decoder import Cache, Decoder, PromptChunk, Sequences, TextToRead, cache_length
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.generate.sampling import Drawn, Draws, Warping
 
@@ -33,6 +35,8 @@ class _Running:
     request: Request
     place: int
     """Of the sequence."""
+    prompt: tuple[int, ...]
+    """What the sequence begins with: the request's, or what a text begins with that answers it."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
     written: int = 0
@@ -41,12 +45,12 @@ class _Running:
     @property
     def length(self) -> int:
         """Tokens of prompt and text."""
-        return len(self.request.prompt) + self.written
+        return len(self.prompt) + self.written
 
     @property
     def is_written(self) -> bool:
         """Whether the prompt was read."""
-        return self.read == len(self.request.prompt)
+        return self.read == len(self.prompt)
 
 
 class Engine:
@@ -62,7 +66,7 @@ class Engine:
         least that the running requests need.
 
     Attributes:
-      max_context: tokens of the longest sequence, prompt included.
+      max_context: tokens of the longest sequence, prompt included; of a T5, of the longest text that it writes.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Engine:
         shortest_cache: int = 128,
     ) -> None:
         self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
-        self.max_context = decoder.config.model.sequence_length
+        self.max_context = decoder.longest_text
         self._most_waiting, self._read_between = most_waiting, read_between
         self._free = list(range(sequences))[::-1]
         self._sequences = sequences
@@ -93,7 +97,8 @@ class Engine:
         """Puts a request into the queue.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
+            is to be echoed by a T5.
           QueueFull: too many wait.
         """
         self.check(request)
@@ -107,13 +112,22 @@ class Engine:
         """Checks that a request can be continued.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
+            is to be echoed by a T5.
         """
-        ids, size = request.prompt, self._decoder.vocab_size
+        ids, decoder, size = request.prompt, self._decoder, self._decoder.vocab_size
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
-        if len(ids) >= self.max_context:
-            raise UserError(f"the prompt has {len(ids)} tokens, and the model's context ends at {self.max_context}")
+        longest = decoder.config.model.sequence_length if decoder.reads_text else self.max_context - 1
+        if len(ids) > longest:
+            most = (
+                f"the model reads at most {longest}"
+                if decoder.reads_text
+                else f"the model's context ends at {longest + 1}"
+            )
+            raise UserError(f"the prompt has {len(ids)} tokens, and {most}")
+        if request.echo and decoder.reads_text:
+            raise UserError("a t5's prompt is read and not continued: its tokens have no log-probabilities to echo")
         if wrong := next((i for i in ids if not 0 <= i < size), None):
             raise UserError(f"the prompt has the id {wrong}, and the vocabulary ends at {size - 1}")
 
@@ -171,7 +185,8 @@ class Engine:
             self._end(running, "cancelled")
         for request in joining:
             place = self._free.pop()
-            self._running[place] = _Running(request, place)
+            start = (self._decoder.start_id,) if self._decoder.reads_text else request.prompt
+            self._running[place] = _Running(request, place, start)
 
     def _end(self, running: _Running, why: ENDED) -> None:
         del self._running[running.place]
@@ -189,16 +204,24 @@ class Engine:
             self._device = self._decoder.empty(self._sequences, need)
             return
         cache, sequences = self._device
-        length = cache[0].length
+        length = cache_length(cache)
         if length < need or length > 4 * need:
             self._device = self._decoder.resized(cache, need), sequences
 
     def _need(self, running: _Running) -> int:
-        prompt = len(running.request.prompt)
+        prompt = len(running.prompt)
         ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
         start = prompt // self._chunks[-1] * self._chunks[-1]
         filled = start + self._chunk_length(prompt - start)
+        if self._decoder.reads_text:
+            filled = self._text_length(running.request)
         return max(filled, min(prompt + ahead, self.max_context))
+
+    def _text_length(self, request: Request) -> int:
+        length = self._chunk_length(len(request.prompt))
+        while length < len(request.prompt):
+            length *= 2
+        return length
 
     def _chunk_length(self, tokens: int) -> int:
         return next((length for length in self._chunks if length >= tokens), self._chunks[-1])
@@ -207,18 +230,20 @@ class Engine:
 
     def _read_chunk(self, running: _Running) -> int:
         """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
-        request, start = running.request, running.read
-        prompt = request.prompt
-        length = self._chunk_length(len(prompt) - start)
+        request, prompt, start = running.request, running.prompt, running.read
+        length = 1 if self._decoder.reads_text else self._chunk_length(len(prompt) - start)
         own = prompt[start : start + length]
         after = prompt[start + 1 : start + length + 1]
-        tokens, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
-        tokens[: len(own)], targets[: len(after)] = own, after
         draws = draws_of(request.sampling, request.logprobs)
         first, count, place = (jnp.int32(number) for number in (start, len(own), running.place))
-        chunk = PromptChunk(jnp.asarray(tokens), jnp.asarray(targets), first, count, place, draws)
+        chunk = PromptChunk(_filled(own, length, 0), _filled(after, length, -1), first, count, place, draws)
         assert self._device is not None
-        cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
+        if self._decoder.reads_text:
+            length = self._text_length(request)
+            text = TextToRead(_filled(request.prompt, length, 0), jnp.int32(len(request.prompt)))
+            cache, sequences, drawn, scores = self._decoder.read_text(*self._device, text, chunk)
+        else:
+            cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
         self._device = cache, sequences
         running.read += len(own)
         if request.echo:
@@ -252,6 +277,12 @@ class Engine:
             self._end(running, "stop")
         elif running.written >= request.sampling.max_tokens or running.length >= self.max_context:
             self._end(running, "length")
+
+
+def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
+    filled = np.full(length, filling, np.int32)
+    filled[: len(ids)] = ids
+    return jnp.asarray(filled)
 
 
 def draws_of(sampling: Sampling, logprobs: bool) -> Draws:

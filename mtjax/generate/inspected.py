@@ -91,9 +91,10 @@ def inspect_decoding(config: Config, target: Target, sequences: int, length: int
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
     decoder = Decoder.abstract(Placed(config, target.mesh(shape)))
-    most = decoder.context_length
-    if most is not None and length > most:
-        raise UserError(f"--context is {length}, and the model has {most} positions: give at most these")
+    if length > decoder.longest_text:
+        raise UserError(
+            f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
+        )
     start = time.perf_counter()
     compiled = decoder.lower_step(sequences, length).compile()
     seconds = time.perf_counter() - start
