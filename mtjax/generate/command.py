@@ -9,6 +9,7 @@ from typing import Any
 
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
+from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.chat import ChatTemplate, Message
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.decoder import Decoder
@@ -18,6 +19,7 @@ from mtjax.generate.jsonl import JsonLines, Line, with_sample
 from mtjax.generate.options import Options
 from mtjax.generate.request import Sampling
 from mtjax.generate.show import Shown
+from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, config_in_words, load_model
 from mtjax.train.compile_cache import CompileCache
 
@@ -44,7 +46,9 @@ def run(options: Options) -> None:
         decoder = Decoder(model.placed, model.parameters, model.start_id)
         job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
         del model
-        if options.interactive:
+        if options.beams is not None:
+            search_beams(options, job, prompts)
+        elif options.interactive:
             job.chat()
         elif options.input is not None:
             job.file()
@@ -59,7 +63,18 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
       UserError: options are given that are of texts, or a prompt has no mask.
     """
     plain = Options(options.source)
-    of_texts = ("interactive", "samples", "stop", "ignore_eos", "echo", "show_logprobs", "logprobs", "sampling")
+    of_texts = (
+        "beams",
+        "length_penalty",
+        "interactive",
+        "samples",
+        "stop",
+        "ignore_eos",
+        "echo",
+        "show_logprobs",
+        "logprobs",
+        "sampling",
+    )
     if idle := next((name for name in of_texts if getattr(options, name) != getattr(plain, name)), None):
         named = "--temperature and the like" if idle == "sampling" else f"--{idle.replace('_', '-')}"
         raise UserError(f"a BERT fills masks, without any use for {named}: leave it out")
@@ -80,6 +95,34 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
 
+def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
+    """Shows, or writes, the most probable texts for some prompts.
+
+    Raises:
+      UserError: a prompt is too long, or its line asks for more than a search has.
+    """
+    if options.input is None or options.output is None:
+        for prompt in prompts:
+            for number, (text, beam) in enumerate(job.beams(prompt, options.sampling.max_tokens)):
+                if options.samples > 1 or len(tuple(prompts)) > 1:
+                    print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
+                print(text)
+        return
+    with JsonLines(options.input, options.output, options.samples, options.sampling, ()) as lines:
+        found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
+        for line in lines.left():
+            try:
+                if line.stops or replace(line.sampling, seed=0, max_tokens=1) != Sampling(max_tokens=1):
+                    raise UserError("--beams has use for max_tokens only: leave the other settings out")
+                if found[0] != line.number:
+                    found = line.number, job.beams(line.prompt, line.sampling.max_tokens)
+            except UserError as e:
+                raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
+            text, beam = found[1][line.sample]
+            ended = "stop" if beam.is_stopped else "length"
+            lines.write(line, {"text": text, "finish_reason": ended, "score": beam.score})
+
+
 class Job:
     """One run of the command."""
 
@@ -87,6 +130,24 @@ class Job:
         self._options, self._model = options, model
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
         self._decoder = decoder
+
+    def beams(self, prompt: str, max_tokens: int) -> list[tuple[str, Beam]]:
+        """The most probable texts for a prompt with their beams, the best one first.
+
+        Raises:
+          UserError: there are too many beams for the stop ids, or the prompt is too long.
+        """
+        options, tokenizer = self._options, self._model.tokenizer
+        assert options.beams is not None
+        search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
+        prompt_ids, texts = self._model.prompt_ids(prompt), []
+        for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
+            writer = TextWriter(tokenizer, () if self._decoder.reads_text else prompt_ids)
+            for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
+                writer.add(token)
+            writer.end()
+            texts.append((writer.text, beam))
+        return texts
 
     def continue_texts(self, prompts: Iterable[str]) -> None:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""

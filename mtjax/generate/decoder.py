@@ -10,7 +10,7 @@ Every device of a mesh works on all sequences; heads, MLP, vocabulary and cache 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -173,6 +173,11 @@ class Decoder:
         with self._traced():
             return self._compiled_read_text(self.weights, cache, sequences, text, chunk)
 
+    def follow(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
+        """Each sequence becomes a copy of another, [sequences], with another newest token."""
+        with self._traced():
+            return self._compiled_follow(cache, sequences, sources, tokens)
+
     def step(
         self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
     ) -> tuple[Cache, Sequences, Drawn]:
@@ -205,6 +210,14 @@ class Decoder:
     @cached_property
     def _compiled_read_text(self) -> Any:
         return jax.jit(self._read_text, donate_argnums=(1, 2))
+
+    @cached_property
+    def _compiled_follow(self) -> Any:
+        def follow(cache: Cache, state: Sequences, sources: Array, tokens: Array) -> tuple[Cache, Sequences]:
+            cache, state = jax.tree.map(lambda rows: jnp.take(rows, sources, axis=0), (cache, state))
+            return cache, dataclasses.replace(state, tokens=tokens)
+
+        return jax.jit(follow, donate_argnums=(0, 1))
 
     @cached_property
     def _compiled_resize(self) -> Any:
@@ -304,6 +317,24 @@ class Decoder:
             return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
 
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def prompt_chunk(prompt: Sequence[int], start: int, length: int, sequence: int, draws: Draws) -> PromptChunk:
+    """`length` tokens of a prompt from `start` on, or those that are left of it."""
+    own, after = prompt[start : start + length], prompt[start + 1 : start + length + 1]
+    first, count, place = (jnp.int32(number) for number in (start, len(own), sequence))
+    return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), first, count, place, draws)
+
+
+def filled_text(ids: Sequence[int], length: int) -> TextToRead:
+    """A text that is answered, filled up to a length."""
+    return TextToRead(_filled(ids, length, 0), jnp.int32(len(ids)))
+
+
+def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
+    filled = np.full(length, filling, np.int32)
+    filled[: len(ids)] = ids
+    return jnp.asarray(filled)
 
 
 def cache_length(cache: Cache) -> int:

@@ -7,16 +7,14 @@ read: long prompts don't keep others waiting.
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, PromptChunk, Sequences, TextToRead, cache_length
+from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.generate.sampling import Drawn, Draws, Warping
 
@@ -232,22 +230,19 @@ class Engine:
         """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
         request, prompt, start = running.request, running.prompt, running.read
         length = 1 if self._decoder.reads_text else self._chunk_length(len(prompt) - start)
-        own = prompt[start : start + length]
-        after = prompt[start + 1 : start + length + 1]
         draws = draws_of(request.sampling, request.logprobs)
-        first, count, place = (jnp.int32(number) for number in (start, len(own), running.place))
-        chunk = PromptChunk(_filled(own, length, 0), _filled(after, length, -1), first, count, place, draws)
+        chunk = prompt_chunk(prompt, start, length, running.place, draws)
         assert self._device is not None
         if self._decoder.reads_text:
             length = self._text_length(request)
-            text = TextToRead(_filled(request.prompt, length, 0), jnp.int32(len(request.prompt)))
+            text = filled_text(request.prompt, length)
             cache, sequences, drawn, scores = self._decoder.read_text(*self._device, text, chunk)
         else:
             cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
         self._device = cache, sequences
-        running.read += len(own)
+        running.read = min(start + length, len(prompt))
         if request.echo:
-            running.scores += told(scores, after)
+            running.scores += told(scores, prompt[start + 1 : start + length + 1])
         if running.is_written:
             if request.echo:
                 request.on_prompt([Token(prompt[0]), *running.scores])
@@ -277,12 +272,6 @@ class Engine:
             self._end(running, "stop")
         elif running.written >= request.sampling.max_tokens or running.length >= self.max_context:
             self._end(running, "length")
-
-
-def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
-    filled = np.full(length, filling, np.int32)
-    filled[: len(ids)] = ids
-    return jnp.asarray(filled)
 
 
 def draws_of(sampling: Sampling, logprobs: bool) -> Draws:

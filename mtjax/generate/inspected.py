@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def to_json(report: DecodingReport) -> dict[str, Any]:
         "schema": SCHEMA,
         "program": "decoding",
         "run": {
-            "mesh": {"data": report.mesh.data, "model": report.mesh.model},
+            "mesh": asdict(report.mesh),
             "compute_dtype": report.config.training.compute_dtype,
             "sequences": report.sequences,
             "context": report.length,

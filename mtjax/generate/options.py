@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import at_least
+from mtjax.config.setting import Bound, at_least, setting
 from mtjax.generate.request import Sampling
 from mtjax.theory.decoding import REPORTED
 
@@ -65,6 +65,10 @@ class Options:
     """With --interactive: the first message, which tells the model what it is."""
     fillings: int | None = at_least(1, None, most=REPORTED)
     """Of a BERT: how many of the most likely tokens are shown for each mask; 5 when not given."""
+    beams: int | None = at_least(1, None, most=REPORTED // 2)
+    """Search the texts that are most probable as a whole, this many side by side: those of --samples are the best."""
+    length_penalty: float = setting(1.0, bound=Bound(lambda value: -100 <= value <= 100, "from -100 to 100"))
+    """With --beams: a text's log-probability is divided by its length to the power of this; more favours long texts."""
     compile_cache: str | None = None
     """Folder where compiled programs are kept, as of `mtjax train`; off keeps none."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mtjax.errors import UserError  # noqa: E402
+from mtjax.generate.beams import BeamSearch  # noqa: E402
 from mtjax.generate.decoder import Decoder  # noqa: E402
 from mtjax.generate.engine import Engine  # noqa: E402
 from mtjax.generate.request import Request, Sampling, Token  # noqa: E402
@@ -102,7 +103,7 @@ def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -
 
 @pytest.mark.parametrize(
     ("feed_forward", "is_tied", "meshes"),
-    [("relu", True, ("1x1", "2x2")), pytest.param("gated-gelu", False, ("1x2",), marks=pytest.mark.long)],
+    [("relu", True, ("2x2",)), pytest.param("gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long)],
 )
 def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
     """Answers to texts of several lengths, side by side in a batch: the encoder runs once for each."""
@@ -141,3 +142,35 @@ def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes
     ):
         with pytest.raises(UserError, match=why):
             engine.submit(request)
+
+
+@pytest.mark.parametrize(
+    "family", [llama, pytest.param(lambda: t5("gated-gelu", False), marks=pytest.mark.long, id="t5")]
+)
+@pytest.mark.parametrize("penalty", [1.0, -0.5])
+def test_beams_are_transformers(family, penalty: float, tmp_path) -> None:
+    """Beams that end at different lengths: two tokens of the texts are stop ids."""
+    torch.manual_seed(0)
+    model = family().eval()
+    model.save_pretrained(tmp_path)
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": 4, "length_penalty": penalty}
+    settings |= {"use_cache": False}  # see above
+    settings |= {"num_return_sequences": 4, "return_dict_in_generate": True, "output_scores": True}
+    assert len(jax.devices()) >= 4  # in use: their number is fixed
+    loaded = load_model(f"hf:{tmp_path}", "2x2")
+    decoder, kinds = Decoder(loaded.placed, loaded.parameters, loaded.start_id), set()
+    for prompt in PROMPTS:
+        text = torch.tensor([prompt])
+        free = model.generate(text, eos_token_id=None, **settings).sequences[0].tolist()
+        ends = sorted({free[-NEW // 2], free[-3]})
+        with torch.no_grad():
+            out = model.generate(text, eos_token_id=ends, **settings)
+        begin = 1 if decoder.reads_text else len(prompt)
+        search = BeamSearch(decoder, 4, penalty, frozenset(ends), chunks=(8, 16), shortest_cache=32)
+        found = search.search(prompt, NEW)
+        for beam, ids, score in zip(found, out.sequences[:, begin:].tolist(), out.sequences_scores, strict=True):
+            assert list(beam.ids) == ids[: len(beam.ids)] and set(ids[len(beam.ids) :]) <= {ends[0]}
+            np.testing.assert_allclose(beam.score, score, atol=1e-4)
+            kinds.add(beam.is_stopped)
+    assert True in kinds
