@@ -80,6 +80,8 @@ class PromptChunk:
     """To which they belong."""
     draws: Draws
     """Of this sequence, with one row: for the token after the chunk."""
+    is_first: Bool[Array, ""]
+    """Whether no chunk of this prompt was read before: what was counted in the sequence is another's."""
 
 
 @jax.tree_util.register_dataclass
@@ -173,6 +175,11 @@ class Decoder:
         with self._traced():
             return self._compiled_read_text(self.weights, cache, sequences, text, chunk)
 
+    def copied(self, cache: Cache, source: int, target: int) -> Cache:
+        """The cache, in the memory of the one given, with a sequence as a copy of another."""
+        with self._traced():
+            return self._compiled_copy(cache, jnp.int32(source), jnp.int32(target))
+
     def follow(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
         """Each sequence becomes a copy of another, [sequences], with another newest token."""
         with self._traced():
@@ -210,6 +217,13 @@ class Decoder:
     @cached_property
     def _compiled_read_text(self) -> Any:
         return jax.jit(self._read_text, donate_argnums=(1, 2))
+
+    @cached_property
+    def _compiled_copy(self) -> Any:
+        def copy(cache: Cache, source: Array, target: Array) -> Cache:
+            return jax.tree.map(lambda rows: rows.at[target].set(rows[source]), cache)
+
+        return jax.jit(copy, donate_argnums=0)
 
     @cached_property
     def _compiled_follow(self) -> Any:
@@ -254,7 +268,7 @@ class Decoder:
         reading = Reading((chunk.start + place)[None], own)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], reading)
         prompt = jnp.where(place < chunk.count, chunk.tokens, -1)
-        counts = count_prompt(state.counts, own, prompt, chunk.start == 0)
+        counts = count_prompt(state.counts, own, prompt, chunk.is_first)
         table, size = weights.model.output_table[...], self.vocab_size
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
         own_counts = lax.dynamic_index_in_dim(counts, own, keepdims=True)
@@ -319,11 +333,14 @@ class Decoder:
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
-def prompt_chunk(prompt: Sequence[int], start: int, length: int, sequence: int, draws: Draws) -> PromptChunk:
-    """`length` tokens of a prompt from `start` on, or those that are left of it."""
+def prompt_chunk(
+    prompt: Sequence[int], start: int, length: int, sequence: int, draws: Draws, first: int = 0
+) -> PromptChunk:
+    """`length` tokens of a prompt from `start` on, or those that are left of it; reading began at `first`."""
     own, after = prompt[start : start + length], prompt[start + 1 : start + length + 1]
-    first, count, place = (jnp.int32(number) for number in (start, len(own), sequence))
-    return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), first, count, place, draws)
+    at, count, place = (jnp.int32(number) for number in (start, len(own), sequence))
+    is_first = jnp.array(start == first)
+    return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), at, count, place, draws, is_first)
 
 
 def filled_text(ids: Sequence[int], length: int) -> TextToRead:

@@ -2,7 +2,8 @@
 
 One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
 between them is bounded. Each step reads some chunks of prompts, and writes a token of every sequence whose prompt was
-read: long prompts don't keep others waiting.
+read: long prompts don't keep others waiting. Whole chunks with which some sequence of the cache begins, running or not,
+are not read again.
 """
 
 import threading
@@ -37,6 +38,8 @@ class _Running:
     """What the sequence begins with: the request's, or what a text begins with that answers it."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
+    reused: int = 0
+    """Those of them that were there before, or are another's."""
     written: int = 0
     scores: list[Token] = field(default_factory=list)
 
@@ -64,6 +67,7 @@ class Engine:
         least that the running requests need.
 
     Attributes:
+      reused: tokens of prompts so far that were not read, as the cache had them.
       max_context: tokens of the longest sequence, prompt included; of a T5, of the longest text that it writes.
     """
 
@@ -80,7 +84,9 @@ class Engine:
         self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
         self.max_context = decoder.longest_text
         self._most_waiting, self._read_between = most_waiting, read_between
-        self._free = list(range(sequences))[::-1]
+        self._free = list(range(sequences))
+        self._held: list[tuple[int, ...]] = [()] * sequences
+        self.reused = 0
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
         self._waiting: deque[Request] = deque()
@@ -182,7 +188,8 @@ class Engine:
         for running in [r for r in self._running.values() if r.request in cancelled]:
             self._end(running, "cancelled")
         for request in joining:
-            place = self._free.pop()
+            place = max(self._free, key=lambda place: self._shared(request, place))  # else the longest free
+            self._free.remove(place)
             start = (self._decoder.start_id,) if self._decoder.reads_text else request.prompt
             self._running[place] = _Running(request, place, start)
 
@@ -204,6 +211,7 @@ class Engine:
         cache, sequences = self._device
         length = cache_length(cache)
         if length < need or length > 4 * need:
+            self._held = [held[:need] for held in self._held]
             self._device = self._decoder.resized(cache, need), sequences
 
     def _need(self, running: _Running) -> int:
@@ -224,14 +232,42 @@ class Engine:
     def _chunk_length(self, tokens: int) -> int:
         return next((length for length in self._chunks if length >= tokens), self._chunks[-1])
 
+    def _shared(self, request: Request, place: int) -> int:
+        """Tokens with which both a prompt and a sequence of the cache begin, whole chunks only, but not the last token.
+
+        The sums of a chunk are rounded as they would be for this prompt. None where the prompt's tokens are scored, or
+        counted.
+        """
+        if self._decoder.reads_text or request.echo or request.sampling.repetition_penalty != 1:
+            return 0
+        pairs = enumerate(zip(request.prompt[:-1], self._held[place], strict=False))
+        shared = next((at for at, (own, held) in pairs if own != held), None)
+        shared = min(len(request.prompt) - 1, len(self._held[place])) if shared is None else shared
+        return shared // self._chunks[-1] * self._chunks[-1]
+
+    def _reuse(self, running: _Running) -> None:
+        """Takes over what some sequence has of a prompt that is about to be read."""
+        places = sorted(range(self._sequences), key=lambda place: place != running.place)
+        source = max(places, key=lambda place: self._shared(running.request, place))
+        shared = self._shared(running.request, source)
+        if shared and source != running.place:
+            assert self._device is not None
+            cache, sequences = self._device
+            self._device = self._decoder.copied(cache, source, running.place), sequences
+        running.read = running.reused = shared
+        self._held[running.place] = running.prompt[:shared]
+        self.reused += shared
+
     # --- tokens
 
     def _read_chunk(self, running: _Running) -> int:
         """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
+        if not running.read:
+            self._reuse(running)
         request, prompt, start = running.request, running.prompt, running.read
         length = 1 if self._decoder.reads_text else self._chunk_length(len(prompt) - start)
         draws = draws_of(request.sampling, request.logprobs)
-        chunk = prompt_chunk(prompt, start, length, running.place, draws)
+        chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
         assert self._device is not None
         if self._decoder.reads_text:
             length = self._text_length(request)
@@ -241,6 +277,7 @@ class Engine:
             cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
         self._device = cache, sequences
         running.read = min(start + length, len(prompt))
+        self._held[running.place] = prompt[: running.read]
         if request.echo:
             running.scores += told(scores, prompt[start + 1 : start + length + 1])
         if running.is_written:

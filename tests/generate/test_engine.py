@@ -141,6 +141,23 @@ def test_requests_join_and_leave() -> None:
     assert stopped == expected[: expected.index(expected[5])]
 
 
+def test_what_prompts_have_in_common_is_read_once() -> None:
+    """Chunks of 16: from a sequence that has ended, from one that is running, and from one that came along."""
+    common = np.random.default_rng(9).integers(0, VOCAB, 35).tolist()
+    prompts = [[*common, 1, 2], [*common, 3], common[:20], common[:16], [*common[:31], 5, 6], common[:4]]
+    sampling = Sampling(12, temperature=1.5, presence_penalty=1.5)
+    alone = [ids(texts(engine_of("gpt", "1x1", 1), [prompt], sampling, [i]))[0] for i, prompt in enumerate(prompts)]
+    assert len({tuple(out) for out in alone}) == len(prompts)
+    engine = engine_of("gpt", "1x1", 2)
+    assert ids(texts(engine, prompts[:2], sampling, [0, 1])) == alone[:2]
+    assert engine.reused == 32
+    assert ids(texts(engine, prompts[2:], sampling, [2, 3, 4, 5])) == alone[2:]
+    assert engine.reused == 32 + 16 + 0 + 16 + 0
+    counted = Sampling(12, repetition_penalty=1.5)
+    expected = texts(engine_of("gpt", "1x1", 1), prompts[:1], counted, [0])
+    assert ids(texts(engine, prompts[:1], counted, [0])) == ids(expected) and engine.reused == 64
+
+
 def test_one_thread_works_for_others() -> None:
     engine, stopped = engine_of("gpt", "1x1", 2), threading.Event()
     engine._most_waiting = 3
