@@ -33,8 +33,13 @@ ARROWS: dict[str, set[str]] = {
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
-COMMANDS = {"train.__main__": {"cli", "inspect", "interrupt", "plan"}, "plan.__main__": {"cli", "inspect"}}
-"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `plan --verify`."""
+COMMANDS = {
+    "train.__main__": {"cli", "inspect", "interrupt", "plan"},
+    "plan.__main__": {"cli", "inspect"},
+    "inspect.__main__": {"cli", "generate"},
+}
+"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `plan --verify`,
+`inspect --generate`."""
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "cut", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""

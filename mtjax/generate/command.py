@@ -3,19 +3,23 @@
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
+from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.chat import ChatTemplate, Message
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.jsonl import JsonLines, with_sample
+from mtjax.generate.fill import Filler
+from mtjax.generate.jsonl import JsonLines, Line, with_sample
 from mtjax.generate.options import Options
 from mtjax.generate.request import Sampling
 from mtjax.generate.show import Shown
+from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, config_in_words, load_model
 from mtjax.train.compile_cache import CompileCache
 
@@ -34,15 +38,89 @@ def run(options: Options) -> None:
     with CompileCache(options.compile_cache):
         model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
         say(f"model   {config_in_words(model.placed.config, model.parameters)}")
-        decoder = Decoder(model.placed, model.parameters)
+        if model.family == "bert":
+            fill_masks(options, model, prompts)
+            return
+        if options.fillings is not None:
+            raise UserError(f"--fillings is of a BERT's masks, and this is a {model.family}: leave it out")
+        decoder = Decoder(model.placed, model.parameters, model.start_id)
         job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
         del model
-        if options.interactive:
+        if options.beams is not None:
+            search_beams(options, job, prompts)
+        elif options.interactive:
             job.chat()
         elif options.input is not None:
             job.file()
         else:
             job.continue_texts(prompts)
+
+
+def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> None:
+    """Shows, or writes, what may stand in place of each mask of some texts.
+
+    Raises:
+      UserError: options are given that are of texts, or a prompt has no mask.
+    """
+    plain = Options(options.source)
+    of_texts = (
+        "beams",
+        "length_penalty",
+        "interactive",
+        "samples",
+        "stop",
+        "ignore_eos",
+        "echo",
+        "show_logprobs",
+        "logprobs",
+        "sampling",
+    )
+    if idle := next((name for name in of_texts if getattr(options, name) != getattr(plain, name)), None):
+        named = "--temperature and the like" if idle == "sampling" else f"--{idle.replace('_', '-')}"
+        raise UserError(f"a BERT fills masks, without any use for {named}: leave it out")
+    filler, number = Filler(model), options.fillings or 5
+    if options.input is not None and options.output is not None:
+        with JsonLines(options.input, options.output, 1, options.sampling, ()) as lines:
+            for line in lines.left():
+                try:
+                    masks = filler.fill(line.prompt, number)
+                except UserError as e:
+                    raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
+                lines.write(line, {"masks": [[asdict(filling) for filling in each] for each in masks]})
+        return
+    for prompt in prompts:
+        for at, fillings in enumerate(filler.fill(prompt, number)):
+            print(f"--- {shortened(prompt, 60)!r}, mask {at + 1}")
+            for filling in fillings:
+                print(f"{filling.probability:.4f}\t{filling.text}")
+
+
+def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
+    """Shows, or writes, the most probable texts for some prompts.
+
+    Raises:
+      UserError: a prompt is too long, or its line asks for more than a search has.
+    """
+    if options.input is None or options.output is None:
+        for prompt in prompts:
+            for number, (text, beam) in enumerate(job.beams(prompt, options.sampling.max_tokens)):
+                if options.samples > 1 or len(tuple(prompts)) > 1:
+                    print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
+                print(text)
+        return
+    with JsonLines(options.input, options.output, options.samples, options.sampling, ()) as lines:
+        found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
+        for line in lines.left():
+            try:
+                if line.stops or replace(line.sampling, seed=0, max_tokens=1) != Sampling(max_tokens=1):
+                    raise UserError("--beams has use for max_tokens only: leave the other settings out")
+                if found[0] != line.number:
+                    found = line.number, job.beams(line.prompt, line.sampling.max_tokens)
+            except UserError as e:
+                raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
+            text, beam = found[1][line.sample]
+            ended = "stop" if beam.is_stopped else "length"
+            lines.write(line, {"text": text, "finish_reason": ended, "score": beam.score})
 
 
 class Job:
@@ -53,6 +131,24 @@ class Job:
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
         self._decoder = decoder
 
+    def beams(self, prompt: str, max_tokens: int) -> list[tuple[str, Beam]]:
+        """The most probable texts for a prompt with their beams, the best one first.
+
+        Raises:
+          UserError: there are too many beams for the stop ids, or the prompt is too long.
+        """
+        options, tokenizer = self._options, self._model.tokenizer
+        assert options.beams is not None
+        search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
+        prompt_ids, texts = self._model.prompt_ids(prompt), []
+        for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
+            writer = TextWriter(tokenizer, () if self._decoder.reads_text else prompt_ids)
+            for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
+                writer.add(token)
+            writer.end()
+            texts.append((writer.text, beam))
+        return texts
+
     def continue_texts(self, prompts: Iterable[str]) -> None:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
         options = self._options
@@ -62,7 +158,7 @@ class Job:
         shown = Shown(sys.stdout, options.show_logprobs)
         clock, done = Clock(sequences), list[Completion]()
         for prompt, number in wanted:
-            ids = self._model.tokenizer.encode_prompt(prompt)
+            ids = self._model.prompt_ids(prompt)
             completion = self._completion(ids, with_sample(options.sampling, number))
             completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
@@ -83,9 +179,9 @@ class Job:
         engine, waiting = Engine(self._decoder, options.batch), 2 * options.batch
         with JsonLines(options.input, options.output, options.samples, options.sampling, options.stop) as lines:
             for line in lines.left():
-                ids = self._model.tokenizer.encode_prompt(line.prompt)
+                ids = self._model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
-                completion.on_end = partial(lines.write, line, completion, options.logprobs)
+                completion.on_end = partial(self._write, lines, line, completion)
                 try:
                     engine.submit(completion.request)
                 except UserError as e:
@@ -93,6 +189,13 @@ class Job:
                 while engine.load[0] >= waiting:
                     engine.step()
             engine.run()
+
+    def _write(self, lines: JsonLines, line: Line, completion: Completion) -> None:
+        record: dict[str, Any] = {"text": completion.text, "finish_reason": completion.ended}
+        if self._options.logprobs:
+            tokens = [(piece.text, piece.token) for piece in completion.pieces if piece.token is not None]
+            record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
+        lines.write(line, record)
 
     def chat(self) -> None:
         """Answers what is typed until the input ends."""
@@ -105,7 +208,7 @@ class Job:
         messages = list(first)
         while (typed := _typed()) is not None:
             if template is None:
-                ids = tokenizer.encode_prompt(typed)
+                ids = self._model.prompt_ids(typed)
             else:
                 messages.append({"role": "user", "content": typed})
                 ids = tokenizer.encode_marked(template.render(messages))

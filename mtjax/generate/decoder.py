@@ -1,14 +1,16 @@
-"""A decoder-only model as generation runs it: weights prepared once, and the programs that read and write a cache.
+"""A model as generation runs it: weights prepared once, and the programs that read and write a cache.
 
 Layers are not a stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
 copies a layer's weights out of it for every token, which on CPUs takes twice as long as the products
 (docs/generate.md). Matrices are in the compute type, and those of grouped queries, keys and values are assembled.
 
+A T5's encoder, which reads a text once, stays a stack; its decoder's layers keep keys and values of that text.
+
 Every device of a mesh works on all sequences; heads, MLP, vocabulary and cache are split over the model ways.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,15 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import head_dim, named, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
-from mtjax.models.cache import KeyValues, Reading
-from mtjax.models.families.gpt import GPT
+from mtjax.models.cache import EncodedText, KeyValues, Reading
+from mtjax.models.families.registry import WRITERS
+from mtjax.models.families.t5 import T5
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.placed import Placed
@@ -32,8 +36,8 @@ from mtjax.sharding.axes import spec, use_rules, ways
 from mtjax.theory.layout import is_matrix
 
 Tree = Any
-Cache = list[KeyValues]
-"""Of each layer."""
+Cache = list[dict[str, Any]]
+"""Of each layer the states of its mixers by name: `KeyValues` of "attention", `EncodedText` of "cross"."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +46,8 @@ class DecoderWeights:
     """A model without its layers, and its layers in their order."""
 
     model: Any
-    layers: list[Layer]
+    layers: list[Any]
+    """Each a `Layer`, whose mixers are attributes."""
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +80,18 @@ class PromptChunk:
     """To which they belong."""
     draws: Draws
     """Of this sequence, with one row: for the token after the chunk."""
+    is_first: Bool[Array, ""]
+    """Whether no chunk of this prompt was read before: what was counted in the sequence is another's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TextToRead:
+    """A text that a sequence answers, filled up to a static length."""
+
+    tokens: Int[Array, " seq"]
+    count: Int[Array, ""]
+    """Tokens without the filling."""
 
 
 class Decoder:
@@ -83,20 +100,37 @@ class Decoder:
     Programs are compiled when a shape is first used: number of sequences, length of the cache, length of a chunk.
     """
 
-    def __init__(self, placed: Placed, parameters: Tree) -> None:
-        """Prepares the weights.
+    def __init__(self, placed: Placed, parameters: Tree, start_id: int = 0) -> None:
+        """Prepares the weights; abstract ones, of which programs are only lowered, stay abstract.
+
+        Args:
+          placed: the model.
+          parameters: as they are stored.
+          start_id: with which each text of a T5 begins; that of all published ones is 0.
 
         Raises:
-          UserError: the family doesn't continue text, or the mesh has stages.
+          UserError: the family writes no text, or the mesh has stages.
         """
-        if not issubclass(placed.family, GPT):
-            raise UserError(f"a {named(placed.config.model)} does not continue text; gpt and llama do")
+        if not issubclass(placed.family, WRITERS):
+            raise UserError(f"a {named(placed.config.model)} does not write text; gpt, llama and t5 do")
         if placed.stages > 1:
             raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
-        self.placed, self.config = placed, placed.config
+        self.placed, self.config, self.start_id = placed, placed.config, start_id
+        self.reads_text = issubclass(placed.family, T5)
         self.rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
+        self._call = jax.eval_shape if is_abstract else _call
         self.weights = self._prepared(parameters)
+
+    @classmethod
+    def abstract(cls, placed: Placed) -> "Decoder":
+        """One without weights, whose programs can be lowered.
+
+        Raises:
+          UserError: as of the constructor.
+        """
+        return cls(placed, placed.restore_target)
 
     @property
     def vocab_size(self) -> int:
@@ -106,10 +140,15 @@ class Decoder:
         return size
 
     @property
-    def context_length(self) -> int | None:
-        """Tokens of the longest sequence that the model can read at all; None where positions have no end."""
+    def padded_vocab_size(self) -> int:
+        """Rows of the tables."""
+        return padded_vocab_size(self.config.model)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest sequence; of a T5, without the text that it answers."""
         model = self.config.model
-        return model.sequence_length if model.position == "learned" else None
+        return max(model.sequence_length, decoder_length(model)) if self.reads_text else model.sequence_length
 
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """A cache with room for `length` tokens of each of some sequences, none of which is being written."""
@@ -130,6 +169,21 @@ class Decoder:
         """
         with self._traced():
             return self._compiled_read(self.weights, cache, sequences, chunk, scored)
+
+    def read_text(self, cache: Cache, sequences: Sequences, text: TextToRead, chunk: PromptChunk) -> tuple[Any, ...]:
+        """Reads the text that a sequence answers, and then as `read`, without scores."""
+        with self._traced():
+            return self._compiled_read_text(self.weights, cache, sequences, text, chunk)
+
+    def copied(self, cache: Cache, source: int, target: int) -> Cache:
+        """The cache, in the memory of the one given, with a sequence as a copy of another."""
+        with self._traced():
+            return self._compiled_copy(cache, jnp.int32(source), jnp.int32(target))
+
+    def follow(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
+        """Each sequence becomes a copy of another, [sequences], with another newest token."""
+        with self._traced():
+            return self._compiled_follow(cache, sequences, sources, tokens)
 
     def step(
         self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
@@ -161,21 +215,44 @@ class Decoder:
         return jax.jit(self._read, donate_argnums=(1, 2), static_argnums=4)
 
     @cached_property
+    def _compiled_read_text(self) -> Any:
+        return jax.jit(self._read_text, donate_argnums=(1, 2))
+
+    @cached_property
+    def _compiled_copy(self) -> Any:
+        def copy(cache: Cache, source: Array, target: Array) -> Cache:
+            return jax.tree.map(lambda rows: rows.at[target].set(rows[source]), cache)
+
+        return jax.jit(copy, donate_argnums=0)
+
+    @cached_property
+    def _compiled_follow(self) -> Any:
+        def follow(cache: Cache, state: Sequences, sources: Array, tokens: Array) -> tuple[Cache, Sequences]:
+            cache, state = jax.tree.map(lambda rows: jnp.take(rows, sources, axis=0), (cache, state))
+            return cache, dataclasses.replace(state, tokens=tokens)
+
+        return jax.jit(follow, donate_argnums=(0, 1))
+
+    @cached_property
     def _compiled_resize(self) -> Any:
-        return jax.jit(lambda cache, length: [layer.resized(length) for layer in cache], static_argnums=1)
+        def resize(cache: Cache, length: int) -> Cache:
+            return [{name: state.resized(length) for name, state in layer.items()} for layer in cache]
+
+        return jax.jit(resize, static_argnums=1)
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        groups = max(num_kv_heads(model), ways("heads"))
+        kinds = {"attention": KeyValues, "cross": EncodedText} if self.reads_text else {"attention": KeyValues}
+        sizes = (max(num_kv_heads(model), ways("heads")), length, head_dim(model), self.dtype)
         cache = [
-            KeyValues.empty(sequences, groups, length, head_dim(model), self.dtype) for _ in range(model.num_layers)
+            {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))
         ]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, no_draws(sequences), counts)
 
     def _step(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
-        positions = jnp.where(active, state.positions, cache[0].length)  # beyond it nothing is written
+        positions = jnp.where(active, state.positions, cache_length(cache))  # beyond it nothing is written
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], Reading(positions[:, None]))
         table = weights.model.output_table[...]
         drawn = draw_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
@@ -191,7 +268,7 @@ class Decoder:
         reading = Reading((chunk.start + place)[None], own)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], reading)
         prompt = jnp.where(place < chunk.count, chunk.tokens, -1)
-        counts = count_prompt(state.counts, own, prompt, chunk.start == 0)
+        counts = count_prompt(state.counts, own, prompt, chunk.is_first)
         table, size = weights.model.output_table[...], self.vocab_size
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
         own_counts = lax.dynamic_index_in_dim(counts, own, keepdims=True)
@@ -205,34 +282,38 @@ class Decoder:
         state = Sequences(put(state.tokens, drawn.token), put(state.positions, position), draws, counts)
         return cache, state, drawn, scores
 
+    def _read_text(
+        self, weights: DecoderWeights, cache: Cache, state: Sequences, text: TextToRead, chunk: PromptChunk
+    ) -> tuple[Any, ...]:
+        mask = (jnp.arange(len(text.tokens)) < text.count).astype(jnp.int32)[None]
+        encoded = weights.model.encoded(text.tokens[None], mask)
+        after = []
+        for layer, states in zip(weights.layers, cache, strict=True):
+            key_value = layer.cross.keys_and_values(encoded)
+            after.append(states | {"cross": states["cross"].replaced(*key_value, chunk.sequence, text.count)})
+        return self._read(weights, after, state, chunk, False)
+
     def _hidden(
         self, weights: DecoderWeights, cache: Cache, tokens: Array, reading: Reading
     ) -> tuple[Float[Array, "batch seq embed"], Cache]:
         """Final hidden states of tokens, and the cache with them."""
-        model, (section,) = weights.model, weights.model.sections.values()
-        # Filling and idle sequences may be anywhere; a position that a table does not have would read as NaN.
-        last = (self.context_length or 2**30) - 1
-        batch = {"tokens": tokens, "position_ids": jnp.minimum(reading.positions, last)}
-        stream = section.embed(batch, None, None)
-        context = dataclasses.replace(section.context(batch, None, stream), reading=reading)
-        x, after = stream.x, []
+        x, context = weights.model.newest(tokens, reading, cache_length(cache))
+        after = []
         with jax.named_scope("layers"):
-            for layer, kept in zip(weights.layers, cache, strict=True):
-                x, states = layer(x, context, {"attention": kept})
-                assert states is not None
-                after.append(states["attention"])
-        return model.final_norm(x), after
+            for layer, states in zip(weights.layers, cache, strict=True):
+                x, states = layer(x, context, states)
+                after.append(states)
+        return weights.model.finished(x), after
 
     # --- weights
 
     def _prepared(self, parameters: Tree) -> DecoderWeights:
         with self._traced():
             model: Any = self.placed.model_in_use(parameters)
-            stack = model.stack.layers
-            take = jax.jit(partial(self._layer))
-            layers = [take(stack, jnp.int32(i)) for i in range(self.config.model.num_layers)]
-            model.stack.layers = None
-            return DecoderWeights(jax.jit(self._cast)(model), layers)
+            stack, model.written_stack.layers = model.written_stack.layers, None
+            take = jax.jit(self._layer)
+            layers = [self._call(take, stack, np.int32(i)) for i in range(decoder_layers(self.config.model))]
+            return DecoderWeights(self._call(jax.jit(self._cast), model), layers)
 
     def _layer(self, stack: Layer, number: Array) -> Layer:
         """One layer's own arrays."""
@@ -250,6 +331,36 @@ class Decoder:
             return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
 
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def prompt_chunk(
+    prompt: Sequence[int], start: int, length: int, sequence: int, draws: Draws, first: int = 0
+) -> PromptChunk:
+    """`length` tokens of a prompt from `start` on, or those that are left of it; reading began at `first`."""
+    own, after = prompt[start : start + length], prompt[start + 1 : start + length + 1]
+    at, count, place = (jnp.int32(number) for number in (start, len(own), sequence))
+    is_first = jnp.array(start == first)
+    return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), at, count, place, draws, is_first)
+
+
+def filled_text(ids: Sequence[int], length: int) -> TextToRead:
+    """A text that is answered, filled up to a length."""
+    return TextToRead(_filled(ids, length, 0), jnp.int32(len(ids)))
+
+
+def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
+    filled = np.full(length, filling, np.int32)
+    filled[: len(ids)] = ids
+    return jnp.asarray(filled)
+
+
+def cache_length(cache: Cache) -> int:
+    """Tokens for which each sequence has room."""
+    return cache[0]["attention"].length
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def no_draws(rows: int) -> Draws:

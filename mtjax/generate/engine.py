@@ -2,7 +2,8 @@
 
 One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
 between them is bounded. Each step reads some chunks of prompts, and writes a token of every sequence whose prompt was
-read: long prompts don't keep others waiting.
+read: long prompts don't keep others waiting. Whole chunks with which some sequence of the cache begins, running or not,
+are not read again.
 """
 
 import threading
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, PromptChunk, Sequences
+from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.generate.sampling import Drawn, Draws, Warping
 
@@ -33,20 +34,24 @@ class _Running:
     request: Request
     place: int
     """Of the sequence."""
+    prompt: tuple[int, ...]
+    """What the sequence begins with: the request's, or what a text begins with that answers it."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
+    reused: int = 0
+    """Those of them that were there before, or are another's."""
     written: int = 0
     scores: list[Token] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Tokens of prompt and text."""
-        return len(self.request.prompt) + self.written
+        return len(self.prompt) + self.written
 
     @property
     def is_written(self) -> bool:
         """Whether the prompt was read."""
-        return self.read == len(self.request.prompt)
+        return self.read == len(self.prompt)
 
 
 class Engine:
@@ -62,7 +67,8 @@ class Engine:
         least that the running requests need.
 
     Attributes:
-      max_context: tokens of the longest sequence, prompt included.
+      reused: tokens of prompts so far that were not read, as the cache had them.
+      max_context: tokens of the longest sequence, prompt included; of a T5, of the longest text that it writes.
     """
 
     def __init__(
@@ -76,9 +82,11 @@ class Engine:
         shortest_cache: int = 128,
     ) -> None:
         self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
-        self.max_context = decoder.config.model.sequence_length
+        self.max_context = decoder.longest_text
         self._most_waiting, self._read_between = most_waiting, read_between
-        self._free = list(range(sequences))[::-1]
+        self._free = list(range(sequences))
+        self._held: list[tuple[int, ...]] = [()] * sequences
+        self.reused = 0
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
         self._waiting: deque[Request] = deque()
@@ -93,7 +101,8 @@ class Engine:
         """Puts a request into the queue.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
+            is to be echoed by a T5.
           QueueFull: too many wait.
         """
         self.check(request)
@@ -107,13 +116,22 @@ class Engine:
         """Checks that a request can be continued.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, or leaves no room in the context.
+          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
+            is to be echoed by a T5.
         """
-        ids, size = request.prompt, self._decoder.vocab_size
+        ids, decoder, size = request.prompt, self._decoder, self._decoder.vocab_size
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
-        if len(ids) >= self.max_context:
-            raise UserError(f"the prompt has {len(ids)} tokens, and the model's context ends at {self.max_context}")
+        longest = decoder.config.model.sequence_length if decoder.reads_text else self.max_context - 1
+        if len(ids) > longest:
+            most = (
+                f"the model reads at most {longest}"
+                if decoder.reads_text
+                else f"the model's context ends at {longest + 1}"
+            )
+            raise UserError(f"the prompt has {len(ids)} tokens, and {most}")
+        if request.echo and decoder.reads_text:
+            raise UserError("a t5's prompt is read and not continued: its tokens have no log-probabilities to echo")
         if wrong := next((i for i in ids if not 0 <= i < size), None):
             raise UserError(f"the prompt has the id {wrong}, and the vocabulary ends at {size - 1}")
 
@@ -170,8 +188,10 @@ class Engine:
         for running in [r for r in self._running.values() if r.request in cancelled]:
             self._end(running, "cancelled")
         for request in joining:
-            place = self._free.pop()
-            self._running[place] = _Running(request, place)
+            place = max(self._free, key=lambda place: self._shared(request, place))  # else the longest free
+            self._free.remove(place)
+            start = (self._decoder.start_id,) if self._decoder.reads_text else request.prompt
+            self._running[place] = _Running(request, place, start)
 
     def _end(self, running: _Running, why: ENDED) -> None:
         del self._running[running.place]
@@ -189,40 +209,77 @@ class Engine:
             self._device = self._decoder.empty(self._sequences, need)
             return
         cache, sequences = self._device
-        length = cache[0].length
+        length = cache_length(cache)
         if length < need or length > 4 * need:
+            self._held = [held[:need] for held in self._held]
             self._device = self._decoder.resized(cache, need), sequences
 
     def _need(self, running: _Running) -> int:
-        prompt = len(running.request.prompt)
+        prompt = len(running.prompt)
         ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
         start = prompt // self._chunks[-1] * self._chunks[-1]
         filled = start + self._chunk_length(prompt - start)
+        if self._decoder.reads_text:
+            filled = self._text_length(running.request)
         return max(filled, min(prompt + ahead, self.max_context))
+
+    def _text_length(self, request: Request) -> int:
+        length = self._chunk_length(len(request.prompt))
+        while length < len(request.prompt):
+            length *= 2
+        return length
 
     def _chunk_length(self, tokens: int) -> int:
         return next((length for length in self._chunks if length >= tokens), self._chunks[-1])
+
+    def _shared(self, request: Request, place: int) -> int:
+        """Tokens with which both a prompt and a sequence of the cache begin, whole chunks only, but not the last token.
+
+        The sums of a chunk are rounded as they would be for this prompt. None where the prompt's tokens are scored, or
+        counted.
+        """
+        if self._decoder.reads_text or request.echo or request.sampling.repetition_penalty != 1:
+            return 0
+        pairs = enumerate(zip(request.prompt[:-1], self._held[place], strict=False))
+        shared = next((at for at, (own, held) in pairs if own != held), None)
+        shared = min(len(request.prompt) - 1, len(self._held[place])) if shared is None else shared
+        return shared // self._chunks[-1] * self._chunks[-1]
+
+    def _reuse(self, running: _Running) -> None:
+        """Takes over what some sequence has of a prompt that is about to be read."""
+        places = sorted(range(self._sequences), key=lambda place: place != running.place)
+        source = max(places, key=lambda place: self._shared(running.request, place))
+        shared = self._shared(running.request, source)
+        if shared and source != running.place:
+            assert self._device is not None
+            cache, sequences = self._device
+            self._device = self._decoder.copied(cache, source, running.place), sequences
+        running.read = running.reused = shared
+        self._held[running.place] = running.prompt[:shared]
+        self.reused += shared
 
     # --- tokens
 
     def _read_chunk(self, running: _Running) -> int:
         """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
-        request, start = running.request, running.read
-        prompt = request.prompt
-        length = self._chunk_length(len(prompt) - start)
-        own = prompt[start : start + length]
-        after = prompt[start + 1 : start + length + 1]
-        tokens, targets = np.zeros(length, np.int32), np.full(length, -1, np.int32)
-        tokens[: len(own)], targets[: len(after)] = own, after
+        if not running.read:
+            self._reuse(running)
+        request, prompt, start = running.request, running.prompt, running.read
+        length = 1 if self._decoder.reads_text else self._chunk_length(len(prompt) - start)
         draws = draws_of(request.sampling, request.logprobs)
-        first, count, place = (jnp.int32(number) for number in (start, len(own), running.place))
-        chunk = PromptChunk(jnp.asarray(tokens), jnp.asarray(targets), first, count, place, draws)
+        chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
         assert self._device is not None
-        cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
+        if self._decoder.reads_text:
+            length = self._text_length(request)
+            text = filled_text(request.prompt, length)
+            cache, sequences, drawn, scores = self._decoder.read_text(*self._device, text, chunk)
+        else:
+            cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
         self._device = cache, sequences
-        running.read += len(own)
+        running.read = min(start + length, len(prompt))
+        self._held[running.place] = prompt[: running.read]
         if request.echo:
-            running.scores += told(scores, after)
+            running.scores += told(scores, prompt[start + 1 : start + length + 1])
         if running.is_written:
             if request.echo:
                 request.on_prompt([Token(prompt[0]), *running.scores])

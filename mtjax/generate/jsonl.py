@@ -1,7 +1,7 @@
 """Prompts from a JSONL file and texts to another, line by line; what was written stays, and is not written again."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from io import BufferedRandom
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 from mtjax.config.checks import check_bounds
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json
-from mtjax.generate.completion import Completion
 from mtjax.generate.request import Sampling
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
@@ -78,13 +77,9 @@ class JsonLines:
                     where = f"{self._source}:{number + 1}"
                     raise UserError(f"{self._target} has a text for another prompt than {where}: name another file")
 
-    def write(self, line: Line, completion: Completion, with_logprobs: bool) -> None:
-        """Appends a text that has ended."""
-        record: dict[str, Any] = {"index": line.number, "sample": line.sample, "prompt": line.prompt}
-        record |= {"text": completion.text, "finish_reason": completion.ended}
-        if with_logprobs:
-            tokens = [(piece.text, piece.token) for piece in completion.pieces if piece.token is not None]
-            record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
+    def write(self, line: Line, fields: Mapping[str, Any]) -> None:
+        """Appends what was made of a line."""
+        record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self._done[line.number, line.sample] = line.prompt

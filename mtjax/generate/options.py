@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import at_least
+from mtjax.config.setting import Bound, at_least, setting
 from mtjax.generate.request import Sampling
+from mtjax.theory.decoding import REPORTED
 
-DESCRIPTION = """Continues text with a trained GPT or Llama.
+DESCRIPTION = """Writes text with a trained model: GPT and Llama continue it, a T5 answers it, a BERT fills [MASK].
 
 Weights are a run (its newest checkpoint), one of its checkpoints or a converted folder; hf:DIR is a folder of Hugging
 Face's, megatron:DIR a checkpoint of Megatron-LM's. Any mesh reads weights of any mesh.
@@ -19,6 +20,7 @@ Examples:
   mtjax generate --from hf:SmolLM2 --interactive
   mtjax generate --from runs/default-1 --temperature 0.8 --top-p 0.95 --samples 3 --seed 7 "The "
   mtjax generate --from hf:gpt2 --input prompts.jsonl --output texts.jsonl --batch 32
+  mtjax generate --from hf:bert-base-uncased "The capital of France is [MASK]."
   mtjax generate --from hf:llama --mesh 1x4 --show-logprobs < prompt.txt
 """
 
@@ -61,6 +63,12 @@ class Options:
     """Chat, by the tokenizer's chat_template; without one, continue each line that is typed."""
     system: str | None = None
     """With --interactive: the first message, which tells the model what it is."""
+    fillings: int | None = at_least(1, None, most=REPORTED)
+    """Of a BERT: how many of the most likely tokens are shown for each mask; 5 when not given."""
+    beams: int | None = at_least(1, None, most=REPORTED // 2)
+    """Search the texts that are most probable as a whole, this many side by side: those of --samples are the best."""
+    length_penalty: float = setting(1.0, bound=Bound(lambda value: -100 <= value <= 100, "from -100 to 100"))
+    """With --beams: a text's log-probability is divided by its length to the power of this; more favours long texts."""
     compile_cache: str | None = None
     """Folder where compiled programs are kept, as of `mtjax train`; off keeps none."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)

@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float, Int, UInt32
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import WHOLE, spec, varying_like
 from mtjax.sharding.vocab import VocabSpecs, map_ranks, own_logits, own_rows
+from mtjax.theory.decoding import REPORTED
 
-MOST_LIKELY = 20
+MOST_LIKELY = REPORTED
 """Columns that are reported with their log-probabilities."""
 IN_PROMPT = 1 << 30
 """Bit of a count that says the token is in the prompt; the bits below count how often it was drawn."""
@@ -116,16 +117,19 @@ def score_tokens(
     table: Float[Array, "vocab embed"],
     tokens: Int[Array, " rows"],
     vocab_size: int,
+    bias: Float[Array, " vocab"] | None = None,
 ) -> Drawn:
-    """Log-probabilities of given tokens, reported as if they had been drawn."""
+    """Log-probabilities of given tokens, reported as if they had been drawn; `bias` is added to the logits."""
     places = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Array, tokens_B: Array) -> Drawn:
-        logits_BV, column_V = own_logits(places, hidden_BH, table_VH.astype(hidden_BH.dtype), None, vocab_size)
+    def local(hidden_BH: Array, table_VH: Array, tokens_B: Array, *bias_V: Array) -> Drawn:
+        own_bias = bias_V[0] if bias_V else None
+        logits_BV, column_V = own_logits(places, hidden_BH, table_VH.astype(hidden_BH.dtype), own_bias, vocab_size)
         return _report(_Ranks(places, logits_BV, column_V), tokens_B)
 
+    given, where = ((), ()) if bias is None else ((bias,), (places.bias,))
     with jax.named_scope("sampling"):
-        return map_ranks(local, (WHOLE, places.table, WHOLE), WHOLE)(hidden, table, tokens)
+        return map_ranks(local, (WHOLE, places.table, WHOLE, *where), WHOLE)(hidden, table, tokens, *given)
 
 
 def count_prompt(

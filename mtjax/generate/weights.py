@@ -9,8 +9,9 @@ import jax
 
 from mtjax.config import Config, Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
+from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import parse_json_object
+from mtjax.errors import UserError, parse_json_object
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh
@@ -29,6 +30,29 @@ class LoadedModel:
     """Tokens that end a text."""
     folder: Path
     """Where the tokenizer's files are."""
+    start_id: int = 0
+    """With which a T5's texts begin."""
+
+    @property
+    def family(self) -> str:
+        """Of the model."""
+        return self.placed.config.model.family
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """A prompt as the model is given it.
+
+        A T5's ends as the texts that it was trained on, a BERT's stands between [CLS] and [SEP]; in both, names of
+        special tokens such as <extra_id_0> and [MASK] are these tokens.
+
+        Raises:
+          UserError: the tokenizer lacks what that takes.
+        """
+        if self.family == "t5":
+            return [*self.tokenizer.encode_marked(text), t5_ids(self.tokenizer).eos]
+        if self.family == "bert":
+            begin, end = (special_id(self.tokenizer, name) for name in ("[CLS]", "[SEP]"))
+            return [begin, *self.tokenizer.encode_marked(text), end]
+        return self.tokenizer.encode_prompt(text)
 
 
 def load_model(
@@ -54,17 +78,43 @@ def load_model(
     placed = Placed(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     _, read_by = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
-    return LoadedModel(placed, saved.parameters(placed), read_by, stop_ids_of(saved, read_by), files)
+    parameters = saved.parameters(placed)
+    return LoadedModel(placed, parameters, read_by, stop_ids_of(saved, read_by), files, start_id_of(saved, read_by))
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a text: those that came with Hugging Face's weights, else the tokenizer's end of a document."""
-    origin = saved.source.origin
-    settings: list[Mapping[str, Any]] = [origin.hugging_face, read_json(origin.files / "generation_config.json")]
+    """Tokens that end a text: those that came with Hugging Face's weights, else those of the data it was trained on."""
     ends: set[int] = set()
-    for named in (entry.get("eos_token_id") for entry in settings):
+    for named in (entry.get("eos_token_id") for entry in _settings(saved)):
         ends |= set(named) if isinstance(named, list) else {named} if isinstance(named, int) else set()
-    return frozenset(ends or {tokenizer.eod})
+    own = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
+    return frozenset(ends or {own})
+
+
+def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
+    """The token with which a T5's texts begin, likewise; 0 of other families, which have none."""
+    if saved.config.model.family != "t5":
+        return 0
+    named = [entry.get("decoder_start_token_id") for entry in _settings(saved)]
+    start = next((start for start in named if isinstance(start, int)), None)
+    return t5_ids(tokenizer).bos if start is None else start
+
+
+def _settings(saved: SavedModel) -> list[Mapping[str, Any]]:
+    origin = saved.source.origin
+    return [origin.hugging_face, read_json(origin.files / "generation_config.json")]
+
+
+def special_id(tokenizer: Tokenizer, name: str) -> int:
+    """The id of a special token.
+
+    Raises:
+      UserError: the vocabulary has none of that name.
+    """
+    index = tokenizer.special(name)
+    if index is None:
+        raise UserError(f"the vocabulary has no {name}, and a BERT's prompt needs it: give its own --tokenizer")
+    return index
 
 
 def read_json(path: Path) -> dict[str, Any]:

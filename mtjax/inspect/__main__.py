@@ -20,7 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         command = cli.parse(argv, "mtjax inspect", DESCRIPTION, Options)
         command.options.check()
-        from mtjax.inspect.command import run  # imports jax, for seconds: not before the options are right
+        # These import jax, for seconds: not before the options are right.
+        if command.options.generate:
+            from mtjax.generate.inspected import run
+        else:
+            from mtjax.inspect.command import run
 
         return run(command.config, command.options)
 

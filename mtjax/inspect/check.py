@@ -18,6 +18,7 @@ from mtjax.theory.contract import (
     LOSS_FORWARD,
     OPTIMIZER,
     OTHER,
+    SAMPLING,
     SMALL_BYTES,
     Expectation,
     Requirement,
@@ -186,6 +187,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         and _stands_right(e, required.line)
         and e.collective.axes == (required.line.axis,)
         and e.collective.kind in kinds
+        and _is_whole(e.dtype) == _is_whole(required.dtype)
     ]
     has_types = is_gpu or required.line.kind in SUMS
     if required.line.pooled and has_types:
@@ -213,6 +215,11 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     return Line(
         required, found, found * required.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes)
     )
+
+
+def _is_whole(dtype: str) -> bool:
+    """Whether a type's numbers are whole: ids and counts never stand for activations."""
+    return dtype.startswith(("s", "u"))
 
 
 def _stands_right(entry: Entry, line: Expectation) -> bool:
@@ -321,11 +328,11 @@ def _whole_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> lis
 
 
 def _tolerate(left: list[Entry]) -> tuple[str, ...]:
-    """Allows scalars outside the layers; says which."""
+    """Allows scalars outside layers and sampling, which is all small numbers; says which."""
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
-        if entry.phase in LAYER_PHASES or not collective.is_known or entry.array.bytes > SMALL_BYTES:
+        if entry.phase in (*LAYER_PHASES, SAMPLING) or not collective.is_known or entry.array.bytes > SMALL_BYTES:
             continue
         axes = collective.axes or ()
         scalars[axes] = scalars.get(axes, 0) + entry.array.elements * entry.left
@@ -352,7 +359,7 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
 
 def _recognise(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str:
     """What an array is, as far as its size and phase show."""
-    if landmarks.logits == array.elements and phase in (LOSS_FORWARD, LOSS_BACKWARD):
+    if landmarks.logits == array.elements and phase in (LOSS_FORWARD, LOSS_BACKWARD, SAMPLING):
         return " - the logits, unsplit"
     weight = _weight(array, landmarks)
     if weight:

@@ -101,7 +101,7 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
         target=target,
         text=text,
         module=hlo.parse(text),
-        memory=_memory(compiled),
+        memory=memory_of(compiled),
         trace_seconds=traced - start,
         compile_seconds=done - traced,
     )
@@ -119,7 +119,8 @@ def _lower(program: Program) -> jax.stages.Lowered:
         ) from e
 
 
-def _memory(compiled: jax.stages.Compiled) -> MemoryStats:
+def memory_of(compiled: jax.stages.Compiled) -> MemoryStats:
+    """What the compiler has planned for any program."""
     stats = compiled.memory_analysis()
     assert stats is not None
     return MemoryStats(

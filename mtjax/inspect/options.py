@@ -36,6 +36,12 @@ class Options:
     """Price of one GPU for one hour: the page says what the run costs."""
     dump: Path | None = None
     """Write the program's HLO text into this folder."""
+    generate: bool = False
+    """Inspect the step of decoding that mtjax generate runs instead of the train step."""
+    sequences: int = at_least(1, 8, most=4096)
+    """With --generate: sequences that are written at a time."""
+    context: int | None = at_least(1, None, most=2**24)
+    """With --generate: tokens of each sequence for which the cache has room; sequence_length when not given."""
 
     def check(self) -> None:
         """Checks that the options fit each other.
@@ -51,3 +57,14 @@ class Options:
             raise UserError("--sweep and --vs both compare: give one of them")
         if self.measured is not None and (self.vs or self.sweep is not None):
             raise UserError("--measured is of one program: leave out --vs and --sweep")
+        self._check_generate()
+
+    def _check_generate(self) -> None:
+        of_training = ("time_on", "intra_bandwidth", "inter_bandwidth", "contract", "sweep", "measured", "html")
+        given = [name for name in (*of_training, "vs") if getattr(self, name) not in (None, ())]
+        if self.generate and given:
+            raise UserError(f"--{given[0].replace('_', '-')} is of train steps: leave it out with --generate")
+        defaults = Options()
+        idle = [name for name in ("sequences", "context") if getattr(self, name) != getattr(defaults, name)]
+        if idle and not self.generate:
+            raise UserError(f"--{idle[0]} has an effect with --generate only: leave it out")

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from mtjax.inspect.hlo import Computation, Instruction
-from mtjax.theory.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS, STAGES
+from mtjax.theory.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS, SAMPLING, STAGES
 
 _SCOPES = {
     "embedding": "embedding",
@@ -18,6 +18,7 @@ _SCOPES = {
     "gradients": GRADIENTS,
     "optimizer": OPTIMIZER,
     "parameters": PARAMETERS,
+    "sampling": SAMPLING,
     "stages": STAGES,
 }
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
@@ -54,7 +55,7 @@ def _phase_of_path(path: str) -> str | None:
     if not scopes:
         return None
     scope = _SCOPES[scopes[-1]]
-    if scope in (GRADIENTS, OPTIMIZER, PARAMETERS, STAGES):
+    if scope in (GRADIENTS, OPTIMIZER, PARAMETERS, SAMPLING, STAGES):
         return scope
     if scope == "layer" and "rematted_computation" in path:
         return LAYER_RECOMPUTE

@@ -34,10 +34,10 @@ def to_json(report: Report, measured: Measured | None = None) -> dict[str, Any]:
             "sizes": dict(report.symbols),
             "xla_options": dict(step.program.xla.options),
         },
-        "target": _target(report.target),
+        "target": target_json(report.target),
         "seconds": {"trace": step.trace_seconds, "compile": step.compile_seconds, "analysis": report.analysis_seconds},
-        "collectives": [_collective(c) for c in report.collectives],
-        "contract": {"name": report.contract.name, **_verdict(report.verdict)},
+        "collectives": [collective_json(c) for c in report.collectives],
+        "contract": {"name": report.contract.name, **verdict_json(report.verdict)},
         "memory": _memory(report.memory),
         "flops": {"counted": report.flops.counted, "formula": report.flops.formula},
         "time": _time(report.time) if report.time else None,
@@ -61,7 +61,8 @@ def _measured(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _target(target: Target) -> dict[str, Any]:
+def target_json(target: Target) -> dict[str, Any]:
+    """What was compiled for."""
     server = target.server
     facts = None
     if server:
@@ -75,7 +76,8 @@ def _target(target: Target) -> dict[str, Any]:
     return {"name": target.name, "is_gpu": target.is_gpu, "server": facts}
 
 
-def _collective(c: Collective) -> dict[str, Any]:
+def collective_json(c: Collective) -> dict[str, Any]:
+    """A collective of any program."""
     return {
         "name": c.name,
         "kind": c.kind,
@@ -95,7 +97,8 @@ def _collective(c: Collective) -> dict[str, Any]:
     }
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """Whether a program keeps its contract, line by line."""
     return {
         "holds": verdict.holds,
         "lines": [_line(line) for line in verdict.lines],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +10,7 @@ from rich.table import Table
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.causes import STACKS, by_cause
-from mtjax.inspect.check import Line
+from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
@@ -17,6 +18,7 @@ from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
 from mtjax.theory.accuracy import accuracy_on
+from mtjax.theory.contract import Contract
 from mtjax.theory.divisibility import problems
 from mtjax.train.xla_options import Chosen
 
@@ -93,7 +95,21 @@ def collectives_table(rows: Iterable[Row]) -> Table:
     return table
 
 
-def contract_table(report: Report) -> Table:
+class Checked(Protocol):
+    """A report on any compiled program."""
+
+    @property
+    def contract(self) -> Contract:
+        """What it should send."""
+        ...
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it does."""
+        ...
+
+
+def contract_table(report: Checked) -> Table:
     """Expected against compiled."""
     table = Table(title=f"Contract: {report.contract.name}", title_justify="left", title_style="bold")
     table.add_column("phase")
@@ -108,7 +124,7 @@ def contract_table(report: Report) -> Table:
     return table
 
 
-def contract_notes(report: Report) -> list[str]:
+def contract_notes(report: Checked) -> list[str]:
     """The verdict, every difference explained, and what else is sent."""
     holds = "[green]the contract holds[/]" if report.verdict.holds else "[red]the contract is broken[/]"
     breaches = [f"[red]x[/] {_escape(v)}" for v in report.verdict.violations]

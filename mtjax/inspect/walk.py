@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import phase_of
-from mtjax.theory.contract import STAGES
+from mtjax.theory.contract import SAMPLING, STAGES
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Site:
     is_exact: bool = True
     """False inside a loop of unknown length (counted once) or a branch (counted as if always taken).
 
-    Branches on the stage of a pipeline are exact: some stage takes each of them, and the others wait for it."""
+    Branches on the stage of a pipeline are exact: some stage takes each of them, and the others wait for it. So are
+    those of sampling: a contract is of steps in which all are taken."""
     callers: tuple["Site", ...] = ()
     """The instructions through which it was entered, outermost first."""
 
@@ -44,4 +45,4 @@ def executions(instruction: Instruction) -> tuple[int, bool]:
     """How often an instruction runs what it calls, and whether that is certain."""
     if instruction.opcode == "while":
         return instruction.trip_count if instruction.trip_count is not None else 1, instruction.trip_count is not None
-    return 1, instruction.opcode != "conditional" or phase_of(instruction.op_name) == STAGES
+    return 1, instruction.opcode != "conditional" or phase_of(instruction.op_name) in (SAMPLING, STAGES)

@@ -1,4 +1,4 @@
-"""A cache of keys and values, so that those of each token are computed once; the state of an attention layer."""
+"""A cache of keys and values, so that those of each token are computed once; the state of attention layers."""
 
 from dataclasses import dataclass
 
@@ -68,6 +68,51 @@ class KeyValues:
         """With room for `length` tokens; what is beyond is lost."""
         keys, values = (_resized(kept, length) for kept in (self.keys, self.values))
         return KeyValues(keys, values)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EncodedText:
+    """What a layer's cross-attention remembers of the text that each sequence answers; computed once."""
+
+    kept: KeyValues
+    lengths: Int[Array, " sequences"]
+    """Tokens of each text; what lies behind is of an earlier one."""
+
+    @classmethod
+    def empty(
+        cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike
+    ) -> "EncodedText":
+        """Room for `length` tokens of each text."""
+        kept = KeyValues.empty(sequences, groups, length, head_dim, dtype)
+        return cls(kept, jnp.zeros(sequences, jnp.int32))
+
+    @property
+    def length(self) -> int:
+        """Tokens for which each text has room."""
+        return self.kept.length
+
+    def replaced(
+        self,
+        key: Float[Array, "1 seq groups head_dim"],
+        value: Float[Array, "1 seq groups head_dim"],
+        sequence: Int[Array, ""],
+        count: Int[Array, ""],
+    ) -> "EncodedText":
+        """With another text for a sequence, of which `count` tokens are not filling."""
+        first = jnp.zeros((1, key.shape[1]), jnp.int32)
+        return EncodedText(
+            self.kept.extended(key, value, Reading(first, sequence)), self.lengths.at[sequence].set(count)
+        )
+
+    def read_by(self, reading: Reading) -> tuple[Array, Array, Array]:
+        """Keys, values and lengths [batch] of the texts that the continued sequences answer."""
+        lengths = self.lengths if reading.sequence is None else self.lengths[reading.sequence][None]
+        return *self.kept.read_by(reading), lengths
+
+    def resized(self, length: int) -> "EncodedText":
+        """With room for `length` tokens; what is beyond is lost."""
+        return EncodedText(self.kept.resized(length), self.lengths)
 
 
 def _written(kept: Array, new: Array, reading: Reading) -> Array:

@@ -56,6 +56,11 @@ def embed_tokens(
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
 
+def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Position ids that the table has: what is filling or idle may stand anywhere, and no row would read as NaN."""
+    return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
+
+
 def embed_types(
     table: nnx.Param, token_types: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:

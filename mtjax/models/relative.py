@@ -27,18 +27,24 @@ class RelativeBias(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
         """float32 biases; each rank has those of its own heads."""
-        biases = self.table[...].at[self.buckets(length)].get(out_sharding=spec("seq", "key_seq", "heads"))
-        return biases.transpose(2, 0, 1)[None]
+        place = jnp.arange(length)
+        biases = self.table[...].at[self.buckets(place[:, None] - place[None, :])]
+        return biases.get(out_sharding=spec("seq", "key_seq", "heads")).transpose(2, 0, 1)[None]
+
+    def at(self, positions: Int[Array, "batch seq"], length: int) -> Float[Array, "batch heads seq key_seq"]:
+        """Of queries at these positions, to keys at 0, 1, ... `length` - 1."""
+        biases = self.table[...].at[self.buckets(positions[:, :, None] - jnp.arange(length))]
+        return biases.get(out_sharding=spec("batch", "seq", "key_seq", "heads")).transpose(0, 3, 1, 2)
 
 
-def relative_buckets(length: int, *, is_causal: bool, num_buckets: int, max_distance: int) -> Int[Array, "seq key_seq"]:
-    """The bucket of the distance from each query (first dimension) to each key.
+def relative_buckets(
+    back: Int[Array, "..."], *, is_causal: bool, num_buckets: int, max_distance: int
+) -> Int[Array, "..."]:
+    """The bucket of each distance `back` from a query to a key.
 
     Half of the buckets are single distances; the other half reach up to `max_distance` in logarithmic steps. Where
     tokens look both ways, keys after the query have the upper half of all buckets; where they only look back, bucket 0.
     """
-    place = jnp.arange(length)
-    back = place[:, None] - place[None, :]
     kinds = num_buckets if is_causal else num_buckets // 2
     first = 0 if is_causal else jnp.where(back < 0, kinds, 0)
     distance = jnp.maximum(back, 0) if is_causal else jnp.abs(back)

@@ -5,9 +5,13 @@ Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.0510
 
 from dataclasses import dataclass
 
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.counts import parameters
+from mtjax.theory.counts import on_device, parameters
 from mtjax.theory.hardware import Server
+from mtjax.theory.layout import is_matrix, layout_of
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.parts.attention import Attention, CrossAttention
 from mtjax.theory.timing import Constants
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
@@ -15,6 +19,11 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 READS_ENCODED = "cross.key_value"
 """What a decoder's layer computes once a text, not once a token."""
+
+
+SAMPLING_ARRAYS = 7
+"""Of 4 bytes, as long as a device's part of the vocabulary: counts of tokens, and what drawing works with - logits, as
+they are warped, over the temperature, in their order as integers, probabilities and noise."""
 
 
 def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
@@ -40,6 +49,53 @@ def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float
     """Bytes of keys and values: `2 l k L` elements per sequence; of a decoder also those of the text it reads."""
     stack = anatomy.stacks[-1]
     return stack.layers * sum(part.cached(context) for part in stack.parts) * batch * element_bytes
+
+
+@dataclass(frozen=True)
+class DecodingMemory:
+    """Bytes on a device of `mtjax generate`, while it writes a token of every sequence."""
+
+    weights: float
+    """Matrices in the compute type, vectors in float32."""
+    cache: float
+    """Keys and values of the device's own heads; where key heads are fewer than the model ways, of one."""
+    sampling: float
+    """Arrays as long as the device's part of the vocabulary (`SAMPLING_ARRAYS`)."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.cache + self.sampling
+
+
+def decoding_memory(
+    anatomy: Anatomy, model_ways: int, sequences: int, context: int, element_bytes: float = 2
+) -> DecodingMemory:
+    """Memory of a step of decoding; a T5's with its encoder, and as long a cache for what it reads.
+
+    Args:
+      anatomy: of the model.
+      model_ways: over which heads, MLP and vocabulary are split.
+      sequences: that are written at a time.
+      context: tokens of each for which the cache has room.
+      element_bytes: of the compute type.
+    """
+    mesh, model = MeshShape(model=model_ways), anatomy.model
+    layout = layout_of(model, mesh)
+    weights = 0.0
+    for weight in anatomy.weights:
+        elements = on_device(weight, layout, mesh)
+        if "kv_heads" in weight.names:  # each rank has those that its queries need
+            heads = weight.shape[weight.names.index("kv_heads")]
+            elements = weight.size // heads * max(heads, model_ways) // model_ways
+        weights += elements * (element_bytes if is_matrix(weight.names) else 4)
+    stack, cached = anatomy.stacks[-1], 0
+    for part in stack.parts:
+        if isinstance(part, Attention | CrossAttention):
+            heads = part.kv_heads if isinstance(part, Attention) else part.heads
+            cached += 2 * max(heads, model_ways) // model_ways * part.head_dim
+    cache = stack.layers * cached * sequences * context * element_bytes
+    return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / model_ways)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,12 @@ def weights_table(anatomy: Anatomy, server: Server) -> Table:
 def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int) -> Table:
     """Cache and speed by batch and length."""
     title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
-    note = "bounds by compute and memory; communication between the GPUs is left out"
-    result = table(title, "batch x context", "KV cache", "prefill", "per token", "tokens/s", "source", note=note)
+    note = (
+        "times are predictions, not measurements: bounds by compute and memory, without what the GPUs send each other; "
+        "memory is that of a GPU while mtjax generate writes, weights, cache and sampling"
+    )
+    heads = ("batch x context", "KV cache", "memory of a GPU", "prefill", "per token", "tokens/s (predicted)", "source")
+    result = table(title, *heads, note=note)
     lengths = sorted({context // 4 or 1, context})
     for batch in BATCHES:
         for tokens in lengths:
@@ -44,12 +48,17 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
+                _with_capacity(inference.decoding_memory(anatomy, model_ways, batch, tokens).total, server),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",
                 MODEL,
             )
     return result
+
+
+def _with_capacity(needed: float, server: Server) -> str:
+    return gib(needed) + ("" if needed <= server.gpu.memory else " - does not fit")
 
 
 def print_published(console: Console) -> None:

@@ -55,7 +55,7 @@ def load(options: Options, processes: int) -> tuple[Engine, LoadedModel]:
     model = load_model(options.source, options.mesh, options.dtype, options.tokenizer, processes)
     if this_process() == 0:
         say(f"model   {config_in_words(model.placed.config, model.parameters)}")
-    engine = Engine(Decoder(model.placed, model.parameters), options.batch)
+    engine = Engine(Decoder(model.placed, model.parameters, model.start_id), options.batch)
     return engine, replace(model, parameters=None)  # their memory is free again
 
 

@@ -24,6 +24,7 @@ LOSS_BACKWARD = "loss backward"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 PARAMETERS = "parameters"
+SAMPLING = "sampling"
 STAGES = "stages"
 OTHER = "other"
 
@@ -31,6 +32,7 @@ PHASES = (
     EMBEDDING_FORWARD,
     LAYER_FORWARD,
     LOSS_FORWARD,
+    SAMPLING,
     LOSS_BACKWARD,
     LAYER_RECOMPUTE,
     LAYER_BACKWARD,
@@ -49,7 +51,7 @@ SMALL_BYTES = 4096
 """Scalars - a loss, a norm, a token count - may cross any axis outside the layers: at most this much at a time."""
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-Dtype = Literal["compute", "float32", "bfloat16"]
+Dtype = Literal["compute", "float32", "bfloat16", "int32"]
 Symbols = Mapping[str, int]
 """Word of the formulas -> its value."""
 
@@ -141,7 +143,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
     Raises:
       UserError: a formula can't be worked out, or comes out negative or broken.
     """
-    types = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+    types = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
     types["compute"] = types[compute_dtype]
     asked = []
     for line in contract.lines:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
+from mtjax.generate import sampling
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine, QueueFull
+from mtjax.generate.inspected import inspect_decoding
 from mtjax.generate.request import Request, Sampling, Token
-from mtjax.generate.sampling import MOST_LIKELY
-from mtjax.inspect.collectives import Collective, find_collectives
-from mtjax.inspect.hlo import parse
+from mtjax.generate.sampling import MOST_LIKELY, Drawn
+from mtjax.inspect.compiled import memory_of
+from mtjax.inspect.targets import find_target
 from mtjax.models.placed import Placed
 from tests.tiny import VOCAB, initial_state, mesh_of, program_of, tiny_config
 
@@ -139,6 +141,23 @@ def test_requests_join_and_leave() -> None:
     assert stopped == expected[: expected.index(expected[5])]
 
 
+def test_what_prompts_have_in_common_is_read_once() -> None:
+    """Chunks of 16: from a sequence that has ended, from one that is running, and from one that came along."""
+    common = np.random.default_rng(9).integers(0, VOCAB, 35).tolist()
+    prompts = [[*common, 1, 2], [*common, 3], common[:20], common[:16], [*common[:31], 5, 6], common[:4]]
+    sampling = Sampling(12, temperature=1.5, presence_penalty=1.5)
+    alone = [ids(texts(engine_of("gpt", "1x1", 1), [prompt], sampling, [i]))[0] for i, prompt in enumerate(prompts)]
+    assert len({tuple(out) for out in alone}) == len(prompts)
+    engine = engine_of("gpt", "1x1", 2)
+    assert ids(texts(engine, prompts[:2], sampling, [0, 1])) == alone[:2]
+    assert engine.reused == 32
+    assert ids(texts(engine, prompts[2:], sampling, [2, 3, 4, 5])) == alone[2:]
+    assert engine.reused == 32 + 16 + 0 + 16 + 0
+    counted = Sampling(12, repetition_penalty=1.5)
+    expected = texts(engine_of("gpt", "1x1", 1), prompts[:1], counted, [0])
+    assert ids(texts(engine, prompts[:1], counted, [0])) == ids(expected) and engine.reused == 64
+
+
 def test_one_thread_works_for_others() -> None:
     engine, stopped = engine_of("gpt", "1x1", 2), threading.Event()
     engine._most_waiting = 3
@@ -167,25 +186,38 @@ def test_wrong_prompts_are_refused() -> None:
             engine.submit(Request(prompt))
 
 
-def sent_by(compiled: Any, mesh: str) -> list[Collective]:
-    return find_collectives(parse(compiled.as_text()), dict(mesh_of(mesh).shape), 8)
-
-
-def test_a_step_sends_no_logits_and_writes_its_cache_in_place() -> None:
+def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
     sequences, length = 4, 64
-    compiled = {mesh: decoder_of("llama", mesh).lower_step(sequences, length).compile() for mesh in ("1x1", "1x4")}
-    config = decoder_of("llama", "1x4").config.model
-    found = sent_by(compiled["1x4"], "1x4")
-    assert {collective.kind for collective in found} == {"all-reduce"}
-    stream = [c for c in found if [array.elements for array in c.arrays] == [sequences * config.hidden_size]]
-    assert sum(c.count for c in stream) == 2 * config.num_layers + 1  # and the embedding
-    rest = max(array.elements for c in found for array in c.arrays if c not in stream)
-    assert rest <= sequences * MOST_LIKELY * 4  # numbers of the most likely: never a vocabulary
-    assert all(collective.group_size == 1 for collective in sent_by(compiled["1x1"], "1x1"))
-    for mesh, heads in (("1x1", 2), ("1x4", 1)):
-        cache = config.num_layers * 2 * sequences * heads * length * 4 * 4
-        assert compiled[mesh].memory_analysis().alias_size_in_bytes >= cache
-        assert compiled[mesh].memory_analysis().temp_size_in_bytes < cache
+    config = tiny_config(sequence_length=64, mesh="1x4", **LLAMA)
+    report = inspect_decoding(config, find_target("cpu"), sequences, length)
+    assert report.verdict.holds and not report.verdict.tolerated, report.verdict.violations
+    assert {collective.kind for collective in report.collectives} == {"all-reduce"}
+    assert max(c.elements for c in report.collectives) == sequences * MOST_LIKELY * 4  # never a vocabulary
+    alone = memory_of(decoder_of("llama", "1x1").lower_step(sequences, length).compile())
+    for memory, heads in ((alone, 2), (report.memory, 1)):
+        cache = config.model.num_layers * 2 * sequences * heads * length * 4 * 4
+        assert memory.aliased >= cache > memory.temporaries
+
+
+@pytest.mark.aot
+def test_a_step_on_gpus_keeps_its_contract() -> None:
+    config = tiny_config(sequence_length=64, mesh="1x8", hidden_size=64, compute_dtype="bfloat16", **LLAMA)
+    report = inspect_decoding(config, find_target("h100x8"), 8, 64)
+    assert report.verdict.holds, report.verdict.violations
+
+
+def test_gathered_logits_break_the_contract(monkeypatch) -> None:
+    def gathered(ranks: Any, token: Any, reports: Any) -> Drawn:
+        whole = ranks.side_by_side(ranks.logits_BV)
+        return Drawn(token, whole[:, 0], token[:, None], whole[:, :1])
+
+    monkeypatch.setattr(sampling, "_reported", gathered)
+    config = tiny_config(sequence_length=64, mesh="1x2", num_layers=1)
+    verdict = inspect_decoding(config, find_target("cpu"), 2, 16).verdict
+    assert "1 extra all-reduce over model in sampling: f32[2,256] - the logits, unsplit" in "; ".join(
+        verdict.violations
+    )
+    assert any(note.startswith("1 of 1 all-reduce over model missing in sampling") for note in verdict.violations)
 
 
 def test_training_is_compiled_as_before() -> None:

@@ -79,6 +79,29 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
+    shown = generate(capsys, folder, "--beams", "3", "--samples", "2", "the cat").splitlines()
+    assert [line.split("(")[0] for line in shown[::2]] == ["--- 'the cat' "] * 2
+    scores = [float(line.split(", ")[1][:-1]) for line in shown[::2]]
+    assert scores == sorted(scores, reverse=True) and shown[1] != shown[3]
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    source.write_text('{"prompt": "the cat"}\n')
+    files = ("--input", str(source), "--output", str(target), "--beams", "3", "--samples", "2")
+    generate(capsys, folder, *files)
+    texts = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [text["text"] for text in texts] == shown[1::2]
+    assert [round(text["score"], 4) for text in texts] == scores
+    assert {text["finish_reason"] for text in texts} == {"length"}
+    source.write_text('{"prompt": "the cat", "top_k": 3}\n')
+    target.unlink()
+    assert main(["generate", "--from", f"hf:{folder}", *files]) == 2
+    assert f"{source}:1: --beams has use for max_tokens only" in capsys.readouterr().err
+    few = ("--from", f"hf:{folder}", "--beams", "2")
+    assert "at least as many beams" in refused(capsys, *few, "--samples", "3", "x")
+    assert "any use for --stop" in refused(capsys, *few, "--stop", "a", "x")
+    assert "--beams only" in refused(capsys, "--from", f"hf:{folder}", "--length-penalty", "2", "x")
+
+
 @pytest.mark.long  # `mtjax evaluate` reads a converted folder in make test
 def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
     places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}

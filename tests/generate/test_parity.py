@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from mtjax.errors import UserError  # noqa: E402
+from mtjax.generate.beams import BeamSearch  # noqa: E402
 from mtjax.generate.decoder import Decoder  # noqa: E402
 from mtjax.generate.engine import Engine  # noqa: E402
 from mtjax.generate.request import Request, Sampling, Token  # noqa: E402
@@ -16,6 +18,7 @@ from mtjax.generate.weights import load_model  # noqa: E402
 from tests.convert.hf_folders import small_tokenizer  # noqa: E402
 
 NEW = 24
+LIVELY = {"repetition_penalty": 2.0}
 
 
 def gpt2():
@@ -40,6 +43,28 @@ def llama():
         eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def t5(feed_forward: str, is_tied: bool):
+    config = transformers.T5Config(
+        vocab_size=301,
+        d_model=40,
+        d_kv=6,
+        d_ff=56,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        n_positions=80,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        feed_forward_proj=feed_forward,
+        decoder_start_token_id=0,
+        eos_token_id=300,
+    )
+    config.tie_word_embeddings = config.scale_decoder_outputs = is_tied
+    model = transformers.T5ForConditionalGeneration(config)
+    model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared  # this class ties all four tables or none
+    return model
 
 
 PROMPTS = [np.random.default_rng(n).integers(0, 301, n).tolist() for n in (1, 7, 33)]
@@ -74,3 +99,78 @@ def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -
             engine.run()
             assert [token.id for token in told] == [*prompt, *ids], mesh
             np.testing.assert_allclose([t.logprob for t in told[1:]], logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("feed_forward", "is_tied", "meshes"),
+    [("relu", True, ("2x2",)), pytest.param("gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long)],
+)
+def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
+    """Answers to texts of several lengths, side by side in a batch: the encoder runs once for each."""
+    torch.manual_seed(0)
+    model = t5(feed_forward, is_tied).eval()
+    model.save_pretrained(tmp_path)
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    expected = []
+    for prompt in PROMPTS:
+        text = torch.tensor([prompt])
+        with torch.no_grad():  # its cache does not know of decoders with more layers than the encoder
+            out = model.generate(
+                text, max_new_tokens=NEW, do_sample=False, eos_token_id=None, use_cache=False, **LIVELY
+            )
+            logits = copy.deepcopy(model).double()(text, decoder_input_ids=out).logits[0]
+        logprobs = torch.log_softmax(logits, -1)
+        ids = out[0].tolist()
+        expected.append((ids[1:], [logprobs[at, ids[at + 1]].item() for at in range(NEW)]))
+    assert len({tuple(ids) for ids, _ in expected}) == len(PROMPTS)
+    assert len(jax.devices()) >= 4  # in use: their number is fixed
+    for mesh in meshes:
+        loaded = load_model(f"hf:{tmp_path}", mesh)
+        assert loaded.start_id == 0 and loaded.stop_ids == {300}
+        decoder = Decoder(loaded.placed, loaded.parameters, loaded.start_id)
+        engine = Engine(decoder, 2, chunks=(8, 16), shortest_cache=32)
+        told: list[list[Token]] = [[] for _ in PROMPTS]
+        for prompt, out in zip(PROMPTS, told, strict=True):
+            engine.submit(Request(tuple(prompt), Sampling(NEW, **LIVELY), logprobs=True, on_token=out.append))
+        engine.run()
+        for out, (ids, logprobs) in zip(told, expected, strict=True):
+            assert [token.id for token in out] == ids, mesh
+            np.testing.assert_allclose([t.logprob for t in out], logprobs, atol=1e-5)
+    for request, why in (
+        (Request((5,), echo=True), "no log-probabilities to echo"),
+        (Request((5,) * 81), "at most 80"),
+    ):
+        with pytest.raises(UserError, match=why):
+            engine.submit(request)
+
+
+@pytest.mark.parametrize(
+    "family", [llama, pytest.param(lambda: t5("gated-gelu", False), marks=pytest.mark.long, id="t5")]
+)
+@pytest.mark.parametrize("penalty", [1.0, -0.5])
+def test_beams_are_transformers(family, penalty: float, tmp_path) -> None:
+    """Beams that end at different lengths: two tokens of the texts are stop ids."""
+    torch.manual_seed(0)
+    model = family().eval()
+    model.save_pretrained(tmp_path)
+    small_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": 4, "length_penalty": penalty}
+    settings |= {"use_cache": False}  # see above
+    settings |= {"num_return_sequences": 4, "return_dict_in_generate": True, "output_scores": True}
+    assert len(jax.devices()) >= 4  # in use: their number is fixed
+    loaded = load_model(f"hf:{tmp_path}", "2x2")
+    decoder, kinds = Decoder(loaded.placed, loaded.parameters, loaded.start_id), set()
+    for prompt in PROMPTS:
+        text = torch.tensor([prompt])
+        free = model.generate(text, eos_token_id=None, **settings).sequences[0].tolist()
+        ends = sorted({free[-NEW // 2], free[-3]})
+        with torch.no_grad():
+            out = model.generate(text, eos_token_id=ends, **settings)
+        begin = 1 if decoder.reads_text else len(prompt)
+        search = BeamSearch(decoder, 4, penalty, frozenset(ends), chunks=(8, 16), shortest_cache=32)
+        found = search.search(prompt, NEW)
+        for beam, ids, score in zip(found, out.sequences[:, begin:].tolist(), out.sequences_scores, strict=True):
+            assert list(beam.ids) == ids[: len(beam.ids)] and set(ids[len(beam.ids) :]) <= {ends[0]}
+            np.testing.assert_allclose(beam.score, score, atol=1e-4)
+            kinds.add(beam.is_stopped)
+    assert True in kinds

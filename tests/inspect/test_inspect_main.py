@@ -159,3 +159,23 @@ def test_missing_cudnn_says_what_to_do(capsys, monkeypatch):
     code, _, err = run(capsys, "--target", "h100x8", "--mesh", "2x4", "--vocab-size", "100")
     assert (code, err.count("\n")) == (2, 1)
     assert "--attention xla" in err
+
+
+def test_decoding_is_inspected_too(capsys, tmp_path):
+    sizes = {"--num-layers": 1, "--hidden-size": 64, "--num-heads": 4, "--vocab-size": 250, "--mesh": "1x2"}
+    words = [str(word) for pair in sizes.items() for word in pair]
+    code, out, _ = run(capsys, "--generate", *words, "--context", "32", "--json", str(tmp_path / "r.json"))
+    assert code == 0 and "logits are not sent" in out and "room for 32 tokens" in out
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["program"] == "decoding" and document["contract"]["holds"]
+    assert {c["phase"] for c in document["collectives"]} == {"embedding forward", "layer forward", "sampling"}
+    code, _, err = run(capsys, "--generate", "--context", "100000", *words)
+    assert code == 2 and "texts end at 64" in err
+    for wrong, why in (
+        (("--generate", "--sweep", "8"), "--sweep is of train steps"),
+        (("--context", "8"), "with --generate only"),
+    ):
+        code, _, err = run(capsys, *wrong)
+        assert code == 2 and why in err
+    code, _, err = run(capsys, "--generate", "--config", "bert-tiny", "--vocab-size", "250")
+    assert code == 2 and "does not write text" in err

@@ -143,5 +143,7 @@ def test_kinds_of_distance_are_transformers(is_causal, buckets, distance):
     theirs = T5Attention._relative_position_bucket(
         place[None, :] - place[:, None], bidirectional=not is_causal, num_buckets=buckets, max_distance=distance
     )
-    ours = relative_buckets(300, is_causal=is_causal, num_buckets=buckets, max_distance=distance)
+    place = np.arange(300)
+    back = place[:, None] - place
+    ours = relative_buckets(back, is_causal=is_causal, num_buckets=buckets, max_distance=distance)
     np.testing.assert_array_equal(ours, theirs.numpy())

@@ -95,6 +95,7 @@ def test_days_find_gpus(capsys):
 def test_inference_figures(capsys):
     out = run(capsys, "--config", "gpt2-xl", "--inference", "--context", "512")
     assert "KV cache" in out and "int4" in out and "8 x 512" in out
+    assert "memory of a GPU" in out and "predictions, not measurements" in out
 
 
 def test_published_runs(capsys):

@@ -1,10 +1,14 @@
 """Inference by formula: worked by hand."""
 
+import jax
 import pytest
 
+from mtjax import config
+from mtjax.generate.inspected import inspect_decoding
+from mtjax.inspect.targets import find_target
 from mtjax.plan import inference
 from mtjax.theory import counts, flops
-from mtjax.theory.families.registry import gpt
+from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_H100
 
 XL = gpt(48, 1600, 25, 1024, 51_200)
@@ -35,3 +39,25 @@ def test_decoding_reads_the_weights_once_per_token():
     assert inference.generation(XL, DGX_H100, 2, 1, 0).token_seconds == pytest.approx(speed.token_seconds / 2)
     crowded = inference.generation(XL, DGX_H100, 1, 4096, 16)
     assert crowded.token_seconds > 3 * speed.token_seconds
+
+
+COMPILED = [
+    ("cpu", "gpt2-355m", 64, 256, {"mesh": "1x4"}),
+    pytest.param("cpu", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.long),
+    pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=pytest.mark.aot),
+    pytest.param("h100x8", "llama2-70b", 32, 4096, {"mesh": "1x8"}, marks=pytest.mark.aot),
+]
+
+
+@pytest.mark.parametrize(("target", "name", "sequences", "context", "settings"), COMPILED)
+def test_memory_is_that_of_compiled_programs(target: str, name: str, sequences: int, context: int, settings) -> None:
+    """Within 5%, with a layer or two: deeper models have less beside weights and cache."""
+    assert len(jax.devices()) >= 8  # in use: their number is fixed
+    dtype, element = ("float32", 4) if target == "cpu" else ("bfloat16", 2)
+    sizes = {"num_layers": 2, "vocab_size": 50_257, "compute_dtype": dtype, "attention": "xla"}
+    run = config.replace(config.load(name), **(sizes | settings))
+    report = inspect_decoding(run, find_target(target), sequences, context)
+    assert report.verdict.holds, report.verdict.violations
+    formula = inference.decoding_memory(anatomy_of(report.config.model), report.mesh.model, sequences, context, element)
+    assert formula.total == pytest.approx(report.memory.peak, rel=0.05)
+    assert formula.weights + formula.cache == pytest.approx(report.memory.arguments, rel=0.03)

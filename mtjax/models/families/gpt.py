@@ -3,6 +3,7 @@
 Settings also allow rotary positions, other norms and activations, grouped-query attention and an untied output.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -12,9 +13,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
+from mtjax.models.cache import Reading
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
@@ -87,6 +89,24 @@ class GPT(Decoder, WithVocabulary):
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
+
+    @property
+    def written_stack(self) -> Stack:
+        """The layers that read what is written."""
+        return self.stack
+
+    def newest(
+        self, tokens: Int[Array, "batch seq"], reading: Reading, length: int
+    ) -> tuple[Float[Array, "batch act_seq embed"], Context]:
+        """What layers read of new tokens of sequences in caches with room for `length` tokens."""
+        del length
+        batch = {"tokens": tokens, "position_ids": in_table(self.positions, reading.positions)}
+        stream = self._embed(batch, None, None)
+        return stream.x, dataclasses.replace(self._context(batch, None, stream), reading=reading)
+
+    def finished(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+        """Hidden states behind the last layer as the output table reads them."""
+        return self.final_norm(x)
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each next token."""

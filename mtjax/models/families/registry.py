@@ -4,14 +4,18 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import jax
+from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
+from mtjax.models.cache import Reading
+from mtjax.models.context import Context
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.llama import Llama
 from mtjax.models.families.t5 import T5
+from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
 
 
@@ -40,6 +44,31 @@ class LanguageModel(Trunk, Protocol):
         """Tokens of the batch, without padding, as tokens per second count them."""
         ...
 
+
+class Writer(LanguageModel, Protocol):
+    """A model that writes text, token by token."""
+
+    @property
+    def written_stack(self) -> Stack:
+        """The layers that read what is written."""
+        ...
+
+    @property
+    def output_table(self) -> nnx.Param:
+        """[vocab, embed]"""
+        ...
+
+    def newest(self, tokens: Array, reading: Reading, length: int) -> tuple[Array, Context]:
+        """The stream of new tokens of sequences in caches with room for `length`, and what layers read besides it."""
+        ...
+
+    def finished(self, x: Array) -> Array:
+        """Hidden states behind the last layer as the output table reads them."""
+        ...
+
+
+WRITERS: tuple[type[Writer], ...] = (GPT, T5)
+"""A T5 reads a text before (`T5.encoded`), and writes another."""
 
 MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT, "t5": T5}
 

@@ -16,9 +16,10 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length
+from mtjax.models.cache import Reading
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
@@ -52,6 +53,12 @@ class T5Stack(nnx.Module):
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative(length)
         return Context(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
+
+    def reading_context(self, reading: Reading, length: int) -> Context:
+        """Likewise for new tokens of sequences in caches with room for `length` tokens."""
+        with jax.named_scope("embedding"):
+            bias = None if self.relative is None else self.relative.at(reading.positions, length)
+        return Context(bias=bias, scale=self.scale, reading=reading)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Hidden states as the decoder, or the output table, reads them."""
@@ -103,7 +110,7 @@ class T5(WithVocabulary):
         }
 
     def _embed_text(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
-        return Stream(self._embed(batch["encoder_tokens"], keys))
+        return Stream(self._embed(batch["encoder_tokens"], keys, batch.get("position_ids")))
 
     def _text_context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
         context = self.encoder.context(batch["encoder_tokens"].shape[1], keys)
@@ -118,9 +125,35 @@ class T5(WithVocabulary):
         context = self.decoder.context(batch["decoder_tokens"].shape[1], _decoder_keys(keys))
         return dataclasses.replace(context, encoded=stream.encoded, encoded_mask=batch["encoder_mask"])
 
-    def _embed(self, tokens: Array, keys: Keys) -> Array:
+    @property
+    def written_stack(self) -> Stack:
+        """The layers that read what is written."""
+        return self.decoder.stack
+
+    def encoded(
+        self, tokens: Int[Array, "batch seq"], mask: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch act_seq embed"]:
+        """The encoder's hidden states as the decoder reads them, of texts of any length; `mask` is 1 on tokens."""
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        batch = {"encoder_tokens": tokens, "encoder_mask": mask, "position_ids": in_table(self.positions, places)}
+        section = self.sections["encoder.stack"]
+        stream = section.embed(batch, None, None)
+        return self.encoder.finish(section.stack(stream.x, section.context(batch, None, stream))[0], None)
+
+    def newest(
+        self, tokens: Int[Array, "batch seq"], reading: Reading, length: int
+    ) -> tuple[Float[Array, "batch act_seq embed"], Context]:
+        """What the decoder's layers read of new tokens of sequences in caches with room for `length` tokens."""
+        x = self._embed(tokens, None, in_table(self.positions, reading.positions))
+        return x, self.decoder.reading_context(reading, length)
+
+    def finished(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+        """Hidden states behind the decoder's last layer as the output table reads them."""
+        return self._written(Stream(x), None)
+
+    def _embed(self, tokens: Array, keys: Keys, position_ids: Array | None = None) -> Array:
         with jax.named_scope("embedding"):
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype)
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, position_ids)
             return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:

@@ -11,7 +11,9 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim
+from mtjax.models.cache import EncodedText
 from mtjax.models.context import Context
+from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.attention import initial_query_scale
@@ -40,15 +42,28 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to those of the encoder that are not padding."""
-        assert context.encoded is not None
-        unsplit = spec("batch", "seq", "embed")
-        query = self.query(reshard(x, unsplit))
-        key_value = self.key_value(reshard(context.encoded, unsplit))
+        """Attends from each token to those of the encoder that are not padding, or to what is kept of them."""
+        query = self.query(reshard(x, spec("batch", "seq", "embed")))
+        if state is None:
+            mixed = self._to_encoded(query, context)
+        else:
+            assert isinstance(state, EncodedText) and context.reading is not None
+            keys, values, lengths = state.read_by(context.reading)
+            seen = (jnp.arange(state.length) < lengths[:, None])[:, None]
+            mixed = attend_grouped(query, keys, values, seen, None, context.scale)
+        return self.output(mixed), state
+
+    def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
+        """Of the encoder's hidden states, each [batch, seq, heads, head_dim]."""
+        key_value = self.key_value(reshard(encoded, spec("batch", "seq", "embed")))
         key, value = (a.squeeze(2) for a in jnp.split(key_value, 2, axis=2))
+        return key, value
+
+    def _to_encoded(self, query: Array, context: Context) -> Array:
+        assert context.encoded is not None
+        key, value = self.keys_and_values(context.encoded)
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)
         if context.encoded_mask is not None:
             mask = context.encoded_mask[:, None, None, :] > 0
         keys, scale = context.dropout_keys, context.scale
-        mixed = softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)
-        return self.output(mixed), state
+        return softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)

@@ -1,0 +1,165 @@
+"""`mtjax inspect --generate`: the step of decoding, compiled for a target and held to its own contract."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from mtjax.config import Config, Parallel
+from mtjax.config.vocabulary import with_vocabulary
+from mtjax.convert.saved_model import without_training
+from mtjax.errors import UserError
+from mtjax.generate.decoder import Decoder
+from mtjax.inspect import hlo
+from mtjax.inspect.check import Landmarks, Verdict, check
+from mtjax.inspect.collectives import Collective, find_collectives
+from mtjax.inspect.command import console_for
+from mtjax.inspect.compiled import MemoryStats, memory_of
+from mtjax.inspect.dump import write
+from mtjax.inspect.options import Options
+from mtjax.inspect.report import Row, table
+from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_json
+from mtjax.inspect.targets import Target, find_target
+from mtjax.inspect.text import collectives_table, contract_notes, contract_table, size
+from mtjax.models.placed import Placed
+from mtjax.theory.contract import Contract, Symbols, requirements
+from mtjax.theory.decoding import decoding_contract, decoding_symbols
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import MeshShape, parse_mesh
+
+
+@dataclass(frozen=True)
+class DecodingReport:
+    """What a compiled step of decoding sends and needs."""
+
+    config: Config
+    mesh: MeshShape
+    target: Target
+    sequences: int
+    length: int
+    """Tokens of each sequence for which the cache has room."""
+    symbols: Symbols
+    contract: Contract
+    collectives: tuple[Collective, ...]
+    verdict: Verdict
+    memory: MemoryStats
+    text: str
+    """The optimized program as HLO text."""
+    compile_seconds: float
+
+    @property
+    def rows(self) -> list[Row]:
+        """The collectives, alike ones together."""
+        return table(self.collectives)
+
+
+def run(config: Config, options: Options) -> int:
+    """Compiles and prints; returns the exit code, 1 where the program breaks its contract."""
+    quiet = options.json == Path("-")
+    console = console_for(sys.stderr if quiet else sys.stdout)
+    config = with_vocabulary(config, lambda text: console.print(text, highlight=False))
+    length = options.context or config.model.sequence_length
+    report = inspect_decoding(config, find_target(options.target), options.sequences, length)
+    if not quiet:
+        show(report, console)
+    if options.json is not None:
+        content = json.dumps(to_json(report), indent=1) + "\n"
+        sys.stdout.write(content) if quiet else write(options.json, content)
+    if options.dump is not None:
+        write(options.dump / f"decode-{report.mesh}-{Path(report.target.name).stem}.hlo.txt", report.text)
+    return 0 if report.verdict.holds else 1
+
+
+def inspect_decoding(config: Config, target: Target, sequences: int, length: int) -> DecodingReport:
+    """Compiles the step of decoding, without weights and without a device to run it on.
+
+    Args:
+      config: the run; its mesh is the one compiled for.
+      target: the devices.
+      sequences: that are written at a time.
+      length: tokens of each for which the cache has room.
+
+    Raises:
+      UserError: config, mesh and target don't fit, or the family writes no text.
+    """
+    shape = parse_mesh(config.parallel.mesh)
+    batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
+    config = without_training(config, Parallel(mesh=str(shape)), **batch)
+    decoder = Decoder.abstract(Placed(config, target.mesh(shape)))
+    if length > decoder.longest_text:
+        raise UserError(
+            f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
+        )
+    start = time.perf_counter()
+    compiled = decoder.lower_step(sequences, length).compile()
+    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    assert text is not None
+    per_server = target.server.gpus if target.server else target.devices_per_server
+    collectives = find_collectives(hlo.parse(text), dict(decoder.placed.mesh.shape), per_server)
+    anatomy = anatomy_of(config.model)
+    symbols, contract = decoding_symbols(anatomy, sequences, shape), decoding_contract(anatomy)
+    required = requirements(contract, symbols, shape, config.training.compute_dtype)
+    verdict = check(collectives, required, _landmarks(decoder, sequences), is_gpu=target.is_gpu)
+    sizes = (sequences, length, symbols)
+    sent = (contract, tuple(collectives), verdict)
+    return DecodingReport(config, shape, target, *sizes, *sent, memory_of(compiled), text, seconds)
+
+
+def _landmarks(decoder: Decoder, sequences: int) -> Landmarks:
+    shapes = {record.name: record.shape for record in jax.tree.leaves(decoder.placed.records)}
+    return Landmarks(shapes, logits=sequences * decoder.padded_vocab_size)
+
+
+def show(report: DecodingReport, console: Console) -> None:
+    """Prints a report."""
+    model, memory = report.config.model, report.memory
+    console.print(
+        f"a step of decoding: {model.family}, {model.num_layers} layers x {model.hidden_size}, "
+        f"{report.config.training.compute_dtype}; {report.sequences} sequences, "
+        f"room for {report.length} tokens of each\n"
+        f"mesh {report.mesh.in_words}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
+        highlight=False,
+    )
+    console.print(collectives_table(report.rows))
+    console.print(contract_table(report))
+    for note in contract_notes(report):
+        console.print(note, highlight=False, soft_wrap=True)
+    if report.verdict.holds:
+        console.print("logits are not sent: each rank keeps those of its part of the vocabulary")
+    console.print(
+        f"[bold]Memory of a device[/]\n  weights and cache {size(memory.arguments)}, {size(memory.aliased)} of it "
+        f"written in place; temporaries {size(memory.temporaries)}; peak {size(memory.peak)}",
+        highlight=False,
+    )
+
+
+def to_json(report: DecodingReport) -> dict[str, Any]:
+    """The report as nested dicts of JSON values, in the words of a train step's."""
+    memory = report.memory
+    return {
+        "schema": SCHEMA,
+        "program": "decoding",
+        "run": {
+            "mesh": asdict(report.mesh),
+            "compute_dtype": report.config.training.compute_dtype,
+            "sequences": report.sequences,
+            "context": report.length,
+            "sizes": dict(report.symbols),
+        },
+        "target": target_json(report.target),
+        "collectives": [collective_json(c) for c in report.collectives],
+        "contract": {"name": report.contract.name, **verdict_json(report.verdict)},
+        "memory": {
+            "arguments": memory.arguments,
+            "outputs": memory.outputs,
+            "aliased": memory.aliased,
+            "temporaries": memory.temporaries,
+            "peak": memory.peak,
+        },
+    }
