@@ -15,6 +15,7 @@ from mtjax.generate.decoder import Cache, Decoder, Sequences, filled_text, promp
 from mtjax.generate.engine import draws_of
 from mtjax.generate.request import Sampling
 from mtjax.generate.sampling import MOST_LIKELY, Drawn
+from mtjax.generate.shapes import chunk_length, doubled
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class BeamSearch:
             raise UserError(f"the prompt has {len(prompt)} tokens, and must have from 1 to {most_read}")
         most = min(max_tokens, longest - len(start))
         search = _Search(self, most)
-        length = self.shortest_cache
-        while length < max(len(prompt) + self.chunks[-1], len(start) + most):
-            length *= 2
+        length = doubled(self.shortest_cache, max(len(prompt) + self.chunks[-1], len(start) + most))
         cache, state, drawn = self._read(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
         while search.extended(drawn):
@@ -90,15 +89,13 @@ class BeamSearch:
     ) -> tuple[Cache, Sequences, Drawn]:
         draws, drawn = draws_of(Sampling(), logprobs=True), None
         if self.decoder.reads_text:
-            length = self.chunks[0]
-            while length < len(prompt):
-                length *= 2
+            length = doubled(self.chunks[0], len(prompt))
             chunk = prompt_chunk(start, 0, 1, 0, draws)
             cache, state, drawn, _ = self.decoder.read_text(cache, state, filled_text(prompt, length), chunk)
             return cache, state, drawn
         at = 0
         while at < len(start):
-            length = next((n for n in self.chunks if n >= len(start) - at), self.chunks[-1])
+            length = chunk_length(self.chunks, len(start) - at)
             cache, state, drawn, _ = self.decoder.read(cache, state, prompt_chunk(start, at, length, 0, draws), False)
             at += length
         assert drawn is not None  # a prompt has tokens

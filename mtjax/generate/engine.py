@@ -18,6 +18,7 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.generate.sampling import Drawn, Draws, Warping
+from mtjax.generate.shapes import chunk_length, doubled
 
 LOOKAHEAD = 128
 """Tokens that a request will write, as far as the cache makes room ahead."""
@@ -202,9 +203,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Gives the cache the least length that the running requests need, or leaves it at up to four times that."""
-        need = self._shortest
-        while need < max(self._need(running) for running in self._running.values()):
-            need *= 2
+        need = doubled(self._shortest, max(self._need(running) for running in self._running.values()))
         if self._device is None:
             self._device = self._decoder.empty(self._sequences, need)
             return
@@ -218,19 +217,14 @@ class Engine:
         prompt = len(running.prompt)
         ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
         start = prompt // self._chunks[-1] * self._chunks[-1]
-        filled = start + self._chunk_length(prompt - start)
+        filled = start + chunk_length(self._chunks, prompt - start)
         if self._decoder.reads_text:
             filled = self._text_length(running.request)
         return max(filled, min(prompt + ahead, self.max_context))
 
     def _text_length(self, request: Request) -> int:
-        length = self._chunk_length(len(request.prompt))
-        while length < len(request.prompt):
-            length *= 2
-        return length
-
-    def _chunk_length(self, tokens: int) -> int:
-        return next((length for length in self._chunks if length >= tokens), self._chunks[-1])
+        tokens = len(request.prompt)
+        return doubled(chunk_length(self._chunks, tokens), tokens)
 
     def _shared(self, request: Request, place: int) -> int:
         """Tokens with which both a prompt and a sequence of the cache begin, whole chunks only, but not the last token.
@@ -265,7 +259,7 @@ class Engine:
         if not running.read:
             self._reuse(running)
         request, prompt, start = running.request, running.prompt, running.read
-        length = 1 if self._decoder.reads_text else self._chunk_length(len(prompt) - start)
+        length = 1 if self._decoder.reads_text else chunk_length(self._chunks, len(prompt) - start)
         draws = draws_of(request.sampling, request.logprobs)
         chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
         assert self._device is not None

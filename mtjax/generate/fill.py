@@ -13,6 +13,7 @@ from jax import Array
 
 from mtjax.errors import UserError
 from mtjax.generate.sampling import Drawn, score_tokens
+from mtjax.generate.shapes import doubled
 from mtjax.generate.weights import LoadedModel, special_id
 from mtjax.models.families.bert import BERT
 from mtjax.models.trunk import run_sections
@@ -75,9 +76,9 @@ class Filler:
 
     def most_likely(self, ids: Sequence[int], masks: Sequence[int]) -> Drawn:
         """The most likely tokens at some places of a text, a row for each place; rows behind are filling."""
-        tokens = np.zeros((1, min(_doubled(16, len(ids)), self._placed.config.model.sequence_length)), np.int32)
+        tokens = np.zeros((1, min(doubled(16, len(ids)), self._placed.config.model.sequence_length)), np.int32)
         tokens[0, : len(ids)] = ids
-        places = np.zeros(_doubled(1, len(masks)), np.int32)
+        places = np.zeros(doubled(1, len(masks)), np.int32)
         places[: len(masks)] = masks
         return self._placed.on_mesh(self._compiled, self._model.parameters, tokens, np.int32(len(ids)), places)
 
@@ -95,9 +96,3 @@ class Filler:
             size, none = self._model.placed.config.model.vocab_size, jnp.zeros(len(places), jnp.int32)
             assert size is not None  # the table has rows
             return score_tokens(model.head(hidden)[0], model.output_table[...], none, size, model.head.bias[...])
-
-
-def _doubled(length: int, least: int) -> int:
-    while length < least:
-        length *= 2
-    return length

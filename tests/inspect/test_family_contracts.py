@@ -49,7 +49,7 @@ def test_berts_loss_sends_the_masked_tokens_alone():
     assert together == Counter(scalars | {array: 2 + 2, first: 2})  # the compiler packs the first token's with either
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("gpt", marks=pytest.mark.long)])
 def test_a_finetuned_head_sends_one_token_of_each_sample_where_sequences_are_split(family):
     """In 2 microbatches of 2; without split sequences every rank has what it needs."""
     head = {"family": family, "head": "classification", "num_labels": 3}
