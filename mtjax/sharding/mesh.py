@@ -18,6 +18,10 @@ from mtjax.theory.mesh import MeshShape, check_implemented
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
 with more devices, all threads may wait for a device that has none."""
+THREADS_OF_A_STAGE = 4
+"""XLA's threads for each virtual device of a mesh with stages. There a device has collectives that do not depend on each
+other, permutes between stages and sums inside one, and XLA for CPUs runs them in any order, each on a thread that it
+blocks: with a thread a device, as XLA has it, all may wait for one that has none."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
@@ -43,6 +47,8 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """
     if shape.size % num_processes:
         raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
+    if shape.has_stages:  # XLA reads it when it makes its devices
+        os.environ.setdefault("NPROC", str(THREADS_OF_A_STAGE * shape.size // num_processes))
     use_cpu_devices(shape.size // num_processes)
     devices = jax.devices()
     if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:

@@ -1,3 +1,5 @@
+import os
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -22,6 +24,14 @@ def test_too_few_devices_offers_inspect():
 def test_places_must_divide_over_processes():
     with pytest.raises(UserError, match="8 devices, which don't divide over 3 processes"):
         attach_devices(parse_mesh("2x4"), num_processes=3)
+
+
+def test_stages_have_threads_for_all_of_their_collectives(monkeypatch):
+    """With a thread a device a pipeline's step stands still in every third run or so, and XLA ends the process."""
+    for mesh, threads in (("2x4", None), ("2x2x2", "32")):
+        monkeypatch.delenv("NPROC", raising=False)
+        attach_devices(parse_mesh(mesh))
+        assert os.environ.get("NPROC") == threads
 
 
 def test_an_axis_that_is_not_implemented_is_refused():

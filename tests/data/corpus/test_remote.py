@@ -88,7 +88,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 def test_text_and_indexed_corpora_are_copied_once(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    url, fs, cache = store.url, filesystem(store.url), Cache(tmp_path)
+    url, fs, cache = f"{store.url}/corpora", filesystem(store.url), Cache(tmp_path)
     big = bytes(range(256)) * 40_000
     for name, content in (("a.txt", b"one"), ("b.txt", b"two"), ("c/x.idx", b"index"), ("c/x.bin", big)):
         write_bytes(f"{url}/{name}", content)
