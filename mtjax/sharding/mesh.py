@@ -19,9 +19,9 @@ MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
 with more devices, all threads may wait for a device that has none."""
 THREADS_OF_A_STAGE = 4
-"""XLA's threads for each virtual device of a mesh with stages. There a device has collectives that do not depend on each
-other, permutes between stages and sums inside one, and XLA for CPUs runs them in any order, each on a thread that it
-blocks: with a thread a device, as XLA has it, all may wait for one that has none."""
+"""XLA's threads for each virtual device of a mesh with stages. There a device has collectives that do not depend on
+each other, permutes between stages and sums inside one, and XLA for CPUs runs them in any order, each on a thread that
+it blocks: with a thread a device, as XLA has it, all may wait for one that has none."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
