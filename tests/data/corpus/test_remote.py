@@ -103,7 +103,7 @@ def test_text_and_indexed_corpora_are_copied_once(store: Store, tmp_path: Path, 
     assert capsys.readouterr().err.count(f"copying {url}/") == 3
     assert local(f"{url}/c/x.bin") == prefix
     assert capsys.readouterr().err == ""
-    fs.pipe_file("bucket/a.txt", b"six")  # of the same size
+    fs.pipe_file("bucket/corpora/a.txt", b"six")  # of the same size
     assert Path(local(f"{url}/a.txt")).read_bytes() == b"six"
     with pytest.raises(UserError, match=f"^{url}/nothing does not exist, neither as a file nor"):
         local(f"{url}/nothing")
