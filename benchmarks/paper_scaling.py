@@ -8,8 +8,8 @@ the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the com
 
 No GPU is needed; the extra `aot` is. Two minutes or so on two cores.
 
-The constants: those of `mtjax.theory.timing.Constants` and `mtjax.theory.hardware.DGX_2H`, and one number of the paper,
-the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. How much slower the kernels of 2019 ran than
+The constants: those of `mtjax.theory.machine.Constants` and `mtjax.theory.hardware.DGX_2H`, and one of the paper, the
+39 TFLOP/s that its code sustained for the 1.2B model on a single V100. How much slower the kernels of 2019 ran than
 the walk says for that one point slows the computation of all points alike; communication is not touched by it.
 """
 

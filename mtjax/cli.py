@@ -185,7 +185,7 @@ def _one_sentence(box: str) -> str:
     said, below = " ".join(" ".join(lines[:rule]).split()), lines[rule:]
     if match := _CHOICE.fullmatch(said):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
-        return f"{match[2]} {match[1]} is none of {', '.join(choices)}{nearest(match[1], choices)}"
+        return f"{match[2]} {match[1]} is not one of {', '.join(choices)}{nearest(match[1], choices)}"
     if said.startswith("Unrecognized options: "):
         words = said.partition(": ")[2].split(", ")
         unknown = next((word for word in words if word.startswith("--")), None)

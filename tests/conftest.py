@@ -9,10 +9,10 @@ from typing import Any
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 # Compiling is what tests spend their time on. LLVM's optimisations cost more than they save here, and kernels written
-# by XLA's older emitters compile in half the time.
+# by XLA's older emitters compile in half the time. A program is not cut up to be compiled in parallel: the workers are.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if version("jax").startswith("0.10."):  # a flag that XLA does not know ends the process
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
+    QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

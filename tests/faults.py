@@ -35,7 +35,29 @@ class Fault:
 
 
 FAULTS = (
+    # --- learning from a teacher, adapters
+    Fault(
+        "finetune: a teacher whose tokens have other names is believed",
+        "if theirs.token(index) != tokenizer.token(index):",
+        "if False:",
+        "finetune",
+        "test_a_teacher_of_tokens_that_does_not_fit_is_refused",
+    ),
+    Fault(
+        "models: what adapters read is never dropped",
+        "rate = low.dropout if low else 0.0",
+        "rate = 0.0",
+        "models",
+        "test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all",
+    ),
     # --- sharding
+    Fault(
+        "sharding: of a turn between ranks that share samples, a pair of chunks counts for the wrong queries",
+        "first = jnp.where(before, other_sums, NEVER)",
+        "first = jnp.where(before, NEVER, other_sums)",
+        "train",
+        "test_split_sequences_and_zero_change_nothing",
+    ),
     Fault(
         "sharding: a token on the border of two slices of the vocabulary belongs to both",
         "owned = (row >= 0) & (row < rows)",
@@ -215,8 +237,8 @@ FAULTS = (
     ),
     Fault(
         "train: a torn line stays in the metrics",
-        "self._file.truncate(size)",
-        "pass",
+        "            file.truncate(size)\n        raise\n\n\nclass Lines",
+        "            pass\n        raise\n\n\nclass Lines",
         "end_to_end",
         "test_lines_wait_for_room",
     ),
@@ -229,7 +251,7 @@ FAULTS = (
     ),
     Fault(
         "train: a file of another user is a damaged one",
-        "if problem := next(unreadable_files(folder), None):",
+        "if not url_of(folder) and (problem := next(unreadable_files(folder), None)):",
         "if problem := None:",
         "train",
         "test_what_only_can_not_be_read_stays_where_it_is",
@@ -250,7 +272,7 @@ FAULTS = (
     ),
     Fault(
         "train: two runs share a folder",
-        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say)",
+        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=place.remote)",
         "pass",
         "end_to_end",
         "test_a_folder_in_use_is_left_alone",
@@ -285,8 +307,8 @@ FAULTS = (
     ),
     Fault(
         "train: a validation counts as a step that takes too long",
-        "self._watched = False\n        self._peers",
-        "self._peers",
+        "self._watched = False\n        self._times",
+        "self._times",
         "train",
         "test_stacks_are_written_once",
     ),
@@ -543,7 +565,7 @@ FAULTS = (
     ),
     Fault(
         "generate: a sequence whose prompt is being read is written to by the others' steps",
-        "jnp.where(active, state.positions, cache[0].length)",
+        "jnp.where(active, state.positions, cache_length(cache))",
         "jnp.where(active, state.positions, 0)",
         "generate",
         "test_texts_depend",
@@ -555,7 +577,43 @@ FAULTS = (
         "generate",
         "test_tokens_are_as_frequent",
     ),
+    Fault(
+        "generate: numbers of 8 bits are cut off instead of rounded",
+        "jnp.round(wide / scales)",
+        "jnp.trunc(wide / scales)",
+        "generate",
+        "test_a_matrix_in_8_bits",
+    ),
+    # --- evaluate
+    Fault(
+        "evaluate: the window at a text's end is as short as what it counts",
+        "first = max(0, stop - length - 1)",
+        "first = start",
+        "evaluate",
+        "test_windows_are_lm_evals",
+    ),
+    Fault(
+        "evaluate: the best checkpoint is the one with the highest perplexity",
+        'Goal(f"{task}/{name}", KINDS[task].measures[name])',
+        'Goal(f"{task}/{name}", True)',
+        "evaluate",
+        "test_what_is_best",
+    ),
     # --- serve
+    Fault(
+        "serve: headers that do not come are waited for",
+        "self._late = self.loop.call_later(HEADER_SECONDS, self._refuse)",
+        "self._late = None",
+        "serve",
+        "test_bodies_that_are_not_bodies",
+    ),
+    Fault(
+        "serve: a search for beams ends as transformers' does, not as Megatron's",
+        "found[0][2] if options.as_megatron else",
+        "self._running[0][1] if options.as_megatron else",
+        "serve",
+        "test_beams_are_those_of_its_search",
+    ),
     Fault(
         "serve: a client that has left is written for to the end",
         "for request in ticket.open.values():",
@@ -612,6 +670,27 @@ FAULTS = (
         "best = Best(goal)",
         "finetune",
         "test_a_run_that_does_not_get_better_ends_early",
+    ),
+    Fault(
+        "finetune: windows on a passage follow each other without overlap",
+        "step, windows, begin = min(self.options.doc_stride, room), [], 0",
+        "step, windows, begin = room, [], 0",
+        "finetune",
+        "test_windows_are_those_of_the_library",
+    ),
+    Fault(
+        "finetune: an answer's last token is looked for among the first ones",
+        "float(inside[start, 0] + inside[end, 1])",
+        "float(inside[start, 0] + inside[end, 0])",
+        "finetune",
+        "test_the_best_answer_is_that_of_all_spans",
+    ),
+    Fault(
+        "finetune: choices of different questions compete",
+        "outputs.reshape(-1, choices)",
+        "outputs.reshape(choices, -1).T",
+        "finetune",
+        "test_the_loss_is_over_the_choices",
     ),
 )
 

@@ -23,7 +23,13 @@ ARROWS: dict[str, set[str]] = {
     "sharding": BASE | {"theory"},
     "models": BASE
     | {"theory"}
-    | {f"sharding.{part}" for part in ("axes", "vocab", "flash", "kv_heads", "parameters", "unstacked")},
+    | {
+        f"sharding.{part}"
+        for part in (
+            *("axes", "context", "experts", "vocab", "distillation"),
+            *("flash", "int8", "kv_heads", "parameters", "unstacked"),
+        )
+    },
     "data": BASE,
     "plan": BASE | {"theory"},
     "train": BASE | {"theory", "sharding", "models", "data"},
@@ -34,17 +40,17 @@ TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "comp
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
 COMMANDS = {
-    "train.__main__": {"cli", "inspect", "interrupt", "plan"},
+    "train.__main__": {"cli", "evaluate", "inspect", "interrupt", "plan"},
     "plan.__main__": {"cli", "inspect"},
     "inspect.__main__": {"cli", "generate"},
 }
-"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `plan --verify`,
-`inspect --generate`."""
+"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `--evaluate`,
+`plan --verify`, `inspect --generate`."""
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "cut", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_THEORY = (
-    *("rules", "mesh", "layout", "timetable", "schedules", "attention", "plans", "contract", "parts"),
+    *("rules", "mesh", "layout", "adapters", "timetable", "schedules", "attention", "plans", "contract", "parts"),
     *("anatomy", "families"),
 )
 """Inside theory, too; what is not named here stands above them."""

@@ -63,8 +63,8 @@ def test_values_have_their_types() -> None:
 
 
 WRONG = {
-    "train --zero 5": "--zero 5 is none of 0, 1, 2, 3",
-    "train --recompute selektive": "--recompute selektive is none of none, selective, full - did you mean 'selective'?",
+    "train --zero 5": "--zero 5 is not one of 0, 1, 2, 3",
+    "train --recompute ful": "--recompute ful is not one of none, selective, full - did you mean 'full'?",
     "train --hiden-size 64": "no option is called --hiden-size - did you mean '--hidden-size'?",
     "train --model.hidden-size 64": "no option is called --model.hidden-size - did you mean '--hidden-size'?",
     "train --no-bais": "no option is called --no-bais - did you mean '--no-bias'?",

@@ -106,7 +106,7 @@ def test_file_over_base_over_defaults(tmp_path: Path) -> None:
         ("[model]\nhidden_size = true", "hidden_size = True should be int"),
         ("[model]\nhidden_size = '64'", "hidden_size = '64' should be int"),
         ("[output]\nresume = 1", "resume = 1 should be bool"),
-        ("[model]\nattention = 'flash'", "attention = 'flash' is none of 'auto', 'xla', 'cudnn'"),
+        ("[model]\nattention = 'flash'", "attention = 'flash' is not one of 'auto', 'xla', 'cudnn'"),
         ("[training]\nrampup_batch_size = [1, 2]", r"rampup_batch_size = \[1, 2\] should be a list of 3 int"),
         ("[model\n", "is not valid TOML"),
     ],
@@ -289,6 +289,10 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
             {"position": "rope", "rope_scaling": "llama3", "rope_low_frequency_factor": 4.0},
             "rope_low_frequency_factor 4.0 must be below rope_high_frequency_factor 4.0",
         ),
+        (
+            {"position": "rope", "rope_scaling": "yarn", "rope_beta_slow": 32.0},
+            "rope_beta_slow 32.0 must be below rope_beta_fast 32.0",
+        ),
         ({"position": "rope", "rope_original_length": 0}, "rope_original_length is 0"),
     ],
 )
@@ -324,7 +328,14 @@ def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: d
         assert names == []
     else:
         assert field.name in names
-        following = {"head_dim", "mlp_size", "num_kv_heads", "num_decoder_layers", "decoder_sequence_length"}
+        following = {
+            "head_dim",
+            "mlp_size",
+            "expert_size",
+            "num_kv_heads",
+            "num_decoder_layers",
+            "decoder_sequence_length",
+        }
         assert set(names) <= {field.name} | following
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.models.families.gpt import GPT
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import global_batch
@@ -69,7 +70,7 @@ class Whole:
     def _uncut(self, *arguments: Any, **named: Any) -> Any:
         raise NotImplementedError
 
-    wire = enter = run = leave = _uncut
+    output = wire = enter = run = leave = _uncut
 
 
 def gradients_like(
@@ -104,14 +105,20 @@ def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Next tokens, a fifth of them masked."""
+    """Next tokens, a fifth of them masked; with documents of four tokens on average where these are kept apart."""
     size, length = config.training.global_batch_size, config.model.sequence_length
     text = random.integers(0, config.model.vocab_size, (size, length + 1)).astype(np.int32)
-    return {
+    batch = {
         "tokens": text[:, :-1],
         "labels": text[:, 1:],
         "loss_mask": (random.random((size, length)) < 0.8).astype(np.float32),
     }
+    if config.data.reset_attention_mask:
+        begins = random.random((size, length)) < 0.25
+        first = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
+        batch["segment_ids"] = begins.cumsum(axis=1).astype(np.int32)
+        batch["position_ids"] = (np.arange(length) - first).astype(np.int32)
+    return {name: batch[name] for name in GPT.batch_arrays(config)}
 
 
 def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
@@ -160,7 +167,7 @@ def run_steps(program: Program, steps: int, state: State | None = None) -> tuple
     metrics = []
     for step in range(int(state.step), int(state.step) + steps):
         state, results = program.step(state, batch_of(program, step))
-        metrics.append({name: float(value) for name, value in results.items()})
+        metrics.append({name: float(value) for name, value in results.items() if not value.ndim})
     return state, metrics
 
 

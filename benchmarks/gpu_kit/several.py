@@ -15,7 +15,7 @@ from gpu_kit.shapes import SHAPES, config_of
 from gpu_kit.speed import time_run
 from mtjax.errors import UserError
 from mtjax.inspect.targets import attached_server
-from mtjax.theory.timing import Machine
+from mtjax.theory.machine import Machine
 from mtjax.theory.traffic import Transfer, ring_factor
 
 SIZES = tuple(2**n for n in (16, 20, 24, 28, 30))

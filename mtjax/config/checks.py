@@ -5,11 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.families import FAMILIES
+from mtjax.config.families.family import EXPERTS
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.run import Config
 from mtjax.config.setting import SAMPLES, setting_of
-from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, mlp_size, nearest_divisors, num_kv_heads
+from mtjax.config.sizes import (
+    decoder_layers,
+    decoder_length,
+    expert_size,
+    head_dim,
+    mlp_size,
+    nearest_divisors,
+    num_kv_heads,
+)
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
 from mtjax.storage import shown, url_of
@@ -27,7 +36,9 @@ def validate(config: Config) -> None:
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
+    check_experts(config)
     check_recompute(config.model, config.training)
+    check_adapters(config.model, config.training)
     check_loss_scale(config.training)
     check_deterministic(config)
     check_schedule(config.optimizer)
@@ -100,7 +111,8 @@ def check_sizes(config: Config) -> None:
         )
     heads, length = model.num_heads, max(model.sequence_length, decoder_length(model))
     layers, vocabulary = max(model.num_layers, decoder_layers(model)), model.vocab_size or 1
-    widest = max(model.hidden_size, mlp_size(model), heads * head_dim(model))
+    inner = max(mlp_size(model), (model.num_experts or 1) * expert_size(model), model.shared_expert_size)
+    widest = max(model.hidden_size, inner, heads * head_dim(model))
     tokens = training.global_batch_size * length
     for elements, words in (
         (4 * layers * model.hidden_size * widest, f"{layers} layers of weights {model.hidden_size} x {widest}"),
@@ -163,6 +175,41 @@ def check_positions(model: Model) -> None:
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     if model.rope_scaling == "llama3" and low >= high:
         raise UserError(f"rope_low_frequency_factor {low} must be below rope_high_frequency_factor {high}")
+    slow, fast = model.rope_beta_slow, model.rope_beta_fast
+    if model.rope_scaling == "yarn" and slow >= fast:
+        raise UserError(f"rope_beta_slow {slow} must be below rope_beta_fast {fast}")
+
+
+def check_experts(config: Config) -> None:
+    """Checks that settings of experts fit each other, and that there are none where nothing reads them.
+
+    Raises:
+      UserError: the first that don't.
+    """
+    model, default = config.model, Model()
+    count, chosen = model.num_experts, model.experts_top_k
+    if not count:
+        for name in sorted(EXPERTS - {"num_experts"}):
+            if getattr(model, name) != getattr(default, name):
+                raise UserError(
+                    f"{name} is {getattr(model, name)}, and num_experts is 0: set num_experts, or leave it out"
+                )
+        return
+    if "num_experts" not in FAMILIES[model.family].own:
+        known = " and ".join(name for name, family in FAMILIES.items() if "num_experts" in family.own)
+        raise UserError(f"num_experts is {count}, which is for {known}, and family is {model.family}: leave it out")
+    if chosen > count:
+        raise UserError(
+            f"experts_top_k {chosen} is above num_experts {count}: a token goes to each expert once at most"
+        )
+    if model.lora_rank:
+        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
+    if model.head != "language":
+        raise UserError(
+            f"num_experts is {count}, which is for models of language, and head is {model.head}: leave it out"
+        )
+    if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
+        raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
 
 
 def check_deterministic(config: Config) -> None:
@@ -176,6 +223,22 @@ def check_deterministic(config: Config) -> None:
             "deterministic and attention cudnn don't go together: its backward pass adds up in no fixed order; "
             "take attention xla or auto"
         )
+
+
+def check_adapters(model: Model, training: Training) -> None:
+    """Checks that low-rank adapters are asked for where there are any.
+
+    Raises:
+      UserError: there are none for dropout, the family has none, or layers have no loop.
+    """
+    if model.lora_dropout and not model.lora_rank:
+        raise UserError(
+            f"lora_dropout is {model.lora_dropout}, and there are no adapters: give --lora-rank, or leave it out"
+        )
+    if model.lora_rank and model.family == "t5":
+        raise UserError(f"lora_rank is {model.lora_rank}, and the family t5 has no adapters: leave it out")
+    if model.lora_rank and training.unroll_layers:
+        raise UserError(f"lora_rank {model.lora_rank} and unroll_layers don't go together: leave out unroll_layers")
 
 
 def check_recompute(model: Model, training: Training) -> None:

@@ -28,8 +28,11 @@ else:
 POSITIONS_COUNT = when(position="learned")
 """Learned positions are parameters, one for each token of the sequence; the other kinds fit any length."""
 ROPE = when(position="rope")
-SCALED_ROPE = when(position="rope", rope_scaling=("linear", "llama3"))
+SCALED_ROPE = when(position="rope", rope_scaling=("linear", "llama3", "yarn"))
 LLAMA3_ROPE = when(position="rope", rope_scaling="llama3")
+YARN_ROPE = when(position="rope", rope_scaling="yarn")
+ORIGINAL_ROPE = when(position="rope", rope_scaling=("llama3", "yarn"))
+WITH_EXPERTS = (("num_experts", range(1, HEADS + 1)),)
 RELATIVE = when(position="relative")
 
 
@@ -53,6 +56,37 @@ class Model:
     """Width of a head; hidden_size / num_heads when not given."""
     mlp_size: int | None = at_least(1, None, most=INNER_WIDTH)
     """Inner width of the MLP; 4 x hidden_size when not given."""
+    num_experts: int = at_least(0, 0, most=HEADS)
+    """gpt and llama: experts in the place of each layer's MLP, of which a router chooses some for each token; 0 for an
+    MLP. Experts have no biases."""
+    experts_top_k: int = at_least(1, 2, most=HEADS, shapes=WITH_EXPERTS)
+    """Experts that a token goes to."""
+    expert_size: int | None = at_least(1, None, most=INNER_WIDTH, shapes=WITH_EXPERTS)
+    """Inner width of an expert; the MLP's when not given."""
+    shared_expert_size: int = at_least(0, 0, most=INNER_WIDTH, shapes=WITH_EXPERTS)
+    """Inner width of an expert that all tokens go to beside those chosen for them; 0 for none."""
+    router_score: Literal["softmax", "sigmoid"] = setting("softmax", shapes=WITH_EXPERTS)
+    """What a router makes of its logits, and chooses the highest of: softmax over all experts, or sigmoid of each."""
+    router_normalize: bool = setting(True, shapes=WITH_EXPERTS)
+    """Divide the scores of a token's experts by their sum; with softmax, that is softmax over the chosen ones alone."""
+    router_scale: float = above_zero(1.0, shapes=WITH_EXPERTS)
+    """The scores of a token's experts, by which their outputs are weighted, are multiplied by this."""
+    capacity_factor: float | None = above_zero(None, shapes=WITH_EXPERTS)
+    """An expert takes at most this many times the mean number of a sample's tokens, the first of them; to it the others
+    are lost. No token is lost to any expert when not given."""
+    router_bias: bool = setting(False, shapes=WITH_EXPERTS)
+    """Choose experts by score plus a bias of each expert's own, which learns from its load instead of from the loss
+    (arXiv 2408.15664)."""
+    router_bias_rate: float = amount(0.001, shapes=NEVER)
+    """What a step adds to the biases of experts with less than the mean load, and takes from those with more."""
+    balance_loss: float = amount(0.01, shapes=NEVER)
+    """Weight of each layer's balance loss (arXiv 2101.03961), 1 where experts have equal load: computed for each
+    sample, so that it does not depend on the mesh, and added to the loss."""
+    router_z_loss: float = amount(0.0, shapes=NEVER)
+    """Weight of the mean square, in each layer, of the logarithm of the sum of a router's exponentiated logits (arXiv
+    2202.08906), added to the loss."""
+    router_jitter: float = share(0.0, shapes=NEVER)
+    """What a router reads is multiplied by random numbers within this distance of 1, in training."""
     sequence_length: int = at_least(1, 1024, most=TOKENS, shapes=POSITIONS_COUNT)
     """Tokens in a sample, and the number of learned positions."""
     vocab_size: int | None = at_least(1, None, most=TOKENS)
@@ -72,22 +106,31 @@ class Model:
     embeddings."""
     rope_theta: float = above_zero(10_000.0, shapes=ROPE)
     """RoPE's base: the longest wavelength is about 2 pi times this many tokens."""
-    rope_scaling: Literal["none", "linear", "llama3"] = setting("none", shapes=ROPE)
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", shapes=ROPE)
     """How RoPE is extended beyond the length of training: linear divides every frequency by rope_factor, llama3
-    (Llama 3.1) only those whose wavelength is long compared with rope_original_length."""
+    (Llama 3.1) and yarn (arXiv 2309.00071) only those whose wavelength is long compared with rope_original_length; yarn
+    also scales queries and keys."""
     rope_factor: float = above_zero(8.0, shapes=SCALED_ROPE)
     """rope_scaling divides frequencies by this."""
     rope_low_frequency_factor: float = above_zero(1.0, shapes=LLAMA3_ROPE)
     """llama3: wavelengths above rope_original_length / this are scaled by the full rope_factor."""
     rope_high_frequency_factor: float = above_zero(4.0, shapes=LLAMA3_ROPE)
     """llama3: wavelengths below rope_original_length / this are not scaled."""
-    rope_original_length: int = at_least(1, 8192, shapes=LLAMA3_ROPE)
-    """llama3: the sequence length before scaling."""
+    rope_beta_fast: float = above_zero(32.0, shapes=YARN_ROPE)
+    """yarn: pairs that turn at least this often in rope_original_length tokens are not scaled."""
+    rope_beta_slow: float = above_zero(1.0, shapes=YARN_ROPE)
+    """yarn: pairs that turn at most this often are scaled by the full rope_factor."""
+    rope_attention_factor: float | None = above_zero(None, shapes=YARN_ROPE)
+    """yarn: queries and keys are multiplied by this; 0.1 ln(rope_factor) + 1 when not given."""
+    rope_original_length: int = at_least(1, 8192, shapes=ORIGINAL_ROPE)
+    """llama3, yarn: the sequence length before scaling."""
     activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = "gelu"
     """Activation of the MLP: gelu is the tanh approximation; swiglu and geglu multiply two projections, one of them
     activated."""
     bias: bool = True
     """Add biases in attention and the MLP."""
+    qk_norm: bool = False
+    """gpt, llama: RMS norm of every head of queries and of keys, before rotary positions (Qwen3, arXiv 2505.09388)."""
     tie_embeddings: bool = True
     """Use the embedding table as the output projection."""
     num_decoder_layers: int | None = at_least(1, None, most=LAYERS)
@@ -102,11 +145,21 @@ class Model:
     """bert: kinds of tokens, each with an embedding (first and second sentence); 0 for no such embedding."""
     sentence_order: bool = True
     """bert: also learn, from the first token, whether two sentences were swapped."""
-    head: Literal["language", "classification", "regression"] = "language"
-    """What the model puts out: language, tokens; the others, which mtjax finetune puts on pretrained weights,
-    num_labels logits or one number for each text."""
+    head: Literal["language", "classification", "regression", "choices", "spans"] = "language"
+    """What the model puts out: language, tokens; the others are what mtjax finetune puts on pretrained weights:
+    num_labels logits or one number for each text; for each of num_labels texts, which are choices of one question, a
+    logit; two logits for each token, of being the first and the last of an answer."""
     num_labels: int = at_least(2, 2, most=HEADS, shapes=when(head="classification"))
-    """head classification: classes."""
+    """head classification: classes; head choices: texts of a question, which are rows of a batch side by side."""
+    lora_rank: int = at_least(0, 0, most=WIDTH)
+    """mtjax finetune: train low-rank adapters (LoRA, arXiv 2106.09685) of this rank, and a task's head, and leave the
+    weights as they are; 0 trains all weights."""
+    lora_alpha: float = above_zero(16.0)
+    """Adapters count lora_alpha / lora_rank times."""
+    lora_dropout: float = share(0.0, shapes=NEVER)
+    """Dropout on what adapters read."""
+    lora_targets: Literal["all", "attention", "mlp"] = "all"
+    """Products in the layers that have adapters."""
     hidden_dropout: float = share(0.1, shapes=NEVER)
     """Dropout on embeddings and on what is added to the residual stream."""
     attention_dropout: float = share(0.1, shapes=NEVER)

@@ -20,6 +20,13 @@ class Output:
     """Steps between validations; 0 never validates."""
     valid_batches: int = at_least(1, 10)
     """Global batches of held-out text in a validation."""
+    evaluate: tuple[str, ...] | None = None
+    """Tasks of mtjax evaluate that the model is asked on the way: TASK=FILE, say wikitext103=wiki.tokens
+    lambada=dev.jsonl."""
+    evaluate_every: int = at_least(1, 1000)
+    """Steps between asking them; the last step is followed by it, too."""
+    keep_best: str | None = None
+    """Keep the best checkpoint in --out's best, by valid_loss or by TASK/RESULT of --evaluate, say lambada/accuracy."""
     checkpoint_every: int = at_least(0, 1000)
     """Steps between checkpoints; 0 saves at the end only."""
     failed_saves: int = at_least(0, 2)

@@ -11,8 +11,10 @@ class Parallel:
     """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
-    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8; auto (train and
-    launch) takes the planner's fastest mesh of all devices."""
+    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8, or
+    data=2,context=4,model=8, where 4 ranks share the tokens of each sample, or data=2,expert=8,model=1, where 8 ranks
+    have samples and experts of their own; auto (train and launch) takes the planner's
+    fastest mesh of all devices."""
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     """Order of microbatches on the stages of a pipeline: 1f1b begins each backward pass as soon as it can; interleaved
     does so with several chunks of layers on each stage, which makes the bubble smaller; gpipe runs all forward passes
@@ -24,9 +26,12 @@ class Parallel:
     sequence_parallel: bool = False
     """Split the residual stream over `model` along the sequence: norms, dropout and what is kept for the backward pass
     take 1/model of the memory, for the same number of bytes sent."""
+    context_method: Literal["ring", "gather"] = "ring"
+    """How keys and values come to the queries of other ranks over `context`: ring sends them from rank to rank while
+    attention computes, gather sends all of them to all before it."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Split over `data` what every data rank would otherwise hold a copy of: 1 the optimizer's state, 2 also the
-    gradients, 3 also the parameters (FSDP)."""
+    """Split over `data`, `context` and `expert` what every rank would otherwise hold a copy of: 1 the optimizer's
+    state, 2 also the gradients, 3 also the parameters (FSDP)."""
     gradient_wire_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over data ranks, and over the stages of a pipeline where these share a
     parameter: bfloat16 sends half the bytes. Microbatches are added up in float32 either way."""

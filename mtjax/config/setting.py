@@ -4,13 +4,13 @@ Both are metadata of the dataclass field, next to its default. `validate` reads 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Condition = tuple[tuple[str, tuple[str, ...]], ...]
+Condition = tuple[tuple[str, Sequence[Any]], ...]
 """Settings of the model, each with the values of which it must have one."""
 ALWAYS: Condition = ()
 """The setting changes what the model computes, or the shapes of its parameters."""

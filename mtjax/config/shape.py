@@ -18,6 +18,7 @@ def effective_settings(model: Model) -> dict[str, Any]:
     values = vars(model) | {
         "family": FAMILIES[model.family].network or model.family,
         "mlp_size": sizes.mlp_size(model),
+        "expert_size": sizes.expert_size(model),
         "head_dim": sizes.head_dim(model),
         "num_kv_heads": sizes.num_kv_heads(model),
         "num_decoder_layers": sizes.decoder_layers(model),

@@ -18,6 +18,18 @@ def mlp_size(model: Model) -> int:
     return model.mlp_size or 4 * model.hidden_size
 
 
+def expert_size(model: Model) -> int:
+    """Inner width of an expert."""
+    return model.expert_size or mlp_size(model)
+
+
+def expert_capacity(model: Model, tokens: int) -> int | None:
+    """Tokens of a sample with so many that an expert takes at most; None where it takes all that come."""
+    if model.capacity_factor is None:
+        return None
+    return max(1, math.ceil(model.capacity_factor * tokens * model.experts_top_k / model.num_experts))
+
+
 def head_dim(model: Model) -> int:
     """Width of an attention head."""
     return model.head_dim or model.hidden_size // model.num_heads
@@ -44,8 +56,13 @@ def most_masked(sequence_length: int) -> int:
 
 
 def num_outputs(model: Model) -> int:
-    """Numbers that a head other than that of language gives for a text."""
-    return model.num_labels if model.head == "classification" else 1
+    """Numbers that a head other than that of language gives for a text, or that of spans for a token."""
+    return {"classification": model.num_labels, "spans": 2}.get(model.head, 1)
+
+
+def rows_of_question(model: Model) -> int:
+    """Rows of a batch that belong together, and must not be parted."""
+    return model.num_labels if model.head == "choices" else 1
 
 
 def named(model: Model) -> str:

@@ -54,7 +54,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     """`value` as the type that a field's annotation asks for."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise UserError(f"{where} = {value!r} is none of {', '.join(map(repr, get_args(hint)))}")
+            raise UserError(f"{where} = {value!r} is not one of {', '.join(map(repr, get_args(hint)))}")
         return value
     kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
     for kind in kinds:

@@ -12,7 +12,7 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.setting import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
-from mtjax.convert.places import parse_place
+from mtjax.convert.places import ADAPTERS, parse_place
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Meg
 A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
+  peft      written only: the adapters of a run of mtjax finetune --lora-rank, which all other kinds get merged
   megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt or mp_rank_XX[_YYY]/model_optim_rng.pt
 
 Examples:
@@ -32,6 +33,7 @@ Examples:
   mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
   mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
+  mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
 
 Converting back returns every bit. Memory holds a few times the largest tensor, however large the model. DIR after --to
 must be new; it appears only when it is complete.
@@ -80,11 +82,13 @@ def run(options: Options) -> None:
     Raises:
       UserError: a place is none, its weights don't fit, or the target exists.
     """
-    (from_kind, source_path), (to_kind, target_path) = parse_place(options.source), parse_place(options.target)
+    from_kind, source_path = parse_place(options.source)
+    to_kind, target_path = parse_place(options.target, is_target=True)
     check_options(options, from_kind, to_kind)
     import jax  # not before the options are right: it takes a second
 
     jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
+    from mtjax.convert.peft import write_adapters
     from mtjax.convert.saved_model import Hints, open_source
     from mtjax.convert.stream import convert, new_folder
 
@@ -94,8 +98,11 @@ def run(options: Options) -> None:
         source = open_source(from_kind, source_path, hints)
         for note in source.origin.notes:
             print(note)
-        sink = _open_sink(to_kind, folder, target_path, source, options)
-        numbers = convert(source, sink, f"converting {source_path.name}")
+        if to_kind == ADAPTERS:
+            numbers = write_adapters(source, folder)
+        else:
+            sink = _open_sink(to_kind, folder, target_path, source, options)
+            numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if to_kind == "mtjax":
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
@@ -110,7 +117,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     writes_megatron = {"tensor", "pipeline", "checkpoint_version", "transformer_impl"}
     idle = set() if to_kind == "megatron" else writes_megatron
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
-    idle |= {"dtype"} if to_kind == "mtjax" else set()
+    idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
     idle |= set() if to_kind == "hf" else {"max_shard_gb"}
     idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
     for field in dataclasses.fields(Options):

@@ -139,7 +139,7 @@ class HuggingFaceSink:
         Raises:
           UserError: a number is too large for float16.
         """
-        for tensor in self._selection.of(parameter.name).tensors:
+        for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
             self._writer.write(name, narrowed(tensor.extract(array, parameter), self._dtype, name))
 

@@ -155,7 +155,7 @@ class MegatronSink:
         if VOCAB in parameter.axes:
             array = with_vocab(array, parameter, self._rows)
         ranks = self._split.tensor
-        for tensor in self._selection.of(parameter.name).tensors:
+        for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
             for rank in range(ranks):
                 part = narrowed(tensor.extract(array, parameter, (rank, ranks)), self._dtype, name)

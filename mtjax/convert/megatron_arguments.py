@@ -164,6 +164,8 @@ def misfits(model: Model, names: Names) -> list[str]:
         "BERT, which --transformer-impl legacy writes": is_bert and not names.is_legacy,
         f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
+        f"{model.num_experts} experts": model.num_experts > 0,
+        "norms of queries and keys": model.qk_norm,
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
         f"{approximate}, which --transformer-impl legacy writes": tanh_without_bias and not names.is_legacy,
@@ -186,6 +188,7 @@ def _rope_misfits(model: Model, names: Names) -> dict[str, bool]:
             names.is_legacy and model.rope_theta != LEGACY_ROPE_BASE
         ),
         f"rope_scaling llama3{advice}": names.is_legacy and scaled,
+        "rope_scaling yarn": model.rope_scaling == "yarn",
         f"llama3's {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled and bool(other),
     }
 

@@ -139,7 +139,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> 
         raise UserError(f"checkpoint_version {version:g} has no grouped queries, which need version 2 or 3")
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
-        row("positions", f"{names.embedding}.position_embeddings.weight", "seq embed"),
+        row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
         *_layer(names, QKV_ORDERS[version], queries_per_group),
         *_norm("final_norm", f"{names.stack}.{names.final_norm}"),
         row("output", names.output, "vocab embed"),

@@ -5,7 +5,8 @@ the tokenizer's files. Every layer of a parameter is written, and can be read, o
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import tensorstore as ts
 import tomli_w
 
 from mtjax import config as configs
-from mtjax.config import sizes
+from mtjax.config import Config, sizes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_files, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.errors import UserError
+from mtjax.theory.adapters import ADAPTER
 from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
 from mtjax.train.checkpoints.damage import page_checksum
 from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
@@ -29,7 +31,7 @@ LARGEST_CHUNK = 64 << 20
 
 
 class MtjaxSource:
-    """The weights of a run, a checkpoint or a converted folder."""
+    """The weights of a run, a checkpoint or a converted folder; low-rank adapters are merged into them."""
 
     def __init__(self, folder: Path) -> None:
         """Opens the newest weights in `folder`.
@@ -39,9 +41,12 @@ class MtjaxSource:
         """
         self.weights = find_weights(folder)
         page = self.weights.page
-        config = self.weights.config
+        saved = self.weights.config
+        config = without_adapters(saved)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        differing = set(self.parameters) ^ set(self.weights.names)
+        every = self.parameters if config == saved else parameters_of(saved)
+        self.adapters = {name: parameter for name, parameter in every.items() if name not in self.parameters}
+        differing = set(every) ^ set(self.weights.names)
         if differing:
             raise UserError(f"{self.weights.folder} was saved by another version: {', '.join(sorted(differing))}")
         origin = page.get("origin", {})
@@ -54,7 +59,21 @@ class MtjaxSource:
         )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other, float32; in the end compares what was read with what was saved."""
+        """One layer's slice after the other, float32, merged with its adapter."""
+        module, _, kind = parameter.name.rpartition(".")
+        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]
+        if kind != "weight" or names[0] not in self.adapters:
+            yield from self.saved(parameter)
+            return
+        a, b = (self.adapters[name] for name in names)
+        model = self.weights.config.model
+        for weight, *factors in zip(self.saved(parameter), self.saved(a), self.saved(b), strict=True):
+            added = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
+            yield (weight + added).astype(np.float32)
+
+    def saved(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """One layer's slice after the other as it lies there, float32; in the end compares what was read with what was
+        saved."""
         fingerprint, offset = 0, 0
         for block in self._blocks(parameter):
             fingerprint += fingerprint_of_part(block, offset)
@@ -79,6 +98,23 @@ class MtjaxSource:
                 yield np.asarray(store[first : first + together].read().result(), np.float32)
         except ValueError as e:
             raise UserError(f"{self.weights.folder} is damaged: {parameter.name} can't be read: {e}") from e
+
+
+def without_adapters(config: Config) -> Config:
+    """The config of the same weights with their adapters merged."""
+    plain = configs.Model()
+    names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+    return configs.replace(config, **{name: getattr(plain, name) for name in names})
+
+
+def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: Sequence[np.ndarray]) -> np.ndarray:
+    """A B of an adapter, with the dimensions of its weight in their order: one layer's slice, float64."""
+    letters: dict[str, str] = {}
+    terms = [
+        "".join(letters.setdefault(axis, string.ascii_letters[len(letters)]) for axis in parameter.axes)
+        for parameter in (*names, weight)
+    ]
+    return np.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", *(factor.astype(np.float64) for factor in factors))
 
 
 def _root(folder: Path) -> Path:

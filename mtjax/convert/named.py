@@ -63,7 +63,7 @@ class NamedWeights:
         if VOCAB in sizes:
             sizes[VOCAB] = self.vocab_rows
         slice_ = np.empty(tuple(sizes.values()), DTYPES[self.shards.dtype])
-        for tensor in self.selection.of(parameter.name).tensors:
+        for tensor in self.selection.tensors_of(parameter):
             self._read(tensor, name_of(tensor, layer), slice_, parameter)
         return with_vocab(slice_, parameter, rows_of(self.config.model))
 

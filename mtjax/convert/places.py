@@ -5,10 +5,12 @@ from pathlib import Path
 from mtjax.errors import UserError, nearest
 
 KINDS = ("hf", "mtjax", "megatron")
+ADAPTERS = "peft"
+"""A kind that is written only."""
 
 
-def parse_place(text: str) -> tuple[str, Path]:
-    """("hf", Path("DIR")) from "hf:DIR".
+def parse_place(text: str, *, is_target: bool = False) -> tuple[str, Path]:
+    """("hf", Path("DIR")) from "hf:DIR"; where something is to be written, also ("peft", Path("DIR")).
 
     Raises:
       UserError: it is not KIND:DIR, or the kind does not exist.
@@ -16,6 +18,8 @@ def parse_place(text: str) -> tuple[str, Path]:
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
         raise UserError(f"{text!r} is not KIND:DIR; say {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
+    if kind == ADAPTERS and is_target:
+        return kind, Path(rest).expanduser()
     if kind not in KINDS:
         raise UserError(f"no kind of weights is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
     return kind, Path(rest).expanduser()

@@ -78,7 +78,7 @@ def _files_of(folder: Path) -> list[Path]:
             raise UserError(f"{folder / INDEX} is not an index of safetensors files: {first_line(e)}") from e
         for name in files:
             if not isinstance(name, str) or "\0" in name or PurePath(name).name != name or name == "..":
-                raise UserError(f"{folder / INDEX} names {name!r}, which is no file of its folder")
+                raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its folder")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names")

@@ -16,7 +16,7 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
-from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of
+from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of, without_adapters
 from mtjax.convert.places import parse_weights
 from mtjax.convert.stream import TOKENIZER_FILES, Source, looks_like
 from mtjax.convert.table import with_vocab
@@ -98,7 +98,7 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
         return hugging_face.describe(folder, hints.vocab_multiple)[-1].model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
-    return find_weights(folder).config.model
+    return without_adapters(find_weights(folder).config).model
 
 
 def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
@@ -135,13 +135,13 @@ class SavedModel:
     source: Source
 
     @classmethod
-    def open(cls, text: str, hints: Hints = NO_HINTS) -> "SavedModel":
-        """What `--from` names.
+    def open(cls, text: str, hints: Hints = NO_HINTS, option: str = "--from") -> "SavedModel":
+        """What an option names.
 
         Raises:
           UserError: there are no such weights.
         """
-        kind, folder = parse_named(text)
+        kind, folder = parse_named(text, option)
         return cls(folder, open_source(kind, folder, hints))
 
     @property
@@ -184,7 +184,7 @@ class SavedModel:
           UserError: they are damaged, can't be read, or are of another model.
         """
         target, orders = placed.restore_target, placed.layer_orders
-        if isinstance(self.source, MtjaxSource):
+        if isinstance(self.source, MtjaxSource) and not self.source.adapters:
             check_same_weights(self.source.weights, target, placed.config, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)

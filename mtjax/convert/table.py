@@ -7,7 +7,7 @@ to a number, which is why every conversion can be undone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -18,6 +18,7 @@ from mtjax.errors import UserError
 OUTPUT = "output"
 """Our output table, where it is not the embedding."""
 VOCAB = "vocab"
+EXPERT = "expert"
 SPLIT = (VOCAB, "heads", "kv_heads", "mlp")
 """Dimensions that tensor-parallel ranks share; at most one in a tensor."""
 
@@ -46,13 +47,17 @@ class Tensor:
     """Where a part of a parameter stands in another format."""
 
     name: str
-    """With `{layer}` where it is one of every layer."""
+    """With `{layer}` where it is one of every layer, and `{expert}` where it is one of every expert."""
     dims: Dims
     """Its dimensions; each is one or more of the parameter's, flattened."""
     part: tuple[str, int] | None = None
     """A dimension of the parameter and the index that this tensor holds; all of the parameter when None."""
     slots: Slots | None = None
     """Where it stands among the heads that the first dimension begins with; alone in its tensor when None."""
+    each: bool = False
+    """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
+    expert: int | None = None
+    """The expert that this tensor is of, where there is one for each."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the tensor that it is or is a part of, from the sizes of the parameter's dimensions."""
@@ -73,7 +78,21 @@ class Tensor:
     @property
     def axes(self) -> set[str]:
         """The dimensions of the parameter that this tensor is a part of."""
-        return {axis for group in self.dims for axis in group} | ({self.part[0]} if self.part else set())
+        return {axis for group in self.dims for axis in group} | {axis for axis, _ in self._parts}
+
+    @property
+    def _parts(self) -> list[tuple[str, int]]:
+        """Dimensions of the parameter with the index that this tensor holds; experts' first where it stands for all."""
+        parts = [self.part] if self.part else []
+        return [*parts, (EXPERT, self.expert or 0)] if self.each else parts
+
+    def of_expert(self, number: int) -> "Tensor":
+        """The tensor of one expert, where there is one for each."""
+        return replace(self, name=self.name.replace("{expert}", str(number)), expert=number)
+
+    def spread(self, parameter: Parameter) -> "Iterator[Tensor]":
+        """Itself, or one for each of a parameter's experts."""
+        yield from (self.of_expert(i) for i in range(parameter.sizes[EXPERT])) if self.each else (self,)
 
     @property
     def split(self) -> str | None:
@@ -82,10 +101,12 @@ class Tensor:
 
     def _part_of(self, array: np.ndarray, axes: Sequence[str]) -> tuple[np.ndarray, list[str]]:
         """The view of a parameter that this tensor holds, and the names of its dimensions."""
-        if self.part is None:
-            return array, list(axes)
-        at = axes.index(self.part[0])
-        return array[(slice(None),) * at + (self.part[1],)], [a for a in axes if a != self.part[0]]
+        left = list(axes)
+        for axis, index in self._parts:
+            at = left.index(axis)
+            array = array[(slice(None),) * at + (index,)]
+            left.remove(axis)
+        return array, left
 
     def extract(self, array: np.ndarray, parameter: Parameter, share: tuple[int, int] = (0, 1)) -> np.ndarray:
         """The tensor, from one layer's slice of the parameter.
@@ -177,10 +198,15 @@ class Selection:
 
     def tensors(self) -> Iterator[tuple[Parameter, int | None, Tensor]]:
         """Every tensor of every layer, in the order in which they are converted."""
-        for parameter, row in self.rows:
+        for parameter, _ in self.rows:
+            tensors = self.tensors_of(parameter)
             for layer in parameter.layers:
-                for tensor in row.tensors:
+                for tensor in tensors:
                     yield parameter, layer, tensor
+
+    def tensors_of(self, parameter: Parameter) -> list[Tensor]:
+        """Those that hold a parameter, in one layer."""
+        return [one for tensor in self.of(parameter.name).tensors for one in tensor.spread(parameter)]
 
     def shapes(self, vocab_rows: int) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its full name, with `vocab_rows` rows of vocabulary."""

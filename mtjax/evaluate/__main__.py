@@ -12,7 +12,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         options = read(Options, argv, "mtjax evaluate", DESCRIPTION)
-        from mtjax.evaluate.run import evaluate  # imports jax, for seconds: not before the options are right
+        options.check()
+        # These import jax, for seconds: not before the options are right.
+        if options.harness is not None:
+            from mtjax.evaluate.harness import evaluate_harness as evaluate
+        else:
+            from mtjax.evaluate.run import evaluate
 
         evaluate(options)
         return 0

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import WIDTH, at_least
+from mtjax.config.setting import TOKENS, WIDTH, at_least
+from mtjax.errors import UserError
 
 DESCRIPTION = """Evaluates a GPT or Llama on text that it has not been trained for.
 
@@ -15,12 +16,16 @@ Tasks:
   lambada      accuracy of the last word of each passage of LAMBADA's JSON lines, strict and lenient
   perplexity   perplexity and bits per byte of a text file, of JSON lines with "text", or of a corpus (.bin and .idx)
 
+--harness asks tasks of EleutherAI's lm-eval instead (extra evaluate).
+
 Weights are a run (its newest checkpoint), one of its checkpoints, a converted folder, hf:DIR or megatron:DIR.
 
 Examples:
   mtjax evaluate --task wikitext103 --data wiki.test.tokens --from runs/gpt2-1.2b-1 --overlap 32
   mtjax evaluate --task lambada --data lambada_test.jsonl --from hf:gpt2 --mesh 4x2 --out lambada.json
   mtjax evaluate --task perplexity --data book.txt --from runs/default-1
+  mtjax evaluate --harness hellaswag,arc_easy --few-shot 5 --from hf:gpt2
+  mtjax evaluate --harness my_task --harness-include my_tasks --from runs/default-1 --out results.json
 """
 
 
@@ -28,12 +33,20 @@ Examples:
 class Options:
     """What to evaluate, on what, and where."""
 
-    task: Literal["wikitext103", "lambada", "perplexity"]
-    """What is asked of the model."""
-    data: Path
-    """The task's file."""
     source: Annotated[str, tyro.conf.arg(name="from", metavar="WEIGHTS")]
     """The model: RUN, hf:DIR or megatron:DIR."""
+    task: Literal["wikitext103", "lambada", "perplexity"] | None = None
+    """What is asked of the model."""
+    data: Path | None = None
+    """The task's file."""
+    harness: str | None = None
+    """Tasks and groups of lm-eval by their names, or YAML files of tasks: one, or several with commas between them."""
+    harness_include: Path | None = None
+    """A folder with the YAML files of your own tasks, which then have names, too."""
+    few_shot: int | None = at_least(0, None, most=WIDTH)
+    """Solved examples before each question of the harness; as many as the task says when not given."""
+    limit: int | None = at_least(1, None, most=TOKENS)
+    """Ask only so many questions of each task of the harness, to try it out."""
     mesh: str = "1x1"
     """Devices as DATAxMODEL, say 4x2, as DATAxSTAGExMODEL, or by name: data=4,model=2."""
     overlap: int | None = at_least(1, None, most=WIDTH)
@@ -63,3 +76,22 @@ class Options:
     compile_cache: str | None = None
     """Folder where compiled programs are kept, or off; $JAX_COMPILATION_CACHE_DIR when not given, else a folder in
     ~/.cache."""
+
+    def check(self) -> None:
+        """Checks that options are given that belong together.
+
+        Raises:
+          UserError: they don't.
+        """
+        if (self.task is None) == (self.harness is None):
+            several = "is missing: name a --task, or tasks of lm-eval with --harness"
+            raise UserError(
+                "--task and --harness ask different things: give one of them" if self.task else f"--task {several}"
+            )
+        of_tasks, of_harness = ("data", "overlap"), ("harness_include", "few_shot", "limit")
+        idle = [name for name in (of_tasks if self.harness else of_harness) if getattr(self, name) is not None]
+        if idle:
+            owner = "a --task" if self.harness else "--harness"
+            raise UserError(f"--{idle[0].replace('_', '-')} is of {owner}, which is not given: leave it out")
+        if self.task and self.data is None:
+            raise UserError(f"--data is missing: name the file of {self.task}")

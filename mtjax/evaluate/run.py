@@ -1,8 +1,10 @@
 """An evaluation from its options to its results: read it from top to bottom."""
 
+import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,55 +12,97 @@ from typing import Any
 from mtjax import __version__
 from mtjax.config import Config, Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
+from mtjax.data import Tokenizer
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.options import Options
-from mtjax.evaluate.rows import scores_of
+from mtjax.evaluate.rows import Row, scores_of
 from mtjax.evaluate.score import Scorer, score_all
-from mtjax.evaluate.tasks.registry import KINDS
+from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import exchange, this_process
 from mtjax.train.processes.peers import Peers
 
 
+@dataclass(frozen=True)
+class Subject:
+    """Weights on a mesh, ready to be asked."""
+
+    saved: SavedModel
+    placed: Placed
+    scorer: Scorer
+    tokenizer_name: str
+    tokenizer: Tokenizer
+
+    @property
+    def length(self) -> int:
+        """Tokens that are read at once."""
+        return self.scorer.longest
+
+
 def evaluate(options: Options) -> Results:
-    """Evaluates the weights and shows the results; in several processes, the first one does.
+    """Evaluates the weights on a task and shows the results; in several processes, the first one does.
 
     Raises:
       UserError: weights, data, tokenizer and mesh don't fit each other, or can't be read.
     """
     start = time.monotonic()
-    check_data(options)
+    assert options.task is not None and options.data is not None  # Options.check has looked
+    check_files(options)
+    with opened(options) as subject:
+        settings = Settings(subject.length, min(options.overlap or subject.length, subject.length))
+        task = KINDS[options.task].open(options.data, subject.tokenizer, settings)
+        question = Question(options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity)
+        with kept_by_all(options.out, question.identity) as kept:
+            introduce(subject.placed, data_in_words(task, kept))
+            score_rows(task.rows, subject.scorer, subject.saved.parameters(subject.placed), kept)
+            results = task.results(scores_of(kept.answers))
+            if this_process() == 0:
+                width = max(map(len, results))
+                print("\n" + "\n".join(f"{name:{width}}  {shown(value)}" for name, value in results.items()))
+                asked = {
+                    "task": options.task,
+                    "data": {"file": str(options.data), "sha256": question.data},
+                    "overlap": settings.overlap,
+                }
+                write(options, subject, asked, results, time.monotonic() - start)
+                kept.forget()
+    return results
+
+
+@contextlib.contextmanager
+def opened(options: Options) -> Iterator[Subject]:
+    """The weights that options name, on their mesh.
+
+    Raises:
+      UserError: weights, tokenizer and mesh don't fit each other, or can't be read.
+    """
     shape, parallel = parallel_of(options)
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the evaluation again: what is done is kept beside --out"
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
-        config = config_of(options, saved.config, parallel)
-        placed = Placed(config, mesh)
-        length = length_of(options, config)
-        scorer = Scorer(placed, length)
-        name, tokenizer = saved.tokenizer(options.tokenizer)
-        settings = Settings(length, min(options.overlap or length, length))
-        task = KINDS[options.task].open(options.data, tokenizer, settings)
-        question = Question(options, settings, name, digest(options.data), saved.identity)
-        kept = Kept(options.out, question.identity, writes=this_process() == 0)
-        if len(set(exchange("the answers that are kept", str(len(kept.answers))))) > 1:
-            raise UserError(f"the processes see different files at {kept.path}: --out must be on a disk that all share")
-        with kept:
-            introduce(task, placed, kept)
-            score_task(task, scorer, saved.parameters(placed), kept)
-            results = task.results(scores_of(kept.answers))
-            if this_process() == 0:
-                report(options, question, placed, results, time.monotonic() - start)
-                kept.forget()
-    return results
+        placed = Placed(config_of(options, saved.config, parallel), mesh)
+        scorer = Scorer(placed, length_of(options, placed.config))
+        yield Subject(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
+
+
+def kept_by_all(out: Path | None, identity: str) -> Kept:
+    """The answers that an earlier start has left, the same in all processes.
+
+    Raises:
+      UserError: the processes see different ones.
+    """
+    kept = Kept(out, identity, writes=this_process() == 0)
+    if len(set(exchange("the answers that are kept", str(len(kept.answers))))) > 1:
+        raise UserError(f"the processes see different files at {kept.path}: --out must be on a disk that all share")
+    return kept
 
 
 @dataclass(frozen=True)
@@ -83,16 +127,14 @@ class Question:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def check_data(options: Options) -> None:
+def check_files(options: Options) -> None:
     """Checks what needs no model.
 
     Raises:
       UserError: the data file is not there, or `--out` can't be a file.
     """
-    indexed = options.data.with_suffix(".idx").is_file() or Path(f"{options.data}.idx").is_file()
-    if not options.data.is_file() and not (options.task == "perplexity" and indexed):
-        is_folder = options.data.is_dir()
-        raise UserError(f"--data {options.data} {'is a folder: name a file' if is_folder else 'does not exist'}")
+    if options.task is not None and options.data is not None:
+        check_data(options.task, options.data, "--data")
     if options.out is not None and options.out.is_dir():
         raise UserError(f"--out {options.out} is a folder: name a JSON file")
 
@@ -104,7 +146,6 @@ def parallel_of(options: Options) -> tuple[MeshShape, Parallel]:
       UserError: the mesh is none.
     """
     shape = parse_mesh(options.mesh)
-    check_implemented(shape)
     return shape, Parallel(
         mesh=options.mesh,
         sequence_parallel=options.sequence_parallel,
@@ -139,50 +180,52 @@ def length_of(options: Options, config: Config) -> int:
     return length
 
 
-def introduce(task: Task, placed: Placed, kept: Kept) -> None:
+def introduce(placed: Placed, data: str) -> None:
     """Says what is about to happen."""
     if this_process():
         return
     model = placed.config.model
-    counted = sum(row.counted for row in task.rows)
     print(
         f"model   {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, sequence "
         f"{model.sequence_length}, {placed.config.training.compute_dtype}\n"
         f"mesh    {placed.shape.in_words}\n"
-        f"data    {len(task.rows):,} rows, {counted:,} tokens count"
-        + (f"; {len(kept.answers):,} rows are done already" if kept.answers else "")
-        + (f"\nnote    {task.note}" if task.note else ""),
+        f"data    {data}",
         flush=True,
     )
 
 
-def score_task(task: Task, scorer: Scorer, parameters: Any, kept: Kept) -> None:
-    """Scores all rows, with a bar."""
-    with ProgressLine("evaluating", len(task.rows)) as progress:
-        for done in score_all(scorer, parameters, task.rows, kept):
+def data_in_words(task: Task, kept: Kept) -> str:
+    """What a task asks, and how much of it is done."""
+    counted = sum(row.counted for row in task.rows)
+    done = f"; {len(kept.answers):,} rows are done already" if kept.answers else ""
+    return f"{len(task.rows):,} rows, {counted:,} tokens count{done}" + (f"\nnote    {task.note}" if task.note else "")
+
+
+def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, kept: Kept) -> None:
+    """Scores all rows that are not kept yet, with a bar."""
+    with ProgressLine("evaluating", len(rows)) as progress:
+        for done in score_all(scorer, parameters, rows, kept):
             if this_process() == 0:
                 progress.update(done)
 
 
-def report(options: Options, question: Question, placed: Placed, results: Results, seconds: float) -> None:
-    """Prints the results, and writes them to `--out`.
+def write(
+    options: Options, subject: Subject, asked: Mapping[str, Any], results: Mapping[str, Any], seconds: float
+) -> None:
+    """Writes results to `--out`, if there is one, with what they are of.
 
     Raises:
       UserError: the file can't be written.
     """
-    width = max(map(len, results))
-    print("\n" + "\n".join(f"{name:{width}}  {_shown(value)}" for name, value in results.items()))
     if options.out is None:
         return
     facts = {
-        "task": options.task,
-        "data": {"file": str(options.data), "sha256": question.data},
-        "weights": {"from": options.source, "identity": question.weights},
-        "tokenizer": question.tokenizer,
-        "mesh": str(placed.shape),
+        **asked,
+        "weights": {"from": options.source, "identity": subject.saved.identity},
+        "tokenizer": subject.tokenizer_name,
+        "mesh": str(subject.placed.shape),
         "compute_dtype": options.compute_dtype,
-        "sequence_length": question.settings.length,
-        "overlap": question.settings.overlap,
+        "sequence_length": subject.length,
         "mtjax": __version__,
         "seconds": round(seconds, 1),
         "results": results,
@@ -196,7 +239,8 @@ def report(options: Options, question: Question, placed: Placed, results: Result
     print(f"\nwritten to {options.out}")
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
+    """A result for people."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
 
 

@@ -16,7 +16,8 @@ from mtjax.evaluate.rows import Row, Scores
 from mtjax.models.families.gpt import GPT
 from mtjax.models.placed import Placed, Tree
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
+from mtjax.sharding.context.places import token_order
+from mtjax.sharding.placement import global_batch, process_rows, replicated, token_ways
 from mtjax.sharding.vocab import vocab_parallel_scores
 
 SHORTEST = 64
@@ -31,7 +32,7 @@ class Scorer:
       longest: most tokens of a row; the model's sequence when None.
 
     Raises:
-      UserError: the model does not predict the next token.
+      UserError: the model does not predict the next token, or the mesh does not divide a row.
     """
 
     def __init__(self, placed: Placed, longest: int | None = None) -> None:
@@ -42,14 +43,17 @@ class Scorer:
         self.placed = placed
         self.longest = longest or placed.config.model.sequence_length
         self.batch = placed.config.training.global_batch_size
+        parts = placed.parts_of_samples
+        if self.longest % parts:
+            raise UserError(f"on mesh {placed.shape} a row is a multiple of {parts} tokens, and {self.longest} is not")
         self._mine = process_rows(placed.batch_sharding, self.batch)
 
     @cached_property
     def lengths(self) -> list[int]:
         """The shapes that programs are compiled for: tokens of a row."""
-        ways = self.placed.shape.ways(self.placed.layout.rules.act_seq)
+        parts = self.placed.parts_of_samples
         steps = (SHORTEST << i for i in range(self.longest.bit_length()))
-        return [n for n in steps if n < self.longest and n % ways == 0] + [self.longest]
+        return [n for n in steps if n < self.longest and n % parts == 0] + [self.longest]
 
     def batches(self, rows: Sequence[Row]) -> list[list[int]]:
         """Numbers of the rows that go through the model together: those of a shape, in their order."""
@@ -69,6 +73,7 @@ class Scorer:
         batch = global_batch(self.placed.batch_sharding, local, self.batch)
         out = self.placed.on_mesh(self._compiled, parameters, batch)
         log_probability, is_best = (np.asarray(array) for array in out)
+        counts = counts[:, token_order(token_ways(self.placed.batch_sharding), length)]
         total = np.where(counts, log_probability.astype(np.float64), 0.0).sum(1)
         return Scores(total[: len(rows)], np.all(is_best | ~counts, axis=1)[: len(rows)])
 

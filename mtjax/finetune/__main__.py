@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mtjax.cli import Command, argument, parse, run_main
 from mtjax.config import Config, replace
 from mtjax.errors import UserError
-from mtjax.finetune.options import DECIDED, DEFAULTS, DESCRIPTION, Options
+from mtjax.finetune.options import CHAT, DECIDED, DEFAULTS, DESCRIPTION, LONGEST_CHATS, Options
 from mtjax.finetune.tasks.registry import TASKS
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO, parse_mesh
@@ -16,6 +16,7 @@ from mtjax.train.watch.times import Times
 
 if TYPE_CHECKING:
     from mtjax.convert.saved_model import Hints
+    from mtjax.finetune.pretrained import OnPretrained
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = parse(words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=())
             config = command.config
             if config.finetuning.task == "none":
-                raise UserError(f"--task is missing: it is one of {', '.join(TASKS)}")
+                raise UserError(f"--task is missing: it is one of {', '.join((*TASKS, CHAT))}")
             if config.training.init_from is None and argument(words, "--config") is None:
                 raise UserError("--init-from is missing: the weights to begin with, say hf:DIR or a run")
         run(command._replace(config=with_head(config)), words, times)
@@ -40,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     """Runs a finetuning, called by its config's name or, without one, by its task's."""
+    from mtjax.finetune.chatting import Chatting
     from mtjax.finetune.initial import PretrainedTrunk
     from mtjax.finetune.objective import FineTuning
+    from mtjax.finetune.teacher import Teacher
     from mtjax.train.loop import train  # seconds to import: not before the options are right
 
     config, show, choose_mesh = command.config, None, None
@@ -49,22 +52,34 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
         from mtjax.inspect.hook import show_program as show
     if config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh as choose_mesh
-    init_from, task = config.training.init_from, TASKS[config.finetuning.task]
+    init_from, task = config.training.init_from, config.finetuning.task
     trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
-    name = command.name if argument(words, "--config") else task.name
+    name = command.name if argument(words, "--config") else task
+
+    named = config.finetuning.teacher
+    teacher = Teacher(named, hints_of(config.parallel.mesh)) if named else None
+
+    def learnt() -> "OnPretrained":
+        return Chatting(trunk, teacher) if task == CHAT else FineTuning(TASKS[task], trunk, teacher)
 
     def one(config: Config, times: Times) -> bool:
-        objective = FineTuning(task, trunk)
+        objective = learnt()
         options = command.options.of_training()
         return train(config, name, options, objective=objective, times=times, show=show, choose_mesh=choose_mesh)
 
-    if command.options.seeds == 1:
+    options = command.options
+    if options.seeds == 1 and options.sweep is None:
         one(config, times)
         return
     from mtjax.finetune.seeds import run_seeds
+    from mtjax.finetune.sweep import grid_of, run_sweep
 
-    goal = FineTuning(task, trunk).goal(config)
-    run_seeds(config, name, command.options.seeds, goal, lambda config: one(config, Times()))
+    goal = learnt().goal(config)
+    if options.sweep is None:
+        run_seeds(config, name, options.seeds, goal, lambda config: one(config, Times()))
+    else:
+        grid = grid_of(options.sweep, config)
+        run_sweep(config, name, grid, options.seeds, goal, lambda config: one(config, Times()))
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -75,7 +90,7 @@ def check_words(words: Sequence[str]) -> None:
     """
     for name in DECIDED:
         if any(word == f"--{name}" or word.startswith(f"--{name}=") for word in words):
-            raise UserError(f"--{name} has no effect on a finetuning: --epochs, --warmup-fraction and the rows decide")
+            raise UserError(f"--{name} has no effect on a finetuning: the task, its rows and --epochs decide")
 
 
 def base_config(start: Config, words: Sequence[str]) -> Config:
@@ -93,6 +108,10 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
     from mtjax.convert.saved_model import model_of
 
     model = model_of(named, "--init-from", hints_of(argument(words, "--mesh") or config.parallel.mesh))
+    kept = {name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")}
+    if argument(words, "--task") == CHAT:
+        kept["sequence_length"] = min(model.sequence_length, LONGEST_CHATS)
+    model = dataclasses.replace(model, **kept)
     return dataclasses.replace(config, model=model)
 
 
@@ -109,9 +128,18 @@ def with_head(config: Config) -> Config:
     Raises:
       UserError: the family has no such head.
     """
-    family, task = config.model.family, TASKS[config.finetuning.task]
+    family = config.model.family
+    if config.finetuning.task == CHAT:
+        if family not in ("gpt", "llama"):
+            raise UserError(f"answers are learnt by a gpt or llama, and these weights are of a {family}")
+        return replace(config, head="language")
+    task = TASKS[config.finetuning.task]
     if family == "t5":
         raise UserError("t5 writes its answers, and has no head for a task: take weights of a bert, gpt or llama")
+    if task.head == "spans" and family != "bert":
+        raise UserError(
+            f"{task.name} asks each token about what follows it, which a {family} does not see: take weights of a bert"
+        )
     labels = {"num_labels": len(task.labels)} if task.labels else {}
     return replace(config, head=task.head, **labels)
 

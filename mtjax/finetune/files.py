@@ -2,65 +2,50 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mtjax.config import Config
 from mtjax.data.samples.split import split_bounds
 from mtjax.errors import UserError
-from mtjax.finetune.rows import ENDINGS, Example, Examples, Fields, read_examples
-from mtjax.finetune.tasks.task import DEV, HeldOut, Task
+from mtjax.finetune.rows import Examples
+from mtjax.finetune.tasks.task import DEV, HasFiles, HeldOut
 
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Rows of a task."""
+    """Examples of a task."""
 
-    train: list[Example]
-    held_out: list[tuple[HeldOut, list[Example]]]
+    train: list[Any]
+    held_out: list[tuple[HeldOut, list[Any]]]
     notes: list[str]
     """Which rows were left out."""
 
 
-def read_task(config: Config, task: Task) -> TaskRows:
+def read_task(config: Config, task: HasFiles) -> TaskRows:
     """The rows that `data`, or `train_data` and `valid_data`, name.
 
     Raises:
       UserError: files are missing or are not the task's.
     """
-    named, fields = config.data, fields_of(config, task)
+    named = config.data
     if named.train_data or named.valid_data:
         if named.data or not (named.train_data and named.valid_data):
             raise UserError("give either --data, or --train-data and --valid-data")
-        files = [read_examples(Path(name), fields) for name in (named.train_data, named.valid_data)]
+        files = [task.examples(Path(name).expanduser(), config) for name in (named.train_data, named.valid_data)]
         return _rows(files[0], [(DEV, files[1])])
     if not named.data:
         raise UserError(f"--data is missing: the folder of {task.name}'s files, or one of rows")
     place = Path(named.data).expanduser()
     if not place.is_dir():
-        return _shared_out(read_examples(place, fields), named.split)
-    train = read_examples(_file(place, ("train",)), fields)
-    sets = [(s, _find(place, s.stems)) for s in task.held_out]
+        return _shared_out(task.examples(place, config), named.split)
+    train = task.examples(_file(place, task.train, task.endings), config)
+    sets = [(s, _find(place, s.stems, task.endings)) for s in task.held_out]
     if not any(path for s, path in sets if s.is_needed):  # a folder of the task's rows in the plain way
-        sets = [(DEV, _file(place, tuple(dict.fromkeys((*task.held_out[0].stems, *DEV.stems)))))]
-    return _rows(train, [(s, read_examples(path, fields)) for s, path in sets if path])
-
-
-def fields_of(config: Config, task: Task) -> Fields:
-    """The names of a task's fields: the user's, or the task's own.
-
-    Raises:
-      UserError: the task's own can't be changed.
-    """
-    options = config.finetuning
-    if task.labels is not None and (options.text_fields or options.label_field or options.labels):
-        if options.labels == task.labels and not (options.text_fields or options.label_field):
-            return Fields(task.texts, task.label)  # as a run has noted them
-        raise UserError(f"the fields and labels of {task.name} are known: take --task classify to name others")
-    texts = (tuple(options.text_fields.split(",")),) if options.text_fields else task.texts
-    if len(texts[0]) > 2:
-        raise UserError(f"--text-fields {options.text_fields} names {len(texts[0])} fields, and may name one or two")
-    return Fields(texts, (options.label_field,) if options.label_field else task.label)
+        stems = tuple(dict.fromkeys((*task.held_out[0].stems, *DEV.stems)))
+        sets = [(DEV, _file(place, stems, task.endings))]
+    return _rows(train, [(s, task.examples(path, config)) for s, path in sets if path])
 
 
 def _rows(train: Examples, held_out: list[tuple[HeldOut, Examples]]) -> TaskRows:
@@ -83,14 +68,16 @@ def _shared_out(examples: Examples, split: str) -> TaskRows:
     return TaskRows(shares[0], [(DEV, shares[1])], [examples.note] if examples.note else [])
 
 
-def _find(folder: Path, stems: tuple[str, ...]) -> Path | None:
-    paths = (folder / f"{stem}{ending}" for stem in stems for ending in ENDINGS)
-    return next((path for path in paths if path.is_file()), None)
+def _find(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Path | None:
+    paths = ((folder / f"{stem}{ending}", bool(ending)) for stem in stems for ending in endings)
+    return next((path for path, is_file in paths if (path.is_file() if is_file else path.is_dir())), None)
 
 
-def _file(folder: Path, stems: tuple[str, ...]) -> Path:
-    path = _find(folder, stems)
+def _file(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Path:
+    path = _find(folder, stems, endings)
     if path is None:
-        names = " or ".join(f"{stem}.tsv" for stem in stems)
-        raise UserError(f"{folder} has no {names}, nor the same with .jsonl: is it another task's folder?")
+        first, *others = endings
+        names = " or ".join(f"{stem}{first}" for stem in stems)
+        same = f", nor the same with {others[0]}" if others else ""
+        raise UserError(f"{folder} has no {names}{same}: is it another task's folder?")
     return path

@@ -55,6 +55,7 @@ class PretrainedTrunk:
                 f"weights in {self.folder}"
             )
         names = ("head", "num_labels", "sequence_length", "sentence_order", "vocab_multiple", "tie_embeddings")
+        names += ("lora_rank", "lora_alpha", "lora_targets")
         like_theirs = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in names})
         if listed := "".join(f"\n  {difference}" for difference in differences(theirs, like_theirs)):
             raise UserError(f"the weights in {self.folder} are of another model; use its settings:{listed}")
@@ -72,9 +73,9 @@ class PretrainedTrunk:
         sources = {name: name if same_head or not name.startswith(f"{HEAD}.") else POOLER.get(name) for name in targets}
         read = {there: targets[here] for here, there in sources.items() if there in theirs}
         arrays = self.saved.read({name: leaf for name, leaf in read.items() if name is not None}, program)
-        drawn = program.draw(program.config.training.seed, HEAD)
-        fresh = {f"{HEAD}.{dotted(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(drawn)}
-        parameters = [arrays[there] if (there := sources[name]) in arrays else fresh[name] for name in targets]
+        missing = {name for name, there in sources.items() if there not in arrays}
+        fresh = program.draw(program.config.training.seed, missing) if missing else {}
+        parameters = [fresh[name] if name in missing else arrays[str(sources[name])] for name in targets]
         return jax.tree_util.tree_unflatten(structure, parameters)
 
 

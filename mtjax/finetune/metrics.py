@@ -1,8 +1,11 @@
 """The metrics of tasks as GLUE computes them, from outputs and labels. F1, Pearson and Spearman are in [-1, 1]."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from mtjax.finetune.tasks.task import Scores
+Scores = Mapping[str, float]
+"""Metrics by name."""
 
 
 def of_classes(outputs: np.ndarray, labels: np.ndarray) -> Scores:
@@ -40,6 +43,12 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
     largest = outputs.max(1)
     log_sum = largest + np.log(np.exp(outputs - largest[:, None]).sum(1))
     return float(np.mean(log_sum - outputs[np.arange(len(labels)), labels]))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Along the last dimension."""
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
 
 
 def _f1(chosen: np.ndarray, right: np.ndarray) -> float:

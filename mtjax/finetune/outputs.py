@@ -23,7 +23,7 @@ class Outputs:
         self._mine = process_rows(placed.batch_sharding, self.batch)
 
     def of(self, parameters: Tree, samples: Dataset) -> np.ndarray:
-        """[rows, outputs] float32: logits, or the numbers of a regression."""
+        """[rows, outputs] float32: logits, or the numbers of a regression; of spans [rows, sequence, 2]."""
         names, parts = [name for name in self.placed.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):
             numbers = np.minimum(start + self._mine, len(samples) - 1)  # the last batch repeats the last row

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtjax.errors import UserError, shortened
 
-ENDINGS = (".tsv", ".jsonl", ".json", ".txt")
 SHOWN = 3
 """Bad rows of a file that are named; the others are counted."""
 
@@ -22,12 +22,21 @@ class Fields:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: a text or two, and the label as the file writes it; None where labels are not asked for."""
+    """One row: its texts, and the label as the file writes it; None where labels are not asked for."""
 
     texts: tuple[str, ...]
     label: str | None
     line: int = field(default=0, compare=False)
     """In its file, from 1."""
+    name: str = field(default="", compare=False)
+    """Where lines have none of their own."""
+    part: str = ""
+    """Of its set that it belongs to, where metrics tell parts apart."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """By what answers name it."""
+        return {"id": self.name} if self.name else {"line": self.line}
 
 
 @dataclass
@@ -35,9 +44,11 @@ class Examples:
     """The rows of one file, and which were left out."""
 
     path: Path
-    rows: list[Example] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     """One reason each, with the line's number."""
+    unit: str = "rows"
+    """What they are called."""
 
     @property
     def note(self) -> str:
@@ -46,7 +57,7 @@ class Examples:
             return ""
         total, more = len(self.rows) + len(self.bad), len(self.bad) - SHOWN
         named = "; ".join(self.bad[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
-        return f"{len(self.bad):,} of {total:,} rows of {self.path} are left out: {named}"
+        return f"{len(self.bad):,} of {total:,} {self.unit} of {self.path} are left out: {named}"
 
     def check(self) -> "Examples":
         """Checks that most rows are good.
@@ -55,7 +66,7 @@ class Examples:
           UserError: there are none, or more bad ones than good ones.
         """
         if not self.rows and not self.bad:
-            raise UserError(f"{self.path} has no rows")
+            raise UserError(f"{self.path} has no {self.unit}")
         if len(self.bad) > len(self.rows):
             raise UserError(f"{self.note}: is it another task's file?")
         return self
@@ -67,7 +78,7 @@ def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examp
     Raises:
       UserError: it can't be read, it has none of the fields, or most rows are bad.
     """
-    lines = _lines(path)
+    lines = read_lines(path)
     examples = Examples(path)
     rows = _of_json(lines) if _is_json(path, lines) else _of_table(lines)
     texts: tuple[str, ...] | None = None
@@ -90,14 +101,27 @@ def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examp
     return examples.check()
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file; texts may hold other ends of lines.
+
+    Raises:
+      UserError: it can't be read.
+    """
+    return [line.removesuffix("\r") for line in read_text(path).split("\n")]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+      UserError: it can't be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text (byte {e.start}): is it the task's data?") from e
-    return [line.removesuffix("\r") for line in text.split("\n")]  # texts may hold other ends of lines
 
 
 def _is_json(path: Path, lines: Sequence[str]) -> bool:
@@ -116,6 +140,16 @@ def _of_table(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]
 
 
 def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]:
+    """Rows whose values are text: those that are not, as JSON."""
+    for number, row in json_objects(lines):
+        if isinstance(row, str):
+            yield number, row
+        else:
+            yield number, {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
+
+
+def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The object of each line that is not empty, or what is wrong with it, by the line's number."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -127,7 +161,7 @@ def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]
         if not isinstance(row, dict):
             yield number, "is not a JSON object"
             continue
-        yield number, {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
+        yield number, row
 
 
 def _chosen(path: Path, row: dict[str, str], choices: Sequence[tuple[str, ...]], what: str) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mtjax import config as configs
 from mtjax.config import Config
@@ -17,8 +18,12 @@ RESULTS = "seeds.json"
 """The file of the results."""
 
 
-def run_seeds(config: Config, name: str, count: int, goal: Goal, run: Callable[[Config], bool]) -> None:
+def run_seeds(
+    config: Config, name: str, count: int, goal: Goal, run: Callable[[Config], bool]
+) -> dict[int, float] | None:
     """Runs seeds `seed`, `seed + 1` ... into OUT/seed-SEED, and says each one's best, their median and their spread.
+
+    A single one is run into OUT itself, and nothing is said.
 
     With `--resume` those that are done are not done again.
 
@@ -29,12 +34,18 @@ def run_seeds(config: Config, name: str, count: int, goal: Goal, run: Callable[[
       goal: by what a run is judged.
       run: runs one, and returns whether it was not stopped.
 
+    Returns:
+      The best validation of each seed; None where a run was stopped.
+
     Raises:
       UserError: the folder can't be used, or the runs would have several processes.
     """
     if several_expected(config.parallel):
-        raise UserError("--seeds runs one seed after the other here: with several processes, start each by itself")
+        raise UserError("--seeds and --sweep start runs one by one: with several processes, start each by itself")
     out = choose_folder(config.output, name)
+    if count == 1:
+        done = run(configs.replace(config, out=out))
+        return {config.training.seed: best_of(out, goal).value} if done else None
     first, resume = config.training.seed, config.output.resume
     results: dict[int, float] = {}
     for seed in range(first, first + count):
@@ -44,14 +55,22 @@ def run_seeds(config: Config, name: str, count: int, goal: Goal, run: Callable[[
         print(f"\nseed {seed}, {len(results) + 1} of {count}", flush=True)
         if not run(configs.replace(config, seed=seed, out=folder)):
             print(f"stopped within seed {seed}: the same command with --resume --out {out} goes on", flush=True)
-            return
+            return None
         results[seed] = best_of(folder, goal).value
     print(summary(results, goal, out), flush=True)
+    return results
 
 
 def best_of(folder: Path, goal: Goal) -> Best:
     """The best validation of a run that has ended."""
     return Best(goal, read_metrics(folder / "metrics.jsonl"))
+
+
+def spread(results: Mapping[int, float]) -> dict[str, Any]:
+    """Results of seeds, and what they come to."""
+    values = list(results.values())
+    each = {str(seed): value for seed, value in results.items()}
+    return {"seeds": each, "median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def summary(results: dict[int, float], goal: Goal, out: Path) -> str:
@@ -60,16 +79,11 @@ def summary(results: dict[int, float], goal: Goal, out: Path) -> str:
     Raises:
       UserError: it can't be written.
     """
-    metric, values = goal.metric.removeprefix("valid_"), list(results.values())
-    facts = {
-        "metric": metric,
-        "seeds": {str(seed): value for seed, value in results.items()},
-        "median": statistics.median(values),
-        "lowest": min(values),
-        "highest": max(values),
-    }
+    metric = goal.metric.removeprefix("valid_")
+    facts = {"metric": metric, **spread(results)}
     with writing(out):
         (out / RESULTS).write_text(json.dumps(facts, indent=2) + "\n")
     rows = "\n".join(f"seed {seed}  best {metric} {value:.4f}" for seed, value in results.items())
-    spread = f"median {facts['median']:.4f}, from {facts['lowest']:.4f} to {facts['highest']:.4f}; in {out / RESULTS}"
-    return f"\n{rows}\n{spread}\nnext    mtjax ensemble {out}/seed-* --data FILE"
+    median = f"median {facts['median']:.4f}, from {facts['lowest']:.4f} to {facts['highest']:.4f}; in {out / RESULTS}"
+    ensemble = f"\nnext    mtjax ensemble {out}/seed-* --data FILE" if goal.higher_is_better else ""
+    return f"\n{rows}\n{median}{ensemble}"

@@ -4,7 +4,7 @@ As transformers' `generate(num_beams=...)` with its defaults: a finished beam's 
 its length to the power of `length_penalty`, and the search ends when no running beam is better than the worst finished.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -51,6 +51,9 @@ class BeamSearch:
     stop_ids: frozenset[int] = frozenset()
     chunks: tuple[int, ...] = (16, 64, 256)
     shortest_cache: int = 128
+    as_megatron: bool = False
+    """The search ends when the best candidate of a step, if only one that ends there, is no better than the worst
+    finished; else when the best running one is not, as with transformers."""
 
     def __post_init__(self) -> None:
         most = MOST_LIKELY // (self.candidates // self.beams)
@@ -63,8 +66,10 @@ class BeamSearch:
         """Continuations that are looked at in each step: enough for all beams if some of them end."""
         return max(2, 1 + len(self.stop_ids)) * self.beams
 
-    def search(self, prompt: Sequence[int], max_tokens: int) -> list[Beam]:
-        """The best continuations, the best one first: at most as many as beams.
+    def search(
+        self, prompt: Sequence[int], max_tokens: int, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Beam]:
+        """The best continuations, the best one first: at most as many as beams, of what was found if it is cancelled.
 
         Raises:
           UserError: the prompt is empty or leaves no room in the context.
@@ -79,7 +84,7 @@ class BeamSearch:
         length = doubled(self.shortest_cache, max(len(prompt) + self.chunks[-1], len(start) + most))
         cache, state, drawn = self._read(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
-        while search.extended(drawn):
+        while search.extended(drawn) and not is_cancelled():
             cache, state = self.decoder.follow(cache, state, search.sources, search.newest)
             cache, state, drawn = self.decoder.step(cache, state, active)
         return search.finished
@@ -135,7 +140,7 @@ class _Search:
         self._running = [((*self._running[source][0], token), score) for source, token, score in going]
         self.sources = np.array([source for source, _, _ in going], np.int32)
         self.newest = np.array([token for _, token, _ in going], np.int32)
-        best = self._running[0][1] / length**options.length_penalty
+        best = (found[0][2] if options.as_megatron else self._running[0][1]) / length**options.length_penalty
         return len(self.finished) < beams or best > self.finished[-1].score
 
     def _best(self, likely: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, int, float]]:

@@ -7,6 +7,8 @@ from typing import Any
 from mtjax.errors import UserError, first_line, require
 from mtjax.generate.weights import read_json
 
+TEMPLATE_FILE = "chat_template.jinja"
+"""Beside a tokenizer, it goes before what tokenizer_config.json has."""
 Message = Mapping[str, str]
 """`role` and `content`."""
 
@@ -28,6 +30,7 @@ class ChatTemplate:
         Raises:
           UserError: it is not a template, or jinja2 is not installed.
         """
+        self.text = text
         self._error, self._names, self._source = require("jinja2", "chat").TemplateError, names, source
         # As transformers' apply_chat_template has it, for which templates are written.
         environment = require("jinja2.sandbox", "chat").ImmutableSandboxedEnvironment(
@@ -40,30 +43,33 @@ class ChatTemplate:
             raise UserError(f"the chat_template of {source} can't be read: {first_line(e)}") from e
 
     @classmethod
-    def of(cls, folder: Path) -> "ChatTemplate | None":
-        """The template beside a tokenizer; None where there is none.
+    def of(cls, folder: Path, named: Path | None = None) -> "ChatTemplate | None":
+        """The template beside a tokenizer, or the one in the file that is `named`; None where there is none.
 
         Raises:
           UserError: it can't be read.
         """
         settings = read_json(folder / "tokenizer_config.json")
-        file, text = folder / "chat_template.jinja", settings.get("chat_template")
+        file, text = named or folder / TEMPLATE_FILE, settings.get("chat_template")
         if isinstance(text, list):
             text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
-        if file.is_file():
-            text = file.read_text(encoding="utf-8")
+        if named or file.is_file():
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as e:
+                raise UserError(f"the chat template {file} can't be read: {first_line(e)}") from e
         if not isinstance(text, str):
             return None
-        return cls(text, _special_names(settings), str(folder))
+        return cls(text, special_names(settings), str(named or folder))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the model answers, for `Tokenizer.encode_marked`.
+    def render(self, messages: Sequence[Message], *, to_be_answered: bool = True) -> str:
+        """The conversation, for `Tokenizer.encode_marked`; with the words after which the model answers, if it shall.
 
         Raises:
           UserError: the template refuses it, say because roles do not alternate.
         """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+            return self._template.render(messages=messages, add_generation_prompt=to_be_answered, **self._names)
         except (self._error, TypeError) as e:
             raise UserError(f"the chat_template of {self._source} refuses this conversation: {first_line(e)}") from e
 
@@ -71,7 +77,7 @@ class ChatTemplate:
         raise self._error(why)
 
 
-def _special_names(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_names(settings: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, which are strings or objects with a `content`."""
     named = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     return {name: value for name, value in named.items() if name.endswith("_token") and isinstance(value, str)}

@@ -43,7 +43,7 @@ def run(options: Options) -> None:
             return
         if options.fillings is not None:
             raise UserError(f"--fillings is of a BERT's masks, and this is a {model.family}: leave it out")
-        decoder = Decoder(model.placed, model.parameters, model.start_id)
+        decoder = Decoder(model.placed, model.parameters, model.start_id, int8=options.weights_dtype == "int8")
         job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
         del model
         if options.beams is not None:
@@ -64,6 +64,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
     """
     plain = Options(options.source)
     of_texts = (
+        "weights_dtype",
         "beams",
         "length_penalty",
         "interactive",

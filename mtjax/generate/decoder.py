@@ -33,7 +33,9 @@ from mtjax.models.layer import Layer
 from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.placed import Placed
 from mtjax.sharding.axes import spec, use_rules, ways
-from mtjax.theory.layout import is_matrix
+from mtjax.sharding.int8 import to_int8
+from mtjax.theory.layout import is_sent_rounded
+from mtjax.theory.mesh import check_whole_samples
 
 Tree = Any
 Cache = list[dict[str, Any]]
@@ -100,37 +102,45 @@ class Decoder:
     Programs are compiled when a shape is first used: number of sequences, length of the cache, length of a chunk.
     """
 
-    def __init__(self, placed: Placed, parameters: Tree, start_id: int = 0) -> None:
+    def __init__(self, placed: Placed, parameters: Tree, start_id: int = 0, *, int8: bool = False) -> None:
         """Prepares the weights; abstract ones, of which programs are only lowered, stay abstract.
 
         Args:
           placed: the model.
           parameters: as they are stored.
           start_id: with which each text of a T5 begins; that of all published ones is 0.
+          int8: whether the matrices of its layers and the table of its logits are kept in 8 bits
+            (`mtjax.sharding.int8`); a T5's encoder is not.
 
         Raises:
-          UserError: the family writes no text, or the mesh has stages.
+          UserError: the family writes no text, the mesh has stages or shares samples, or experts were to be kept in 8
+            bits.
         """
         if not issubclass(placed.family, WRITERS):
             raise UserError(f"a {named(placed.config.model)} does not write text; gpt, llama and t5 do")
         if placed.stages > 1:
             raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
-        self.placed, self.config, self.start_id = placed, placed.config, start_id
+        check_whole_samples(placed.shape)
+        if int8 and (count := placed.config.model.num_experts):
+            raise UserError(
+                f"weights_dtype int8 is for layers without experts, and num_experts is {count}: leave it out"
+            )
+        self.placed, self.config, self.start_id, self.int8 = placed, placed.config, start_id, int8
         self.reads_text = issubclass(placed.family, T5)
-        self.rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
+        self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
         self._call = jax.eval_shape if is_abstract else _call
         self.weights = self._prepared(parameters)
 
     @classmethod
-    def abstract(cls, placed: Placed) -> "Decoder":
+    def abstract(cls, placed: Placed, *, int8: bool = False) -> "Decoder":
         """One without weights, whose programs can be lowered.
 
         Raises:
           UserError: as of the constructor.
         """
-        return cls(placed, placed.restore_target)
+        return cls(placed, placed.restore_target, int8=int8)
 
     @property
     def vocab_size(self) -> int:
@@ -313,7 +323,7 @@ class Decoder:
             stack, model.written_stack.layers = model.written_stack.layers, None
             take = jax.jit(self._layer)
             layers = [self._call(take, stack, np.int32(i)) for i in range(decoder_layers(self.config.model))]
-            return DecoderWeights(self._call(jax.jit(self._cast), model), layers)
+            return DecoderWeights(self._call(jax.jit(self._outside), model), layers)
 
     def _layer(self, stack: Layer, number: Array) -> Layer:
         """One layer's own arrays."""
@@ -321,14 +331,27 @@ class Decoder:
         for mixer in (getattr(layer, name) for name in layer.mixers):
             if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
                 mixer.qkv = mixer.qkv.assembled()
-        return self._cast(layer)
+        return self._cast(layer, self.int8)
 
-    def _cast(self, module: Any) -> Any:
-        """Matrices in the compute type."""
+    def _outside(self, model: Any) -> Any:
+        """What is not in the layers. In 8 bits, a table that is also that of the lookups has a scale for each row."""
+        table = model.output_table[...]
+        model = self._cast(model, False)
+        if self.int8:
+            model.output_table.set_value(to_int8(table, (1,)))
+        return model
+
+    def _cast(self, module: Any, int8: bool) -> Any:
+        """Matrices in the compute type, or in 8 bits; of each, the residual stream is all inputs or all outputs."""
 
         def cast(variable: Any) -> Any:
-            is_wide = is_matrix(variable.get_metadata()["axes"])
-            return variable.replace(variable[...].astype(self.dtype)) if is_wide else variable
+            names, value = variable.get_metadata()["axes"], variable[...]
+            if not is_sent_rounded(names):
+                return variable
+            if not int8:
+                return variable.replace(value.astype(self.dtype))
+            inputs = tuple(range(len(names) - 1)) if names[-1] == "embed" else (0,)
+            return variable.replace(to_int8(value, inputs))
 
         return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
 

@@ -8,6 +8,7 @@ are not read again.
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +69,10 @@ class Engine:
         least that the running requests need.
 
     Attributes:
+      decoder: the one given.
       reused: tokens of prompts so far that were not read, as the cache had them.
       max_context: tokens of the longest sequence, prompt included; of a T5, of the longest text that it writes.
+      reads_text: whether prompts are read apart from what is written, as a T5 does.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class Engine:
         read_between: int = 512,
         shortest_cache: int = 128,
     ) -> None:
-        self._decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
-        self.max_context = decoder.longest_text
+        self.decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
+        self.max_context, self.reads_text = decoder.longest_text, decoder.reads_text
         self._most_waiting, self._read_between = most_waiting, read_between
         self._free = list(range(sequences))
         self._held: list[tuple[int, ...]] = [()] * sequences
@@ -92,6 +95,7 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._waiting: deque[Request] = deque()
         self._cancelled: set[Request] = set()
+        self._jobs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._device: tuple[Cache, Sequences] | None = None
         self._active: tuple[tuple[int, ...], Any] | None = None
@@ -120,7 +124,7 @@ class Engine:
           UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
             is to be echoed by a T5.
         """
-        ids, decoder, size = request.prompt, self._decoder, self._decoder.vocab_size
+        ids, decoder, size = request.prompt, self.decoder, self.decoder.vocab_size
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
         longest = decoder.config.model.sequence_length if decoder.reads_text else self.max_context - 1
@@ -142,10 +146,16 @@ class Engine:
             self._cancelled.add(request)
             self._changed.notify()
 
+    def submit_job(self, job: Callable[[], None]) -> None:
+        """Lets the thread that owns the device do something else with the decoder, before its next step."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
     @property
     def load(self) -> tuple[int, int]:
         """Requests that wait, and that run."""
-        return len(self._waiting), len(self._running)
+        return len(self._waiting) + len(self._jobs), len(self._running)
 
     # --- from the thread that owns the device
 
@@ -157,7 +167,7 @@ class Engine:
             with self._changed:
                 if stopped is None or stopped.is_set():
                     return
-                if not self._waiting and not self._cancelled:
+                if not (self._waiting or self._cancelled or self._jobs):
                     self._changed.wait()
 
     def wake(self) -> None:
@@ -167,9 +177,13 @@ class Engine:
 
     def step(self) -> bool:
         """Reads some chunks and writes a token of each sequence; returns whether there was anything to do."""
+        with self._changed:
+            job = self._jobs.popleft() if self._jobs else None
+        if job is not None:
+            job()
         self._admit()
         if not self._running:
-            return False
+            return job is not None
         self._make_room()
         writing = [running for running in self._running.values() if running.is_written]
         left = self._read_between
@@ -191,7 +205,7 @@ class Engine:
         for request in joining:
             place = max(self._free, key=lambda place: self._shared(request, place))  # else the longest free
             self._free.remove(place)
-            start = (self._decoder.start_id,) if self._decoder.reads_text else request.prompt
+            start = (self.decoder.start_id,) if self.decoder.reads_text else request.prompt
             self._running[place] = _Running(request, place, start)
 
     def _end(self, running: _Running, why: ENDED) -> None:
@@ -205,20 +219,20 @@ class Engine:
         """Gives the cache the least length that the running requests need, or leaves it at up to four times that."""
         need = doubled(self._shortest, max(self._need(running) for running in self._running.values()))
         if self._device is None:
-            self._device = self._decoder.empty(self._sequences, need)
+            self._device = self.decoder.empty(self._sequences, need)
             return
         cache, sequences = self._device
         length = cache_length(cache)
         if length < need or length > 4 * need:
             self._held = [held[:need] for held in self._held]
-            self._device = self._decoder.resized(cache, need), sequences
+            self._device = self.decoder.resized(cache, need), sequences
 
     def _need(self, running: _Running) -> int:
         prompt = len(running.prompt)
         ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
         start = prompt // self._chunks[-1] * self._chunks[-1]
         filled = start + chunk_length(self._chunks, prompt - start)
-        if self._decoder.reads_text:
+        if self.decoder.reads_text:
             filled = self._text_length(running.request)
         return max(filled, min(prompt + ahead, self.max_context))
 
@@ -232,7 +246,7 @@ class Engine:
         The sums of a chunk are rounded as they would be for this prompt. None where the prompt's tokens are scored, or
         counted.
         """
-        if self._decoder.reads_text or request.echo or request.sampling.repetition_penalty != 1:
+        if self.decoder.reads_text or request.echo or request.sampling.repetition_penalty != 1:
             return 0
         pairs = enumerate(zip(request.prompt[:-1], self._held[place], strict=False))
         shared = next((at for at, (own, held) in pairs if own != held), None)
@@ -247,7 +261,7 @@ class Engine:
         if shared and source != running.place:
             assert self._device is not None
             cache, sequences = self._device
-            self._device = self._decoder.copied(cache, source, running.place), sequences
+            self._device = self.decoder.copied(cache, source, running.place), sequences
         running.read = running.reused = shared
         self._held[running.place] = running.prompt[:shared]
         self.reused += shared
@@ -259,16 +273,16 @@ class Engine:
         if not running.read:
             self._reuse(running)
         request, prompt, start = running.request, running.prompt, running.read
-        length = 1 if self._decoder.reads_text else chunk_length(self._chunks, len(prompt) - start)
+        length = 1 if self.decoder.reads_text else chunk_length(self._chunks, len(prompt) - start)
         draws = draws_of(request.sampling, request.logprobs)
         chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
         assert self._device is not None
-        if self._decoder.reads_text:
+        if self.decoder.reads_text:
             length = self._text_length(request)
             text = filled_text(request.prompt, length)
-            cache, sequences, drawn, scores = self._decoder.read_text(*self._device, text, chunk)
+            cache, sequences, drawn, scores = self.decoder.read_text(*self._device, text, chunk)
         else:
-            cache, sequences, drawn, scores = self._decoder.read(*self._device, chunk, request.echo)
+            cache, sequences, drawn, scores = self.decoder.read(*self._device, chunk, request.echo)
         self._device = cache, sequences
         running.read = min(start + length, len(prompt))
         self._held[running.place] = prompt[: running.read]
@@ -287,7 +301,7 @@ class Engine:
         if self._active is None or self._active[0] != places:
             self._active = places, jnp.asarray(np.isin(np.arange(self._sequences), places))
         assert self._device is not None
-        cache, sequences, drawn = self._decoder.step(*self._device, self._active[1])
+        cache, sequences, drawn = self.decoder.step(*self._device, self._active[1])
         self._device = cache, sequences
         tokens = np.asarray(drawn.token).tolist()
         with_logprobs = any(running.request.logprobs for running in writing)

@@ -1,6 +1,5 @@
 """A BERT fills masks: the most likely tokens for each, from one pass over the text."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +47,7 @@ class Filler:
             raise UserError(f"filling masks needs a mesh without stages, and this one is {placed.shape}")
         self._model, self._placed = model, placed
         self._mask = special_id(model.tokenizer, MASK)
-        self._rules = dataclasses.replace(placed.layout.rules, batch=(), act_seq=())
+        self._rules = placed.layout.rules.with_whole_samples
 
     def fill(self, prompt: str, number: int = 5) -> list[list[Filling]]:
         """For each mask of a text, in their order, the most likely tokens, the first one first; at most 20.

@@ -30,7 +30,7 @@ from mtjax.models.placed import Placed
 from mtjax.theory.contract import Contract, Symbols, requirements
 from mtjax.theory.decoding import decoding_contract, decoding_symbols
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.mesh import MeshShape, check_whole_samples, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def run(config: Config, options: Options) -> int:
     console = console_for(sys.stderr if quiet else sys.stdout)
     config = with_vocabulary(config, lambda text: console.print(text, highlight=False))
     length = options.context or config.model.sequence_length
-    report = inspect_decoding(config, find_target(options.target), options.sequences, length)
+    int8 = options.weights_dtype == "int8"
+    report = inspect_decoding(config, find_target(options.target), options.sequences, length, int8=int8)
     if not quiet:
         show(report, console)
     if options.json is not None:
@@ -75,7 +76,9 @@ def run(config: Config, options: Options) -> int:
     return 0 if report.verdict.holds else 1
 
 
-def inspect_decoding(config: Config, target: Target, sequences: int, length: int) -> DecodingReport:
+def inspect_decoding(
+    config: Config, target: Target, sequences: int, length: int, *, int8: bool = False
+) -> DecodingReport:
     """Compiles the step of decoding, without weights and without a device to run it on.
 
     Args:
@@ -83,14 +86,16 @@ def inspect_decoding(config: Config, target: Target, sequences: int, length: int
       target: the devices.
       sequences: that are written at a time.
       length: tokens of each for which the cache has room.
+      int8: whether matrices are kept in 8 bits.
 
     Raises:
       UserError: config, mesh and target don't fit, or the family writes no text.
     """
     shape = parse_mesh(config.parallel.mesh)
+    check_whole_samples(shape)
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
-    decoder = Decoder.abstract(Placed(config, target.mesh(shape)))
+    decoder = Decoder.abstract(Placed(config, target.mesh(shape)), int8=int8)
     if length > decoder.longest_text:
         raise UserError(
             f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"

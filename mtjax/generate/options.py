@@ -37,6 +37,8 @@ class Options:
     """Devices as DATAxMODEL: heads, MLP, vocabulary and cache are split over the model ways."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of matrices, activations and cache; bfloat16 on GPUs and float32 on CPUs when not given."""
+    weights_dtype: Literal["int8"] | None = None
+    """Keep the matrices of layers and logits in 8 bits, with a scale for each output; --dtype is that of products."""
     tokenizer: str | None = None
     """A tokenizer as `mtjax train` takes it; the weights' own when not given."""
     batch: int = at_least(1, 8, most=4096)

@@ -11,6 +11,7 @@ Shape suffixes: B rows, H hidden, V this rank's vocabulary columns, N the most l
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import WHOLE, spec, varying_like
+from mtjax.sharding.int8 import Int8Matrix
 from mtjax.sharding.vocab import VocabSpecs, map_ranks, own_logits, own_rows
 from mtjax.theory.decoding import REPORTED
 
+Table = Array | Int8Matrix
 MOST_LIKELY = REPORTED
 """Columns that are reported with their log-probabilities."""
 IN_PROMPT = 1 << 30
@@ -77,7 +80,7 @@ class Drawn:
 
 def draw_tokens(
     hidden: Float[Array, "rows embed"],
-    table: Float[Array, "vocab embed"],
+    table: Float[Array, "vocab embed"] | Int8Matrix,
     counts: Int[Array, "rows vocab"],
     draws: Draws,
     vocab_size: int,
@@ -93,8 +96,8 @@ def draw_tokens(
     """
     places = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Array, counts_BV: Array, draws: Draws) -> Drawn:
-        logits_BV, column_V = own_logits(places, hidden_BH, table_VH.astype(hidden_BH.dtype), None, vocab_size)
+    def local(hidden_BH: Array, table_VH: Table, counts_BV: Array, draws: Draws) -> Drawn:
+        logits_BV, column_V = _logits(places, hidden_BH, table_VH, None, vocab_size)
         ranks = _Ranks(places, logits_BV, column_V)
         warping = draws.warping
         penalised = (warping.repetition != 1) | (warping.presence != 0) | (warping.frequency != 0)
@@ -108,13 +111,13 @@ def draw_tokens(
         return _reported(ranks, token, draws.reports)
 
     with jax.named_scope("sampling"):
-        mapped = map_ranks(local, (WHOLE, places.table, spec("batch", "vocab"), WHOLE), WHOLE)
+        mapped = map_ranks(local, (WHOLE, _place_of(places, table), spec("batch", "vocab"), WHOLE), WHOLE)
         return mapped(hidden, table, counts, draws)
 
 
 def score_tokens(
     hidden: Float[Array, "rows embed"],
-    table: Float[Array, "vocab embed"],
+    table: Float[Array, "vocab embed"] | Int8Matrix,
     tokens: Int[Array, " rows"],
     vocab_size: int,
     bias: Float[Array, " vocab"] | None = None,
@@ -122,14 +125,27 @@ def score_tokens(
     """Log-probabilities of given tokens, reported as if they had been drawn; `bias` is added to the logits."""
     places = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Array, tokens_B: Array, *bias_V: Array) -> Drawn:
-        own_bias = bias_V[0] if bias_V else None
-        logits_BV, column_V = own_logits(places, hidden_BH, table_VH.astype(hidden_BH.dtype), own_bias, vocab_size)
+    def local(hidden_BH: Array, table_VH: Table, tokens_B: Array, *bias_V: Array) -> Drawn:
+        logits_BV, column_V = _logits(places, hidden_BH, table_VH, bias_V[0] if bias_V else None, vocab_size)
         return _report(_Ranks(places, logits_BV, column_V), tokens_B)
 
     given, where = ((), ()) if bias is None else ((bias,), (places.bias,))
     with jax.named_scope("sampling"):
-        return map_ranks(local, (WHOLE, places.table, WHOLE, *where), WHOLE)(hidden, table, tokens, *given)
+        mapped = map_ranks(local, (WHOLE, _place_of(places, table), WHOLE, *where), WHOLE)
+        return mapped(hidden, table, tokens, *given)
+
+
+def _logits(
+    places: VocabSpecs, hidden_BH: Array, table_VH: Table, bias_V: Array | None, vocab_size: int
+) -> tuple[Array, Array]:
+    dtype = hidden_BH.dtype
+    if isinstance(table_VH, Int8Matrix):
+        return own_logits(places, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
+    return own_logits(places, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
+
+
+def _place_of(places: VocabSpecs, table: Table) -> Any:
+    return Int8Matrix(places.table, places.bias) if isinstance(table, Int8Matrix) else places.table  # pyright: ignore[reportArgumentType]
 
 
 def count_prompt(

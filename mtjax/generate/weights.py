@@ -1,11 +1,12 @@
 """Weights of any kind, on a mesh: of a run, a checkpoint, Hugging Face's folders and Megatron's checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from mtjax.config import Config, Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
@@ -14,7 +15,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError, parse_json_object
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.mesh import check_whole_samples, parse_mesh
 
 Tree = Any
 
@@ -32,6 +33,11 @@ class LoadedModel:
     """Where the tokenizer's files are."""
     start_id: int = 0
     """With which a T5's texts begin."""
+
+    def on(self, mesh: Mesh) -> "LoadedModel":
+        """The same on another mesh of as many model ways."""
+        placed = Placed(self.placed.config, mesh)
+        return replace(self, placed=placed, parameters=jax.device_put(self.parameters, placed.parameter_sharding))
 
     @property
     def family(self) -> str:
@@ -68,11 +74,14 @@ def load_model(
       processes: that share the mesh.
 
     Raises:
-      UserError: there are no such weights, they have no tokenizer, or don't fit the mesh.
+      UserError: there are no such weights, they have no tokenizer or no head of language, or don't fit the mesh.
     """
     shape = parse_mesh(mesh)
+    check_whole_samples(shape)
     devices = attach_devices(shape, processes)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
+    if lacking := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
+        raise UserError(f"{source} is an encoder without the head that fills masks: it has no {', '.join(lacking)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     batch = {"global_batch_size": shape.size, "microbatch_size": None}
     placed = Placed(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)

@@ -185,7 +185,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         for e in entries
         if e.left
         and _stands_right(e, required.line)
-        and e.collective.axes == (required.line.axis,)
+        and e.collective.axes == required.line.axes
         and e.collective.kind in kinds
         and _is_whole(e.dtype) == _is_whole(required.dtype)
     ]
@@ -235,8 +235,9 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
 
 
 def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int]]:
-    """Entries of the right size, the most frequent first; then those in which several of that size are packed."""
-    by_packing = sorted(fitting, key=lambda e: (e.array.elements, -e.left))
+    """Entries of the right size, those of the right type and the most frequent first; then those in which several of
+    that size are packed."""
+    by_packing = sorted(fitting, key=lambda e: (e.array.elements, e.dtype != required.dtype, -e.left))
     sizes = [(e, e.array.elements // required.elements * e.left) for e in by_packing if _packs(e, required)]
     claimed: list[tuple[Entry, int]] = []
     need = required.count

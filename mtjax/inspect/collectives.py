@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.errors import UserError
 from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
@@ -10,18 +10,19 @@ from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.walk import Site, walk
 from mtjax.inspect.widened import widened_sums
-from mtjax.theory.contract import phase_over
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
 from mtjax.theory.traffic import ring_factor
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
+ALL_TO_ALL = "all-to-all"
 REDUCE_SCATTER = "reduce-scatter"
 SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 KINDS = (
     ALL_REDUCE,
     ALL_GATHER,
     REDUCE_SCATTER,
-    "all-to-all",
+    ALL_TO_ALL,
     "ragged-all-to-all",
     "collective-permute",
     "collective-broadcast",
@@ -114,6 +115,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     phase, op_name, own = locate(site.computation, instruction)
     if phase == "other" and holder is not site:
         phase, op_name, own = locate(holder.computation, holder.instruction)
+    phase = _called_again(site, phase)
     if not own:  # what surrounds it in the schedule may be another part of the step
         phase = phase_over(kind, axes) or phase
     arrays = _payload(module, site.computation, instruction, kind)
@@ -136,6 +138,16 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         made_in=_made_in(site.computation, instruction) if kind in SUMS else (),
         narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
+
+
+def _called_again(site: Site, phase: str) -> str:
+    """The phase of an operation that calls itself a layer's forward pass: another where a loop inside a layer runs it.
+
+    What is lowered once, for the forward pass, may be called in the backward pass too, under the names of the former.
+    """
+    loops = [caller for caller in site.callers if caller.instruction.opcode == "while"]
+    around = locate(loops[-1].computation, loops[-1].instruction)[0] if loops else phase
+    return around if phase == LAYER_FORWARD and around in (LAYER_RECOMPUTE, LAYER_BACKWARD) else phase
 
 
 def collective_kind(instruction: Instruction) -> str | None:
@@ -190,6 +202,9 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
     operands = computation.operand_arrays(instruction)
     if kind == ALL_REDUCE and len(operands) == 1:
         return _packed(module, computation, instruction.operands[0]) or operands
+    if kind == ALL_TO_ALL and len(operands) > 1 and not instruction.dimensions("dimensions"):
+        # One operand for each rank: parts of the array that is exchanged.
+        return (replace(operands[0], dims=(len(operands), *operands[0].dims)),)
     if kind != ALL_GATHER:
         return operands or instruction.arrays
     # A start's result is (operands, results).

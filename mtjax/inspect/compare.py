@@ -23,7 +23,7 @@ def other_config(base: Config, words: Sequence[str]) -> Config:
     """The run that `--vs` names: each word is a mesh ("8x8"), SETTING=VALUE, or a config file or shipped config.
 
     Raises:
-      UserError: a word is none of these.
+      UserError: a word is not one of these.
     """
     for word in words:
         if _is_mesh(word):

@@ -1,5 +1,6 @@
 """A step compiled for a target, and what the compiler says about it."""
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -9,14 +10,19 @@ from functools import cached_property
 import jax
 
 from mtjax.config import Config
+from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.targets import Target
+from mtjax.models.kernels.grouped import Blocks
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
+
+EXPERTS_SCOPE = "experts"
+"""Named scope of what ranks do with tokens and experts of each other."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +101,36 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
     done = time.perf_counter()
     text = compiled.as_text()
     assert text is not None
+    module = hlo.parse(text)
+    if blocks := expected_blocks(program):
+        module = hlo.with_trip_counts(module, blocks, EXPERTS_SCOPE)
     return CompiledStep(
         config=program.config,
         program=program,
         target=target,
         text=text,
-        module=hlo.parse(text),
+        module=module,
         memory=memory_of(compiled),
         trace_seconds=traced - start,
         compile_seconds=done - traced,
     )
+
+
+def expected_blocks(program: Program) -> int:
+    """Of experts' products on a rank, whose loops are as long as there are tokens for: those of equal loads; 0 without
+    experts."""
+    model, mesh = program.config.model, program.shape
+    if not model.num_experts:
+        return 0
+    plan, length = Plan.of(program.config, mesh), model.sequence_length
+    samples, ways = plan.microbatch_size, plan.expert_ways
+    capacity, pairs = expert_capacity(model, length), ways * samples * length * model.experts_top_k
+    each, places = pairs / model.num_experts, pairs
+    if capacity is not None:
+        each = min(each, ways * samples * capacity)
+        places = model.num_experts * samples * capacity if ways > 1 else pairs
+    rows = Blocks(model.activation, model.num_experts).rows(places)
+    return model.num_experts // ways * math.ceil(each / rows)
 
 
 def _lower(program: Program) -> jax.stages.Lowered:

@@ -6,7 +6,7 @@ split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be split o
 [[expect]]
 phase = "layer forward"
 kind = "all-reduce"
-axis = "model"
+axis = "model"         # or several together: "data+context"
 count = "2*layers*microbatches"      # arrays in a step: a number or a formula in the words of `sizes` (see --json)
 elements = "batch*sequence*hidden"
 dtype = "compute"      # or "float32", "bfloat16"
@@ -75,4 +75,4 @@ def _known(table: dict[str, Any], names: tuple[str, ...], where: str) -> None:
 
 def _one_of(value: Any, values: tuple[str, ...], where: str) -> None:
     if value not in values:
-        raise UserError(f"{where} = {value!r} is none of {', '.join(values)}{nearest(str(value), values)}")
+        raise UserError(f"{where} = {value!r} is not one of {', '.join(values)}{nearest(str(value), values)}")

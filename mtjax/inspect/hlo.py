@@ -91,7 +91,7 @@ class Instruction:
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often a `while` runs its body, where XLA knows."""
+        """How often a `while` runs its body, where XLA knows, or we do (`with_trip_counts`)."""
         match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', self.attributes)
         return int(match[1]) if match else None
 
@@ -149,6 +149,29 @@ class Module:
         for name in instruction.called:
             if name in self.computations:
                 yield self.computations[name]
+
+
+def with_trip_counts(module: Module, count: int, scope: str) -> Module:
+    """A module whose loops of unknown length below a scope are said to run `count` times.
+
+    Args:
+      module: the program.
+      count: of their executions, expected.
+      scope: in their names.
+    """
+
+    def told(instruction: Instruction) -> Instruction:
+        is_meant = instruction.opcode == "while" and instruction.trip_count is None
+        if not is_meant or f"/{scope}/" not in instruction.op_name:
+            return instruction
+        known = f'{instruction.attributes}, backend_config={{"known_trip_count":{{"n":"{count}"}}}}'
+        return replace(instruction, attributes=known)
+
+    computations = {
+        name: replace(computation, instructions=tuple(map(told, computation.instructions)))
+        for name, computation in module.computations.items()
+    }
+    return replace(module, computations=computations, entry=computations[module.entry.name])
 
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

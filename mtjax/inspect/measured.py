@@ -112,7 +112,7 @@ def measure(report: Report, path: Path) -> Measured:
     check_same_run(trace, report.config)
     operations = list(read_operations(trace, report.step.module.name))
     if not operations:
-        raise UserError(f"{trace} has no operation of {report.step.module.name}: it is no trace of training steps")
+        raise UserError(f"{trace} has no operation of {report.step.module.name}: it is not a trace of training steps")
     known = instructions(report.step)
     total = sum(o.seconds for o in operations)
     unknown = {o.name for o in operations if o.name not in known}

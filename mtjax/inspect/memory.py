@@ -51,7 +51,8 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
     plan = step.plan
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
     whole = plan.zero == 0 or not plan.reduces_at_once
-    gradients = min(parameters if whole else int(optimizer / moments), stats.temporaries)
+    all_learn = step.anatomy.model.lora_rank == 0  # else gradients are as large as the moments' parameters
+    gradients = min(parameters if whole and all_learn else int(optimizer / moments), stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,
         outputs=stats.outputs,

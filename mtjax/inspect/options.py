@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mtjax.config.setting import above_zero, at_least
 from mtjax.errors import UserError
@@ -42,6 +43,8 @@ class Options:
     """With --generate: sequences that are written at a time."""
     context: int | None = at_least(1, None, most=2**24)
     """With --generate: tokens of each sequence for which the cache has room; sequence_length when not given."""
+    weights_dtype: Literal["int8"] | None = None
+    """With --generate: keep matrices in 8 bits, as mtjax generate --weights-dtype int8 does."""
 
     def check(self) -> None:
         """Checks that the options fit each other.
@@ -65,6 +68,8 @@ class Options:
         if self.generate and given:
             raise UserError(f"--{given[0].replace('_', '-')} is of train steps: leave it out with --generate")
         defaults = Options()
-        idle = [name for name in ("sequences", "context") if getattr(self, name) != getattr(defaults, name)]
+        idle = [
+            name for name in ("sequences", "context", "weights_dtype") if getattr(self, name) != getattr(defaults, name)
+        ]
         if idle and not self.generate:
-            raise UserError(f"--{idle[0]} has an effect with --generate only: leave it out")
+            raise UserError(f"--{idle[0].replace('_', '-')} has an effect with --generate only: leave it out")

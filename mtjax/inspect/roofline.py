@@ -4,7 +4,7 @@ Each operation takes the longer of its products at the FLOP/s that a product of 
 memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
 it runs in parallel with whatever the schedule puts before its done. One collective is sent at a time - or one inside
 servers and one between them, in a program that has streams for both. Speeds and latencies are those of
-`theory.timing.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
+`theory.machine.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
 published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
 operand comes from memory. What is computed while a collective is under way takes longer, for they share the device.
 """
@@ -20,7 +20,7 @@ from mtjax.inspect.products import Product, products_of
 from mtjax.inspect.traffic import bytes_moved
 from mtjax.inspect.walk import executions
 from mtjax.theory.hardware import Server
-from mtjax.theory.timing import Constants, Machine
+from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.traffic import Transfer
 
 

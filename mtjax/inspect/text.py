@@ -259,7 +259,8 @@ def time_lines(report: Report) -> str:
         "[bold]Work of a step[/]",
         f"  products {flops.counted / 1e12:,.3f} TFLOP compiled, {flops.formula / 1e12:,.3f} by formula "
         f"({flops.difference:+.2%})"
-        + (": XLA computes some of them again to save memory" if flops.difference > 0.01 else ""),
+        + (": XLA computes some of them again to save memory" if flops.difference > 0.01 else "")
+        + (", with equal loads of all experts" if report.config.model.num_experts else ""),
     ]
     t = report.time
     if t is None:

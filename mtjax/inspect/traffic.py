@@ -5,6 +5,10 @@ from mtjax.inspect.hlo import Computation, Instruction, Module
 _VIEWS = ("bitcast", "reshape", "copy", "convert")
 
 
+_ONE_SCATTER = 3
+"""Operands of a scatter into one array: the array, indices, and what is put there."""
+
+
 def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes read and written by one execution of an operation."""
     if instruction.opcode == "fusion":
@@ -36,6 +40,8 @@ def _read(fused: Computation, value: Instruction) -> int:
             read += user.bytes
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue  # written in place
+        elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
+            read += fused.by_name[user.operands[2]].bytes  # the rows that others are added to
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
             read += _read(fused, user) if user.opcode == "bitcast" else min(_read(fused, user), value.bytes)
         else:
@@ -43,11 +49,21 @@ def _read(fused: Computation, value: Instruction) -> int:
     return min(read, value.bytes)
 
 
+def _is_parameter(fused: Computation, name: str) -> bool:
+    """Whether a value is what the kernel was given, as another view or not, and so may be written in place."""
+    value = fused.by_name[name]
+    while value.opcode in _VIEWS and value.operands[0] in fused.by_name:
+        value = fused.by_name[value.operands[0]]
+    return value.opcode == "parameter"
+
+
 def _written(fused: Computation, root: Instruction) -> int:
     if root.opcode == "tuple":
         return sum(_written(fused, fused.by_name[name]) for name in root.operands)
     if root.opcode == "dynamic-update-slice":
         return fused.by_name[root.operands[1]].bytes
+    if root.opcode == "scatter" and len(root.operands) == _ONE_SCATTER and _is_parameter(fused, root.operands[0]):
+        return fused.by_name[root.operands[2]].bytes
     if root.opcode == "bitcast" and root.operands[0] in fused.by_name:
         return _written(fused, fused.by_name[root.operands[0]])
     if root.opcode == "parameter":

@@ -12,7 +12,7 @@ from mtjax.launch.devices import mesh_within, working_gpus
 from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from mtjax.sharding.processes import several_expected
 from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
+from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.processes.local import MAX_PROCESSES, Ended, Member, processes_needed, run_members, together
 
@@ -78,7 +78,6 @@ def _mesh(config: Config, gpus: Sequence[str] | None, processes: int | None) -> 
     if config.parallel.mesh == AUTO:
         return AUTO, (processes or 1) if gpus is None else len(gpus)
     shape = parse_mesh(config.parallel.mesh)
-    check_implemented(shape)
     return str(shape), shape.size
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int, Key
 
 from mtjax.models.cache import Reading
 from mtjax.models.rotary import Rotation
+from mtjax.sharding.context.turns import Method
 
 RESIDUAL = ("batch", "act_seq", "embed")
 """Logical names of the residual stream's dimensions."""
@@ -33,5 +34,9 @@ class Context:
     """What cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None
     """1 where cross-attention may look, 0 on padding; None lets it see everything."""
+    places: Int[Array, " seq"] | None = None
+    """Where this rank's tokens stand in their sample, when ranks share it; None where a rank has all of it."""
+    method: Method = "ring"
+    """How keys and values come to the queries of other ranks then."""
     reading: Reading | None = None
     """Where the tokens stand in sequences whose earlier tokens a cache, the layers' state, holds; None without one."""

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from mtjax.models.stack import Chunk
-from mtjax.models.trunk import Batch, Keys, Section, Stream, Trunk, batch_losses
+from mtjax.models.trunk import TEACHER, Batch, Keys, Section, Stream, Trunk, batch_losses, run_sections
 from mtjax.sharding.vocab import LossOptions
 
 Tree = Any
@@ -33,6 +33,11 @@ class Cut:
         """Weighted sums of the losses."""
         batch, weights, keys = microbatch
         return _weighted(batch_losses(self.model(parameters), batch, keys, self.options), weights)
+
+    def output(self, parameters: Tree, microbatch: Part) -> Stream:
+        """The stream behind the last section."""
+        batch, _, keys = microbatch
+        return run_sections(self.model(parameters), batch, keys)[0]
 
     def wire(self, parameters: Tree, microbatch: Part) -> Stream:
         """The input of the last section, with the other sections left out."""
@@ -74,6 +79,30 @@ class Cut:
         return stream if section == len(self.sections) - 1 else before._replace(encoded=stream.x)
 
 
-def _weighted(losses: dict[str, Array], weights: Batch) -> dict[str, Array]:
+@dataclass(frozen=True)
+class Taught(Cut):
+    """Beside a teacher: its output table stands among the parameters, frozen, and the losses find it in the batch."""
+
+    def loss_sums(self, parameters: Tree, microbatch: Part) -> dict[str, Array]:
+        """Weighted sums of the losses."""
+        return super().loss_sums(parameters, _with_table(parameters, microbatch))
+
+    def leave(self, parameters: Tree, wire: Stream, microbatch: Part) -> dict[str, Array]:
+        """Weighted sums of the losses."""
+        return super().leave(parameters, wire, _with_table(parameters, microbatch))
+
+
+def _with_table(parameters: Tree, microbatch: Part) -> Part:
+    batch, weights, keys = microbatch
+    return {**batch, **parameters[TEACHER]}, weights, keys
+
+
+def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
+    """Sums over samples and tokens of what has a weight; of arrays, where there is one for each."""
+
+    def one(values: Array, weights: Array) -> Array:
+        each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+        return (values * each).sum(range(weights.ndim))
+
     with jax.named_scope("loss"):
-        return {name: (values * weights[name]).sum() for name, values in losses.items()}
+        return {name: one(values[name], weight) for name, weight in weights.items()}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Key
+from jaxtyping import Int, Key
 
 from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.models.threefry import random_bits
@@ -18,6 +18,7 @@ def dropout(
     site: int,
     names: tuple[str, ...],
     saved_as: str = DROPOUT_MASK,
+    places: Int[Array, " seq"] | None = None,
 ) -> Array:
     """Zeroes a share `rate` of `x` and scales up the rest; nothing when `keys` is None or `rate` 0.
 
@@ -29,14 +30,40 @@ def dropout(
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
       saved_as: name by which `mtjax.models.recompute` knows the mask.
+      places: of x's second dimension in the whole sample, of which a rank may have some tokens; 0, 1, ... when None.
     """
     if keys is None or rate == 0:
         return x
     place = spec(*names[1:])
 
     def keep_sample(key: Array) -> Array:
-        bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place)
-        return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+        bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place, places)
+        return bits >= keep_threshold(rate)
 
     keep = checkpoint_name(jax.vmap(keep_sample)(keys), saved_as)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def jitter(
+    x: Array,
+    distance: float,
+    keys: Key[Array, " batch"] | None,
+    site: int,
+    names: tuple[str, ...],
+    places: Int[Array, " seq"] | None = None,
+) -> Array:
+    """`x` times numbers drawn evenly within `distance` of 1; `x` itself when `keys` is None or `distance` 0.
+
+    The other arguments are as `dropout`'s, and so is what it depends on.
+    """
+    if keys is None or distance == 0:
+        return x
+    place = spec(*names[1:])
+    draw = jax.vmap(lambda key: random_bits(jax.random.fold_in(key, site), x.shape[1:], place, places))
+    even = draw(keys).astype(jnp.float32) * 2.0**-32
+    return (x * (1 - distance + 2 * distance * even)).astype(x.dtype)
+
+
+def keep_threshold(rate: float) -> Array:
+    """The least of 32 random bits, as a number, with which an element is kept."""
+    return jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -28,7 +28,7 @@ def position_table(model: Model, length: int, key: Array) -> nnx.Param | None:
     """A vector for each of `length` positions; None where positions are not learned."""
     if model.position != "learned":
         return None
-    return normal(key, {"seq": length, "embed": model.hidden_size}, model.init_std)
+    return normal(key, {"positions": length, "embed": model.hidden_size}, model.init_std)
 
 
 def embed_tokens(
@@ -37,6 +37,7 @@ def embed_tokens(
     tokens: Int[Array, "batch seq"],
     dtype: jax.typing.DTypeLike,
     position_ids: Int[Array, "batch seq"] | None = None,
+    places: Int[Array, " seq"] | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
     """The tokens' rows of the vocabulary's table, plus the vectors of their positions where these are learned.
 
@@ -45,14 +46,16 @@ def embed_tokens(
       positions: [seq, embed], float32; None where positions are not learned.
       tokens: ids.
       dtype: of the result.
-      position_ids: of each token; 0, 1, ... when None.
+      position_ids: of each token; its place in the sample when None.
+      places: of the tokens in their samples; 0, 1, ... when None.
     """
     x = vocab_parallel_embedding(table[...], tokens, dtype)
     if positions is None:
         return x
     vectors = positions[...].astype(dtype)
     if position_ids is None:
-        return x + reshard(vectors[: tokens.shape[1]], spec("act_seq", "embed"))
+        own = vectors[: tokens.shape[1]] if places is None else vectors[places]
+        return x + reshard(own, spec("act_seq", "embed"))
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
 

@@ -17,6 +17,7 @@ from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
 from mtjax.sharding.axes import spec
 
+PADDING_LOGIT = -1e30
 HEAD_SITE = 2**31 - 4
 """Dropout site of a head."""
 
@@ -135,6 +136,32 @@ class LastTokenHead(nnx.Module):
         return self.classifier(taken)[:, 0].astype(jnp.float32)
 
 
-def class_losses(logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]) -> Float[Array, " batch"]:
+class SpanHead(nnx.Module):
+    """A linear layer on every token: logits of being the first and the last one of an answer.
+
+    Every model rank has all of it. Where sequences are split, each computes its own tokens' and is sent the others'.
+    """
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        embed = {"embed": model.hidden_size}
+        self.spans = Linear(embed, {"classes": 2}, std=model.init_std, sequence="act_seq", key=key)
+
+    def __call__(
+        self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch seq 2"]:
+        """float32 logits; those of padding are so low that it has no probability."""
+        logits = reshard(self.spans(hidden).astype(jnp.float32), spec("batch", "seq", "classes"))
+        return jnp.where(padding_mask[..., None] > 0, logits, PADDING_LOGIT)
+
+
+def class_losses(logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
     """Cross-entropy of each sample."""
     return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1)
+
+
+def divergences(
+    logits: Float[Array, "*batch classes"], teacher: Float[Array, "*batch classes"], temperature: float
+) -> Float[Array, "*batch"]:
+    """T^2 KL(softmax(teacher / T) || softmax(logits / T)) of each sample (arXiv 1503.02531); T is the temperature."""
+    logits, teacher = (jax.nn.log_softmax(a / temperature) for a in (logits, teacher))
+    return temperature**2 * (jnp.exp(teacher) * (teacher - logits)).sum(-1)

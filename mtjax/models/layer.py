@@ -75,7 +75,8 @@ class Layer(nnx.Module):
 
     def _dropout(self, mixer: Any, context: Context) -> Pointwise:
         """Dropout of a mixer's output, before it is added to the residual stream."""
-        return lambda x: dropout(x, self.rate, context.dropout_keys, mixer.dropout_site, RESIDUAL)
+        keys, places = context.dropout_keys, context.places
+        return lambda x: dropout(x, self.rate, keys, mixer.dropout_site, RESIDUAL, places=places)
 
 
 def _norm_of(mixer: str) -> str:

@@ -4,20 +4,18 @@ Parameters are float32 and carry the names of their dimensions (`nnx.Param(value
 type of their input.
 """
 
-import string
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
-from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import merge, spec, varying_like
+from mtjax.models.lora import Adapter
+from mtjax.models.project import project
+from mtjax.sharding.axes import spec
+from mtjax.theory.adapters import Low
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
@@ -47,95 +45,23 @@ class Linear(nnx.Module):
         std: float,
         bias: bool = True,
         sequence: str = "seq",
+        low: Low | None = None,
         key: Array,
     ) -> None:
         self.num_inputs = len(inputs)
         self.sequence = sequence
         self.weight = normal(key, {**inputs, **outputs}, std)
         self.bias = constant(0.0, outputs) if bias else None
+        self.lora = Adapter(inputs, outputs, low, sequence=sequence, key=key) if low else None
 
-    def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
-        """Applies to [batch, seq, *inputs]; gives [batch, seq, *outputs] in the type of x."""
+    def __call__(
+        self, x: Float[Array, "batch seq ..."], for_adapter: Array | None = None
+    ) -> Float[Array, "batch seq ..."]:
+        """Applies to [batch, seq, *inputs]; gives [batch, seq, *outputs] in the type of x.
+
+        An adapter may have an x of its own, the same, whose gradient goes another way.
+        """
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]
-        return project(x, self.weight[...], bias, outputs, self.sequence)
-
-
-def project(
-    x: Float[Array, "batch seq ..."],
-    weight: Array,
-    bias: Array | None,
-    outputs: Sequence[str | None],
-    sequence: str = "seq",
-) -> Float[Array, "batch seq ..."]:
-    """`x W + b` in the type of x.
-
-    Args:
-      x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs].
-      bias: [*outputs], if any.
-      outputs: logical names.
-      sequence: logical name of the result's sequence: "act_seq" where it enters the residual stream.
-    """
-    letters = iter(string.ascii_lowercase)
-    num_inputs = weight.ndim - len(outputs)
-    row, inner, outer = (
-        "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
-    )
-    place = spec("batch", sequence, *outputs)
-    product = _product((row, inner, outer), place, x, varying_like(weight.astype(x.dtype), x))
-    product = checkpoint_name(product, PRODUCT)
-    if bias is None:
-        return product
-    # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.
-    return (product.astype(jnp.float32) + bias).astype(x.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, str, str], place: PartitionSpec, x: Array, weight: Array) -> Array:
-    """`x W` with x [row, inner] and W [inner, outer], each letter of `dims` a dimension.
-
-    Autodiff would get the weight's gradient as the transpose of (gradient)' x, which XLA computes on CPUs in twice the
-    time that x' (gradient) takes.
-    """
-    row, inner, outer = dims
-    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight, out_sharding=place)
-
-
-def _product_forward(
-    dims: tuple[str, str, str], place: PartitionSpec, x: Array, weight: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _product(dims, place, x, weight), (x, weight)
-
-
-def _product_backward(
-    dims: tuple[str, str, str], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
-) -> tuple[Array, Array]:
-    row, inner, outer = dims
-    x, weight = saved
-    x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
-    # A row-parallel product's is split along the sequence. Gathered once for both products below: left to XLA, each may
-    # gather it on its own, as they do where a microbatch is one sample.
-    gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
-    # Over several dimensions XLA would copy an operand into another order first, on CPUs.
-    outer, gradient, weight = _merged(outer, (gradient, len(row)), (weight, len(inner)))
-    x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)
-    inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
-    row, x, gradient = _merged(row, (x, 0), (gradient, 0))
-    merged_spec = jax.typeof(weight).sharding.spec
-    weight_gradient = jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=merged_spec)
-    return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
-
-
-def _merged(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
-    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
-
-    Nothing changes if an array is split along any but the first of them.
-    """
-    first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
-    if first is None or second is None:
-        return dims, left[0], right[0]
-    return dims[0], first, second
-
-
-_product.defvjp(_product_forward, _product_backward)
+        product = project(x, self.weight[...], bias, outputs, self.sequence)
+        return product if self.lora is None else product + self.lora(x if for_adapter is None else for_adapter)

@@ -1,7 +1,7 @@
 """A model on a mesh, without an optimizer: all that converting, sampling and evaluating need; training adds to it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,16 +18,17 @@ from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import Stream, run_sections
 from mtjax.sharding import placement
 from mtjax.sharding.axes import partition_spec, rules_in_force, use_rules
-from mtjax.sharding.gradients import distributed_losses, staged_output
-from mtjax.sharding.records import parameter_records, places, unsplit_names
+from mtjax.sharding.gradients import distributed_losses, distributed_output, outputs_in_turns
+from mtjax.sharding.records import dotted, parameter_records, places, unsplit_names
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
 from mtjax.sharding.schedules.schedule import Schedule
 from mtjax.sharding.schedules.staged import Staged
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import for_use
+from mtjax.theory.adapters import is_learnt
 from mtjax.theory.attention import choose_kernel
-from mtjax.theory.divisibility import check_config
+from mtjax.theory.divisibility import check_config, parts_of_samples
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
@@ -66,7 +67,8 @@ class Placed:
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
         types = config.training.compute_dtype, config.parallel.gradient_wire_dtype
-        self.records = parameter_records(self.axes, self.abstract_parameters, self.layout, self.shape, *types)
+        known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
+        self.records = parameter_records(*known, partial(is_learnt, config.model))
         self.region = Region(self.shape, self.layout.rules, self.records)
 
     # --- parameters
@@ -100,9 +102,14 @@ class Placed:
         """Random parameters, created where they live: those with which a training run of this seed begins."""
         return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
 
-    def draw(self, seed: int, name: str) -> Tree:
-        """The module `name` of these random parameters alone."""
-        draw = jax.jit(lambda key: self._drawn(key)[name], out_shardings=self.parameter_sharding[name])
+    def draw(self, seed: int, names: Collection[str]) -> dict[str, Array]:
+        """Some of these random parameters alone, by their dotted names."""
+
+        def chosen(tree: Tree) -> dict[str, Any]:
+            named = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            return {name: named[name] for name in names}
+
+        draw = jax.jit(lambda key: chosen(self._drawn(key)), out_shardings=chosen(self.parameter_sharding))
         return self.on_mesh(draw, jax.random.key(seed))
 
     def model(self, parameters: Tree) -> LanguageModel:
@@ -119,7 +126,7 @@ class Placed:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where a batch lives: split by samples."""
+        """Where a batch lives: split by samples, and over `context` by their tokens; see `placement.of_dimensions`."""
         return placement.batch_sharding(self.mesh, self.layout.rules)
 
     @property
@@ -127,12 +134,18 @@ class Placed:
         """The arrays of a batch that the model reads."""
         return tuple(self.abstract_batch())
 
+    @property
+    def parts_of_samples(self) -> int:
+        """The length of every sample is a multiple of it."""
+        return parts_of_samples(self.layout, self.shape)
+
     def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
         """Shapes, types and shardings of a batch."""
         samples = global_batch_size or self.config.training.global_batch_size
         each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
         arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
-        return placement.with_sharding(arrays, dict.fromkeys(arrays, self.batch_sharding))
+        places = {name: placement.of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
+        return placement.with_sharding(arrays, places)
 
     # --- losses
 
@@ -144,16 +157,22 @@ class Placed:
         """The program of `evaluate`, lowered from abstract values."""
         return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
 
-    def final_stream(self, parameters: Tree, batch: Batch) -> Array:
-        """The residual stream behind the last layer, to be traced by the rules in force; dropout is off."""
-        model, rules = self.model_in_use(parameters), rules_in_force()
-        schedule = self.microbatch_schedule(1)
-        if not isinstance(schedule, Staged):
-            return run_sections(model, batch, None)[0].x
+    def final_stream(self, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
+        """The residual stream behind the last layer, to be traced by the rules in force; dropout is off.
+
+        With `microbatches` each rank runs its own samples, so many parts of them one after the other; stages know how
+        many by themselves.
+        """
+        rules, schedule = rules_in_force(), self.microbatch_schedule(1)
         region = dataclasses.replace(self.region, rules=rules)
-        place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
-        part = (batch, {}, None)
-        return staged_output(self.cut(self.loss_options), parameters, part, region, schedule, place).x
+        if isinstance(schedule, Staged) or (rules.seq and microbatches is None):
+            place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
+            part = (batch, {}, None)
+            return distributed_output(self.cut(self.loss_options), parameters, part, region, schedule, place).x
+        if microbatches is None:
+            return run_sections(self.model_in_use(parameters), batch, None)[0].x
+        run = lambda parameters, part: run_sections(self.model(parameters), part, None)[0].x  # noqa: E731
+        return outputs_in_turns(run, parameters, batch, region, microbatches, partition_spec(rules, RESIDUAL))
 
     def cut(self, options: LossOptions) -> Cut:
         """The model as schedules run it, with these losses."""
@@ -171,6 +190,7 @@ class Placed:
             partial(forward_timetable, stages, chunks=chunks),
             self.config.training.microbatch_size,
             keeps_inputs=self.config.training.recompute == "full",
+            in_order=self.shape.shares_samples and self.mesh.devices.flat[0].platform == "cpu",
         )
 
     @property

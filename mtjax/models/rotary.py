@@ -30,7 +30,8 @@ class Rotary:
     def __call__(self, position_ids: Int[Array, "#batch seq"]) -> Rotation:
         """The rotation of each position, in float32."""
         angles = position_ids[..., None].astype(jnp.float32) * jnp.asarray(frequencies(self.model))
-        return Rotation(jnp.cos(angles), jnp.sin(angles))
+        cos, sin, factor = jnp.cos(angles), jnp.sin(angles), attention_factor(self.model)
+        return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
 
 
 def rotate(
@@ -72,8 +73,32 @@ def _llama3(model: Model, frequency: np.ndarray) -> np.ndarray:
     return kept * frequency + (1 - kept) * frequency / model.rope_factor
 
 
+def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
+    """Pairs that turn seldom in full, those that turn often not at all, those between by their number (YaRN,
+    arXiv 2309.00071, section 3.2): bounds are whole pairs, as in its code and in transformers."""
+    width = head_dim(model)
+
+    def pair(turns: float) -> float:
+        return width * math.log(model.rope_original_length / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    first = max(math.floor(pair(model.rope_beta_fast)), 0)
+    last = min(math.ceil(pair(model.rope_beta_slow)), width - 1)
+    scaled = np.clip((np.arange(width // 2) - first) / max(last - first, 0.001), 0, 1)
+    return scaled * frequency / model.rope_factor + (1 - scaled) * frequency
+
+
+def attention_factor(model: Model) -> float:
+    """By what YaRN multiplies queries and keys (its section 3.3); 1 without it."""
+    if model.rope_scaling != "yarn":
+        return 1.0
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    return 0.1 * math.log(model.rope_factor) + 1 if model.rope_factor > 1 else 1.0
+
+
 SCALINGS: Mapping[str, Callable[[Model, np.ndarray], np.ndarray]] = {
     "none": _unscaled,
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }

@@ -8,23 +8,29 @@ as long (benchmarks/dropout.py).
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Key, UInt32
+from jax.sharding import PartitionSpec, reshard
+from jaxtyping import Int, Key, UInt32
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def random_bits(key: Key[Array, ""], shape: tuple[int, ...], place: PartitionSpec) -> UInt32[Array, "..."]:
+def random_bits(
+    key: Key[Array, ""], shape: tuple[int, ...], place: PartitionSpec, rows: Int[Array, " rows"] | None = None
+) -> UInt32[Array, "..."]:
     """32 random bits for each element, computed where it lives; they depend only on the key and the element's index.
 
     Args:
       key: a Threefry key.
       shape: at least one dimension; the last one, and all others together, below 2^32.
       place: where the result lives.
+      rows: indices of the first dimension's elements, where these are some of a larger array; 0, 1, ... when None.
     """
 
     def count(dimension: int) -> Array:
+        if dimension == 0 and rows is not None:
+            own = reshard(rows.astype(jnp.uint32), PartitionSpec(place[0]))
+            return lax.broadcast_in_dim(own, shape, (0,), out_sharding=place)
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=place)
 
     row = jnp.uint32(0)

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from mtjax.models.context import Context
+from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.mixer import State
 from mtjax.models.stack import Stack
 from mtjax.sharding.vocab import LossOptions
@@ -19,6 +20,12 @@ from mtjax.sharding.vocab import LossOptions
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
 """A dropout key per sample; None turns dropout off."""
+
+TEACHER, TEACHER_TABLE = "teacher", "teacher_table"
+"""Arrays of a batch that a teacher adds: its final hidden states, which its output table makes logits of; or, of a task
+other than the next token, its outputs alone."""
+HARD, SOFT = "hard_loss", "soft_loss"
+"""The losses then: by the labels, and by the teacher's probabilities."""
 
 
 class Stream(NamedTuple):
@@ -82,6 +89,7 @@ def run_sections(
 
 
 def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-    """The values of each loss of a batch by its name, float32, not weighted; `keys` turn dropout on."""
-    stream, _ = run_sections(trunk, batch, keys)
-    return trunk.losses(stream, batch, keys, options)
+    """The values of each loss of a batch by its name, float32, not weighted, and what routers report; `keys` turn
+    dropout on."""
+    stream, states = run_sections(trunk, batch, keys)
+    return trunk.losses(stream, batch, keys, options) | router_reports(list(states.values()))

@@ -10,7 +10,7 @@ from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
 from mtjax.theory.memory import fullest_stage
-from mtjax.theory.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, expert_meshes
 from mtjax.theory.plans import Plan
 from mtjax.theory.timing import step_time
 
@@ -31,7 +31,8 @@ def fastest_mesh(config: Config, devices: int, kind: str) -> MeshShape:
     anatomy = anatomy_of(with_vocabulary(config, lambda said: None).model)
     gpu = by_device_kind(kind)
     server = SERVERS.get(gpu.name) if gpu else None
-    meshes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
+    shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
+    meshes = [mesh for shape in shapes for mesh in expert_meshes(anatomy.model.num_experts, shape)]
     plans = [Plan.of(config, mesh) for mesh in meshes]
     reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}
     possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]

@@ -1,6 +1,8 @@
 """What `mtjax plan` does once its options have been read: report on a plan, or search for one."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +22,7 @@ from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import fullest_stage
-from mtjax.theory.mesh import MeshShape, check_implemented, parse_mesh
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 
 Verify = Callable[[Console, config.Config, str], None]
@@ -40,11 +42,10 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
     if options.published:
         print_published(console)
         return
-    if options.verify:
-        check_implemented(parse_mesh(asked.parallel.mesh))
     run_config = with_vocabulary(asked, console.print)
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
+    _check_imbalance(anatomy, options)
     if options.gpus is not None or options.days is not None:
         plan = _search(console, anatomy, run_config, server, options, asked, source)
     else:
@@ -57,9 +58,27 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
         verify(console, run_config, options.target)
 
 
+def _check_imbalance(anatomy: Anatomy, options: Options) -> None:
+    """Checks that there are experts of which some may have more to do, and that a rank's share is possible.
+
+    Raises:
+      UserError: it is not.
+    """
+    asked, count = options.expert_imbalance, anatomy.model.num_experts
+    if asked != 1 and not count:
+        raise UserError(f"--expert-imbalance {asked:g} is for models with experts, and num_experts is 0: leave it out")
+    if count and asked > count:
+        raise UserError(f"--expert-imbalance {asked:g} is more than all tokens on one of {count} experts: take less")
+
+
+def _imbalance(anatomy: Anatomy, options: Options) -> float:
+    """The load of the rank that has most, beside the mean: no expert takes more than its capacity."""
+    return min(options.expert_imbalance, max(anatomy.model.capacity_factor or math.inf, 1.0))
+
+
 def _report(console: Console, anatomy: Anatomy, run_config: config.Config, server: Server, options: Options) -> Plan:
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
-    plan = _planned(run_config)
+    plan = replace(_planned(run_config), expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
     print_report(console, anatomy, plan, server, options)
     limit = options.usable * server.gpu.memory
@@ -102,7 +121,13 @@ def _search(
     source: str,
 ) -> Plan:
     """Searches for a number of GPUs or for a number of days; returns the winner."""
-    base = Plan.of(run_config, MeshShape(), schedule="1f1b", chunks=1, layers_per_stage=None)
+    settings = {
+        "schedule": "1f1b",
+        "chunks": 1,
+        "layers_per_stage": None,
+        "expert_imbalance": _imbalance(anatomy, options),
+    }
+    base = Plan.of(run_config, MeshShape(), **settings)
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None

@@ -3,16 +3,18 @@
 Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
 """
 
+import math
 from dataclasses import dataclass
 
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.counts import on_device, parameters
+from mtjax.theory.counts import met_share, on_device, parameters
 from mtjax.theory.hardware import Server
-from mtjax.theory.layout import is_matrix, layout_of
+from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
+from mtjax.theory.machine import Constants
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.attention import Attention, CrossAttention
-from mtjax.theory.timing import Constants
+from mtjax.theory.parts.part import Weight
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes per parameter of stored weights, without scales."""
@@ -35,7 +37,7 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     stack, tied = anatomy.stacks[-1], anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
     layer = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
-    met = stack.layers * sum(w.size for w in layer) + sum(w.size for w in head)
+    met = stack.layers * sum(w.size * met_share(anatomy.model, w) for w in layer) + sum(w.size for w in head)
     scores = [part.scores for part in stack.parts if part.scores]
     return 2 * met + 4 * stack.layers * context * sum(s.heads * s.width for s in scores)
 
@@ -56,7 +58,7 @@ class DecodingMemory:
     """Bytes on a device of `mtjax generate`, while it writes a token of every sequence."""
 
     weights: float
-    """Matrices in the compute type, vectors in float32."""
+    """Matrices in the compute type or in 8 bits, vectors in float32."""
     cache: float
     """Keys and values of the device's own heads; where key heads are fewer than the model ways, of one."""
     sampling: float
@@ -69,7 +71,7 @@ class DecodingMemory:
 
 
 def decoding_memory(
-    anatomy: Anatomy, model_ways: int, sequences: int, context: int, element_bytes: float = 2
+    anatomy: Anatomy, model_ways: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
 ) -> DecodingMemory:
     """Memory of a step of decoding; a T5's with its encoder, and as long a cache for what it reads.
 
@@ -79,16 +81,20 @@ def decoding_memory(
       sequences: that are written at a time.
       context: tokens of each for which the cache has room.
       element_bytes: of the compute type.
+      int8: whether matrices are kept in 8 bits, as `--weights-dtype int8` says.
     """
     mesh, model = MeshShape(model=model_ways), anatomy.model
     layout = layout_of(model, mesh)
-    weights = 0.0
+    weights, narrow = 0.0, in_8_bits(anatomy) if int8 else frozenset()
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
         if "kv_heads" in weight.names:  # each rank has those that its queries need
             heads = weight.shape[weight.names.index("kv_heads")]
             elements = weight.size // heads * max(heads, model_ways) // model_ways
-        weights += elements * (element_bytes if is_matrix(weight.names) else 4)
+        if weight.name in narrow:
+            weights += elements + 4 * elements / _inputs(weight, layout, mesh)
+        else:
+            weights += elements * (element_bytes if is_matrix(weight.names) else 4)
     stack, cached = anatomy.stacks[-1], 0
     for part in stack.parts:
         if isinstance(part, Attention | CrossAttention):
@@ -96,6 +102,22 @@ def decoding_memory(
             cached += 2 * max(heads, model_ways) // model_ways * part.head_dim
     cache = stack.layers * cached * sequences * context * element_bytes
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / model_ways)
+
+
+def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
+    """Names of what `--weights-dtype int8` keeps so: matrices of the layers that write, and the table of the logits."""
+    tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
+    return frozenset(w.name for w in (*anatomy.stacks[-1].weights, tables[-1]) if is_matrix(w.names))
+
+
+def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+    """Elements of a matrix for each scale on a device: those over which its product sums there."""
+    outputs = weight.names[-1] == "embed" and weight.names[0] != "vocab"
+    names = [n for n in weight.names if n != LAYERS and (n != "embed") == outputs]
+    sizes = {
+        name: size // mesh.ways(layout.rules.axes(name)) for name, size in zip(weight.names, weight.shape, strict=True)
+    }
+    return math.prod(sizes[name] for name in names)
 
 
 @dataclass(frozen=True)

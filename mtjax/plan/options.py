@@ -30,6 +30,8 @@ class Options:
     """Share of a GPU's memory that a plan may fill."""
     exposed_share: float = 0.05
     """Communication that can't be hidden, as a share of the compute time it serves: sets the bandwidth demand."""
+    expert_imbalance: float = 1.0
+    """Load of the rank whose experts have most tokens, beside the mean: the others wait for it."""
     serial_share: float = 0.0005
     """Share of the work that no GPU can share with another: sets Amdahl's bound."""
     verify: bool = False
@@ -59,6 +61,8 @@ class Options:
             value = getattr(self, name)
             if not 1e-9 <= value <= 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, and must be above 0 and at most 1")
+        if not 1 <= self.expert_imbalance <= MOST_DEVICES:
+            raise UserError(f"--expert-imbalance is {self.expert_imbalance:g}, and must be 1 or more: 1 is equal loads")
         if self.days is not None and self.tokens is None:
             raise UserError("--days needs to know how much is read in them: give --tokens, say --tokens 300e9")
         if self.days is not None and self.gpus is not None:

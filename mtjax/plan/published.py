@@ -13,11 +13,12 @@ from mtjax.theory.families.registry import gpt
 from mtjax.theory.flops import hardware_flops, model_flops
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
 from mtjax.theory.layout import TENSOR_RULES
+from mtjax.theory.machine import Constants
 from mtjax.theory.memory import fullest_stage
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
 from mtjax.theory.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
-from mtjax.theory.timing import Constants, step_time
+from mtjax.theory.timing import step_time
 
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill."""

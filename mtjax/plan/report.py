@@ -12,14 +12,16 @@ from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
 from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.contract import JOINED
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
+from mtjax.theory.machine import Machine
 from mtjax.theory.memory import fullest_stage, stage_memory
 from mtjax.theory.plans import Plan
 from mtjax.theory.schedules import bubble, slots
 from mtjax.theory.software import MTJAX
 from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import Machine, StepTime, members_inside, step_time
+from mtjax.theory.timing import StepTime, members_inside, step_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""
@@ -73,6 +75,9 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Exact count, Megatron's formula, and what a GPU holds."""
     result = table("Parameters", "", "count", "source")
     result.add_row("whole model", f"{counts.parameters(anatomy):,}", MODEL)
+    if chosen := anatomy.model.num_experts:
+        name = f"met by a token: {anatomy.model.experts_top_k} of {chosen} experts"
+        result.add_row(name, f"{counts.active_parameters(anatomy):,}", MODEL)
     result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
     held = counts.fullest_counts(anatomy, plan).all
     result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
@@ -143,7 +148,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     machine = Machine(server, plan.element_bytes)
     for c in traffic.transfers(anatomy, plan):
         alone = machine.transfer(c, members_inside(plan, c.axis, server))
-        axis = f"{traffic.AXIS_NAMES[c.axis]} ({c.ways})"
+        axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
         result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
     if not result.row_count:
@@ -157,17 +162,20 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
     compute = step_time(anatomy, plan, server).compute
     for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
-        ways = plan.mesh.ways((axis,))
+        ways = plan.mesh.ways(tuple(axis.split(JOINED)))
         has = server.link if ways <= inside else min(server.link, inside * server.network)
         where = "inside a server" if ways <= inside else f"between servers, {inside} of {ways} inside"
         needs = traffic.bandwidth_demand(sent, compute, share)
-        result.add_row(f"{traffic.AXIS_NAMES[axis]} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
+        result.add_row(f"{traffic.axis_name(axis)} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
     return result
 
 
 def time_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Where a step's time goes."""
     note = f"of the step: {accuracy_on(server).in_words} (mtjax plan --published)"
+    if anatomy.model.num_experts:
+        load = f"{plan.expert_imbalance:g} times the mean load on the rank that has most, for which the others wait"
+        note += "\nexperts: " + (load if plan.expert_imbalance > 1 else "equal loads (--expert-imbalance)")
     result = table("Time of a step", "", "seconds", "share", "source", note=note)
     time = step_time(anatomy, plan, server)
     for name, value in time_parts(time).items():
@@ -185,6 +193,8 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "logits and loss": time.logits,
         "model ways, exposed": time.model_axis,
         "stages, exposed": time.stage_axis,
+        "context ways, exposed": time.context_axis,
+        "expert ways, exposed": time.expert_axis,
         "pipeline bubble": time.bubble,
         "data ways, exposed": time.data_axis,
         "slower beside collectives": time.contention,
@@ -249,7 +259,7 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
         length = took * time.total / SECONDS_PER_DAY
         between = " to ".join(days(end) for end in accuracy.around(length))
         result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", f"{days(length)} ({between})", MODEL)
-        rule = flops.training_days(counts.parameters(anatomy), options.tokens, gpus, rate)
+        rule = flops.training_days(counts.active_parameters(anatomy), options.tokens, gpus, rate)
         result.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
         if options.price is not None:
             money = flops.cost(gpus, length, options.price)

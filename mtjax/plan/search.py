@@ -11,7 +11,7 @@ from mtjax.theory.divisibility import problems
 from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import Memory, fullest_stage
-from mtjax.theory.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, expert_meshes
 from mtjax.theory.plans import Plan, Recompute
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.timing import StepTime, step_time
@@ -70,9 +70,13 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
         if model > server.gpus:
             continue
         for stage in divisors(gpus // model):
-            mesh = MeshShape(data=gpus // model // stage, stage=stage, model=model)
-            if stage <= space.max_stages and not _obstacle(anatomy, base, mesh):
-                yield mesh
+            if stage > space.max_stages:
+                continue
+            for mesh in expert_meshes(
+                anatomy.model.num_experts, MeshShape(data=gpus // model // stage, stage=stage, model=model)
+            ):
+                if not _obstacle(anatomy, base, mesh):
+                    yield mesh
 
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:

@@ -15,8 +15,8 @@ from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
+from mtjax.theory.machine import Machine
 from mtjax.theory.plans import Plan
-from mtjax.theory.timing import Machine
 
 SHOWN = 10
 

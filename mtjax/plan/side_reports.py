@@ -38,17 +38,29 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
         "times are predictions, not measurements: bounds by compute and memory, without what the GPUs send each other; "
         "memory is that of a GPU while mtjax generate writes, weights, cache and sampling"
     )
-    heads = ("batch x context", "KV cache", "memory of a GPU", "prefill", "per token", "tokens/s (predicted)", "source")
+    heads = (
+        "batch x context",
+        "KV cache",
+        "memory of a GPU",
+        "with int8 weights",
+        "prefill",
+        "per token",
+        "tokens/s (predicted)",
+        "source",
+    )
     result = table(title, *heads, note=note)
     lengths = sorted({context // 4 or 1, context})
     for batch in BATCHES:
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
+            memories = {
+                int8: inference.decoding_memory(anatomy, model_ways, batch, tokens, int8=int8) for int8 in (False, True)
+            }
             speed = inference.generation(anatomy, server, model_ways, batch, tokens)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
-                _with_capacity(inference.decoding_memory(anatomy, model_ways, batch, tokens).total, server),
+                *(_with_capacity(memory.total, server) for memory in (memories[False], memories[True])),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",

@@ -19,6 +19,8 @@ from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.together import Leader, follow
 from mtjax.serve.tokens import Tokens
+from mtjax.sharding.mesh import attach_devices, replicas_of
+from mtjax.theory.mesh import parse_mesh
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.processes.peers import Peers
@@ -38,39 +40,52 @@ def run(options: Options) -> None:
         if this_process():
             for number in (signal.SIGTERM, signal.SIGINT):  # process 0 says when it is over
                 signal.signal(number, signal.SIG_IGN)
-            engine, _ = load(options, peers.count)
+            (engine,), _ = load(options, peers.count)
             return follow(engine)
         with listen(options.host, options.port) as bound:
-            engine, model = load(options, peers.count)
-            serve(options, keys, Leader(engine) if peers.count > 1 else engine, model, bound)
+            engines, model = load(options, peers.count)
+            serve(options, keys, [Leader(engines[0])] if peers.count > 1 else engines, model, bound)
     return None
 
 
-def load(options: Options, processes: int) -> tuple[Engine, LoadedModel]:
-    """The engine, and the model without its weights.
+def load(options: Options, processes: int) -> tuple[list[Engine], LoadedModel]:
+    """An engine for each data way - of several processes one, for all of them -, and the model without its weights.
 
     Raises:
       UserError: the weights are wrong.
     """
-    model = load_model(options.source, options.mesh, options.dtype, options.tokenizer, processes)
+    shape = parse_mesh(options.mesh)
+    rows = [None] if processes > 1 or shape == shape.of_replica else replicas_of(attach_devices(shape))
+    one = options.mesh if len(rows) == 1 else str(shape.of_replica)
+    model = load_model(options.source, one, options.dtype, options.tokenizer, processes)
     if this_process() == 0:
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}")
-    engine = Engine(Decoder(model.placed, model.parameters, model.start_id), options.batch)
-    return engine, replace(model, parameters=None)  # their memory is free again
+        replicas = f" ({len(rows)} replicas)" if len(rows) > 1 else ""
+        say(f"model   {config_in_words(model.placed.config, model.parameters)}{replicas}")
+    engines = []
+    for row in rows:
+        own = model if row is None else model.on(row)
+        decoder = Decoder(own.placed, own.parameters, own.start_id, int8=options.weights_dtype == "int8")
+        engines.append(Engine(decoder, options.batch))
+    return engines, replace(model, parameters=None)  # their memory is free again
 
 
 def serve(
-    options: Options, keys: Sequence[str], engine: Engine | Leader, model: LoadedModel, bound: socket.socket
+    options: Options,
+    keys: Sequence[str],
+    engines: Sequence[Engine | Leader],
+    model: LoadedModel,
+    bound: socket.socket,
 ) -> None:
     """Serves at an address.
 
     Raises:
       UserError: the model's chat template can't be read.
     """
-    host = Host(engine, options.batch, options.most_waiting)
-    limits = Limits(options.most_body, options.most_tokens or engine.max_context, options.most_seconds)
+    host = Host(engines, options.batch, options.most_waiting)
+    limits = Limits(options.most_body, options.most_tokens or host.max_context, options.most_seconds)
     name = options.name or Path(options.source.rpartition(":")[2]).resolve().name
-    service = Service(name, Tokens(model.tokenizer, model.folder), model.stop_ids, host, limits, Keys(keys))
+    tokens = Tokens(model.tokenizer, model.folder, model.prompt_ids)
+    service = Service(name, tokens, model.stop_ids, host, limits, Keys(keys))
 
     def ready() -> None:
         whom = f"{len(keys)} API key{'s' * (len(keys) > 1)}" if keys else "no API key is asked for"

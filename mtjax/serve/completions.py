@@ -68,7 +68,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     """A string, a list of strings, ids, or a list of ids.
 
     Raises:
-      Refused: it is none of these, or too many.
+      Refused: it is not one of these, or too many.
     """
     words = "a string, a list of strings, a list of ids, or a list of lists of ids"
     if given is None:

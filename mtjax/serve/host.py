@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and what clients wait for: the bridge between the device and asyncio."""
+"""Engines in threads of their own, and what clients wait for: the bridge between the device and asyncio."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mtjax.errors import UserError, first_line
+from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.completion import Piece
+from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.serve.metrics import Metrics
@@ -91,22 +93,27 @@ class Ticket:
 
 
 class Host:
-    """Runs an engine in a thread.
+    """Runs engines, each in a thread: replicas of one model, of which a text goes to the one with the least to do.
 
     Args:
-      engine: nobody else calls it.
+      engines: nobody else calls them.
+      sequences: that each can write at a time.
       most_waiting: texts that wait at most, beyond those that are being written.
     """
 
-    def __init__(self, engine: Engine | Leader, sequences: int, most_waiting: int) -> None:
-        self._engine, self._most = engine, sequences + most_waiting
-        self.metrics = Metrics(lambda: engine.load, sequences)
+    def __init__(self, engines: Sequence[Engine | Leader], sequences: int, most_waiting: int) -> None:
+        self._engines, self._engine = tuple(engines), engines[0]
+        self._most = sequences * len(engines) + most_waiting
+        self.metrics = Metrics([lambda engine=engine: engine.load for engine in engines], sequences)
         self.failure: BaseException | None = None
         self.draining = False
         self._open = 0
         self._tickets: set[Ticket] = set()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, args=(engine,), name=f"engine {number}", daemon=True)
+            for number, engine in enumerate(engines)
+        ]
         self._loop: asyncio.AbstractEventLoop | None = None
         self.idle = asyncio.Event()
 
@@ -114,6 +121,11 @@ class Host:
     def max_context(self) -> int:
         """Tokens of the longest text, prompt included."""
         return self._engine.max_context
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether prompts take no room from the texts: a T5 answers them."""
+        return self._engine.reads_text
 
     @property
     def most_texts(self) -> int:
@@ -127,10 +139,12 @@ class Host:
           on_failure: called in the loop when the device fails.
         """
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
-        self._engine.submit(Request((0,), Sampling(max_tokens=2)))
-        self._engine.run()
+        for engine in self._engines:
+            engine.submit(Request((0,), Sampling(max_tokens=2)))
+            engine.run()
         self.idle.set()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def refuse_rest(self) -> None:
         """Ends what is left."""
@@ -139,31 +153,27 @@ class Host:
             self.cancel(ticket)
 
     def stop(self) -> None:
-        """Ends the thread, once it has nothing left to do."""
+        """Ends the threads, once they have nothing left to do."""
         self._stopped.set()
-        self._engine.wake()
-        self._thread.join()
+        for engine in self._engines:
+            engine.wake()
+        for thread in self._threads:
+            thread.join()
 
     def submit(self, ticket: Ticket, requests: Sequence[Request]) -> None:
-        """Asks the engine for all of a ticket's texts, or for none.
+        """Asks the engines for all of a ticket's texts, or for none.
 
         Raises:
           Refused: the server stops, has too much to do, or can't continue one of the prompts.
         """
-        if self.failure is not None:
-            raise self._failed()
-        if self.draining:
-            raise Refused(503, STOPPING)
-        if len(requests) > self._most:
-            raise Refused(400, f"{len(requests)} texts are more than this server takes at once, {self._most}: ask less")
-        if self._open + len(requests) > self._most:
-            raise Refused(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
+        self._check_room(len(requests))
         self._tickets.add(ticket)
         now = time.perf_counter()
         try:
             for index, request in enumerate(requests):
-                watched = self._watched(ticket, index, request, now)
-                self._engine.submit(watched)
+                replica = self._least_busy()
+                watched = self._watched(ticket, index, request, now, replica)
+                self._engines[replica].submit(watched)
                 ticket.open[index] = watched
                 self._open += 1
                 self.idle.clear()
@@ -172,13 +182,62 @@ class Host:
             self.cancel(ticket)
             raise Refused(400, str(e), "prompt") from e
 
+    def search(self, ticket: Ticket, beams: BeamSearch, prompt: tuple[int, ...], max_tokens: int) -> list[Beam]:
+        """Asks for a ticket's only text, by a search that the first engine's other texts wait for.
+
+        Returns:
+          Where the beams will be when the ticket is done.
+
+        Raises:
+          Refused: the server stops, or has too much to do.
+        """
+        assert isinstance(self._engine, Engine)  # `decoder` was there
+        self._check_room(1)
+        self._tickets.add(ticket)
+        start, found = time.perf_counter(), list[Beam]()
+
+        def job() -> None:
+            if ticket in self._tickets:
+                found.extend(beams.search(prompt, max_tokens, lambda: ticket not in self._tickets))
+            self.metrics.whole.observe(time.perf_counter() - start)
+            self.metrics.texts.labels("stop" if found and found[0].is_stopped else "length").inc()
+            ticket.tell(News(0, None))
+            ticket.call(self._ended)
+
+        ticket.open[0] = Request(prompt)  # what is waited for
+        self._open += 1
+        self.idle.clear()
+        self.metrics.prompt_tokens.inc(len(prompt))
+        self._engine.submit_job(job)
+        return found
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """What searches beams: the first replica's; None in several processes, which only know requests."""
+        return self._engine.decoder if isinstance(self._engine, Engine) else None
+
     def cancel(self, ticket: Ticket) -> None:
         """Ends what is left of a ticket; its client has gone, or was answered."""
         self._tickets.discard(ticket)
         for request in ticket.open.values():
-            self._engine.cancel(request)
+            for engine in self._engines:  # one of them has it
+                engine.cancel(request)
 
-    def _watched(self, ticket: Ticket, index: int, request: Request, start: float) -> Request:
+    def _least_busy(self) -> int:
+        """The number of the engine with the fewest texts."""
+        return min(range(len(self._engines)), key=lambda number: sum(self._engines[number].load))
+
+    def _check_room(self, texts: int) -> None:
+        if self.failure is not None:
+            raise self._failed()
+        if self.draining:
+            raise Refused(503, STOPPING)
+        if texts > self._most:
+            raise Refused(400, f"{texts} texts are more than this server takes at once, {self._most}: ask less")
+        if self._open + texts > self._most:
+            raise Refused(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
+
+    def _watched(self, ticket: Ticket, index: int, request: Request, start: float, replica: int) -> Request:
         """A request that also tells the ticket of its end, and is counted."""
         metrics, last = self.metrics, start
 
@@ -187,7 +246,7 @@ class Host:
             now = time.perf_counter()
             (metrics.first if last is start else metrics.between).observe(now - last)
             last = now
-            metrics.count_token()
+            metrics.count_token(replica)
             return request.on_token(token)
 
         def on_end(why: ENDED) -> None:
@@ -204,9 +263,9 @@ class Host:
         if not self._open:
             self.idle.set()
 
-    def _run(self) -> None:
+    def _run(self, engine: Engine | Leader) -> None:
         try:
-            self._engine.run(self._stopped)
+            engine.run(self._stopped)
         except BaseException as e:  # of the device: every client hears of it, and the process ends
             self.failure = e
             assert self._loop is not None

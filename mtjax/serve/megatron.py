@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mtjax.errors import shortened
+from mtjax.errors import UserError, shortened
+from mtjax.generate.beams import BeamSearch
 from mtjax.generate.jsonl import with_sample
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.serve.fields import Fields, checked_text, wrong
@@ -22,8 +23,9 @@ from mtjax.serve.service import Service, random_seed, unless_gone
 MOST_PROMPTS = 128
 TOKENS = 64
 MOST_TOP_K = 1000
-WITHOUT_EFFECT = ("no_log", "stop_token", "length_penalty")
-"""Of logging, and of beams alone."""
+MOST_PENALTY = 100
+WITHOUT_EFFECT = ("no_log",)
+"""Of logging."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Asked:
     stops_at_empty_line: bool
     sampling: Sampling
     """Without the number of tokens."""
+    beams: "Beams | None"
+
+
+@dataclass(frozen=True)
+class Beams:
+    """A search."""
+
+    width: int
+    length_penalty: float
+    stop_token: int
 
 
 async def answer(service: Service, request: HttpRequest) -> Response:
@@ -46,12 +58,16 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     Raises:
       Refused: something is wrong with it.
     """
-    asked = read(Fields(await service.read_object(request), WITHOUT_EFFECT))
     tokens = service.tokens
+    asked = read(Fields(await service.read_object(request), WITHOUT_EFFECT), tokens.decoder.eod)
+    if service.host.reads_text:
+        raise Refused(400, "this model answers prompts and does not continue them: ask /v1/completions", "prompts")
     start = [tokens.decoder.eod] if asked.with_bos else []
     prompts = [start + await tokens.encode(prompt) for prompt in asked.prompts]
     longest = max(map(len, prompts))
     service.room(longest, asked.tokens or 1, "tokens_to_generate")
+    if asked.beams is not None:
+        return await beams_of(service, request, asked.beams, prompts[0], asked.tokens)
     ends = await _ends(service, asked)
     texts = [
         Text(prompt, with_sample(asked.sampling, i), longest - len(prompt) + asked.tokens, asked.logprobs, ends)
@@ -77,8 +93,47 @@ async def answer(service: Service, request: HttpRequest) -> Response:
         service.host.cancel(ticket)
 
 
-def read(fields: Fields) -> Asked:
-    """Reads a request.
+async def beams_of(
+    service: Service, request: HttpRequest, beams: Beams, prompt: Sequence[int], tokens: int
+) -> Response:
+    """The most probable texts as a whole, with their scores.
+
+    As there, each has all tokens that were asked for: the end of a document stands wherever a text has ended before.
+
+    Raises:
+      Refused: there are too many beams, or the engine does not search any.
+    """
+    host, words = service.host, service.tokens
+    if host.decoder is None:
+        raise Refused(400, "a server in several processes searches no beams: leave beam_width out", "beam_width")
+    try:
+        ends = frozenset([beams.stop_token])
+        search = BeamSearch(host.decoder, beams.width, beams.length_penalty, ends, as_megatron=True)
+    except UserError as e:
+        raise Refused(400, f"beam_width: {e}", "beam_width") from e
+    ticket = service.ticket()
+    found = host.search(ticket, search, tuple(prompt), tokens)
+
+    async def whole() -> Response:
+        await ticket.done()
+        written = [beam.ids[: len(beam.ids) - beam.is_stopped] for beam in found]
+        ids = [[*prompt, *own, *[words.decoder.eod] * (tokens - len(own))] for own in written]
+        return json_response(
+            {
+                "text": [await words.decode(own) for own in ids],
+                "segments": [[words.text_of(index) for index in own] for own in ids],
+                "scores": [beam.score for beam in found],
+            }
+        )
+
+    try:
+        return await unless_gone(request.receive, whole())
+    finally:
+        host.cancel(ticket)
+
+
+def read(fields: Fields, eod: int) -> Asked:
+    """Reads a request; `eod` ends a text where it does not say what does.
 
     Raises:
       Refused: a field is wrong.
@@ -104,9 +159,23 @@ def read(fields: Fields) -> Asked:
         raise Refused(400, "a prompt is empty, which needs add_BOS", "prompts")
     stops = fields.flag("stop_on_eol"), fields.flag("stop_on_double_eol")
     fields.without("prevent_newline_after_colon", "this server lets any token come", False)
-    fields.without("beam_width", "this server searches no beams")
+    beams = _beams(fields, len(prompts), tokens, eod)
     fields.close()
-    return Asked(prompts, tokens, logprobs, with_bos, *stops, sampling)
+    return Asked(prompts, tokens, logprobs, with_bos, *stops, sampling, beams)
+
+
+def _beams(fields: Fields, prompts: int, tokens: int, eod: int) -> Beams | None:
+    width = fields.whole("beam_width", 1, 2**31)
+    words = f"from -{MOST_PENALTY} to {MOST_PENALTY}"
+    penalty = fields.number("length_penalty", lambda value: abs(value) <= MOST_PENALTY, words)
+    stop = fields.whole("stop_token", 0, 2**31)
+    if width is None:
+        return None
+    if prompts > 1:
+        raise Refused(400, f"beam_width goes with one prompt, and there are {prompts}", "beam_width")
+    if not tokens:
+        raise Refused(400, "tokens_to_generate is 0, and beams are of tokens to write", "tokens_to_generate")
+    return Beams(width, 1.0 if penalty is None else penalty, eod if stop is None else stop)
 
 
 def _sampling(fields: Fields) -> Sampling:

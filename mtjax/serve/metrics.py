@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -18,17 +18,25 @@ class Metrics:
     """One server's numbers.
 
     Args:
-      load: requests to the engine that wait, and that run.
-      sequences: that can run at a time.
+      loads: of each replica, requests to its engine that wait, and that run.
+      sequences: that can run at a time in each.
     """
 
-    def __init__(self, load: Callable[[], tuple[int, int]], sequences: int) -> None:
+    def __init__(self, loads: Sequence[Callable[[], tuple[int, int]]], sequences: int) -> None:
         self._registry = registry = CollectorRegistry()
         gauge = Gauge("mtjax_texts_waiting", "Texts that wait for a slot", registry=registry)
-        gauge.set_function(lambda: load()[0])
+        gauge.set_function(lambda: sum(load()[0] for load in loads))
         gauge = Gauge("mtjax_slots_in_use", "Sequences that are being read or written", registry=registry)
-        gauge.set_function(lambda: load()[1])
-        Gauge("mtjax_slots", "Sequences that can be written at a time", registry=registry).set(sequences)
+        gauge.set_function(lambda: sum(load()[1] for load in loads))
+        gauge = Gauge("mtjax_slots", "Sequences that can be written at a time", registry=registry)
+        gauge.set(sequences * len(loads))
+        waiting = Gauge("mtjax_replica_texts_waiting", "Of each replica", ["replica"], registry=registry)
+        running = Gauge("mtjax_replica_slots_in_use", "Of each replica", ["replica"], registry=registry)
+        for number, load in enumerate(loads):
+            waiting.labels(number).set_function(lambda load=load: load()[0])
+            running.labels(number).set_function(lambda load=load: load()[1])
+        written = Counter("mtjax_replica_generated_tokens", "Of each replica", ["replica"], registry=registry)
+        self._of_replica = [written.labels(number) for number in range(len(loads))]
         self._rate = Rate()
         gauge = Gauge("mtjax_tokens_per_second", f"Tokens written in the last {WINDOW:g} s", registry=registry)
         gauge.set_function(self._rate.per_second)
@@ -46,9 +54,10 @@ class Metrics:
             "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=WHOLE
         )
 
-    def count_token(self) -> None:
-        """One more token was written."""
+    def count_token(self, replica: int) -> None:
+        """One more token was written, by this replica."""
         self._tokens.inc()
+        self._of_replica[replica].inc()
         self._rate.count()
 
     def page(self) -> bytes:
@@ -57,7 +66,7 @@ class Metrics:
 
 
 class Rate:
-    """Events per second, lately: counted in one thread, read in any."""
+    """Events per second, lately: counted and read in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ SIGTERM and Ctrl-C finish what is under way, and take nothing more. Needs the ex
 Examples:
   mtjax serve --from runs/default-1
   mtjax serve --from hf:SmolLM2 --name smollm2 --port 8080 --batch 16
-  mtjax serve --from hf:llama --mesh 1x4 --host 0.0.0.0 --keys keys.txt
+  mtjax serve --from hf:llama --mesh 2x4 --host 0.0.0.0 --keys keys.txt
 """
 KEYS = "MTJAX_API_KEYS"
 """Variable of the environment with API keys, separated by commas."""
@@ -38,13 +38,16 @@ class Options:
     """File with API keys, a line each, besides those of the variable MTJAX_API_KEYS (separated by commas). Without any
     key everybody may ask."""
     mesh: str = "1x1"
-    """Devices as DATAxMODEL: heads, MLP, vocabulary and cache are split over the model ways."""
+    """Devices as DATAxMODEL: heads, MLP, vocabulary and cache are split over the model ways; each data way is a replica
+    with texts of its own."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of matrices, activations and cache; bfloat16 on GPUs and float32 on CPUs when not given."""
+    weights_dtype: Literal["int8"] | None = None
+    """Keep the matrices of layers and logits in 8 bits, with a scale for each output; --dtype is that of products."""
     tokenizer: str | None = None
     """A tokenizer as `mtjax train` takes it; the weights' own when not given."""
     batch: int = at_least(1, 8, most=4096)
-    """Texts that are written at a time."""
+    """Texts that are written at a time by each replica."""
     most_waiting: int = at_least(0, 256, most=2**20)
     """Texts that wait for their turn; beyond them requests are answered with 429."""
     most_tokens: int | None = at_least(1, None, most=2**24)

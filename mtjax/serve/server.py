@@ -7,14 +7,19 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtjax.errors import UserError, first_line
 from mtjax.serve.app import make_app
 from mtjax.serve.service import Service
 
 KEEP_ALIVE_SECONDS = 30
+HEADER_SECONDS = 30
+"""That a client has to send the headers of a request."""
 BACKLOG = 1024
 LAST_ANSWERS = 5
 """Seconds for answers that are being sent when the engine has stopped."""
@@ -44,6 +49,46 @@ def address_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Protocol(H11Protocol):
+    """HTTP of one connection, which ends where the headers of a request take too long; uvicorn would wait for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begins to wait for headers."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Goes on waiting as long as headers are not complete."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._expect()
+        else:
+            self._forget()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is waited for."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEADER_SECONDS, self._refuse)
+
+    def _forget(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            said = f"the headers did not come within {HEADER_SECONDS} s\n".encode()
+            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(said)}\r\n\r\n"
+            self.transport.write(head.encode() + said)
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """Serves until it is told to stop; then what is under way is finished, and nothing new is taken.
 
@@ -57,7 +102,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service),
-                http="h11",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 log_level="warning",

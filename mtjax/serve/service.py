@@ -130,6 +130,7 @@ class Service:
           Refused: context or limits don't have that many.
         """
         context = self.host.max_context
+        longest = 0 if self.host.reads_text else longest  # the engine knows how long a text may be that is answered
         if longest >= context:
             raise Refused(400, f"the prompt has {longest} tokens, and the model's context ends at {context}", "prompt")
         room = min(context - longest, self.limits.tokens)

@@ -26,10 +26,10 @@ PATIENCE_MS = 5000
 
 
 class Leader:
-    """The engine of process 0, as `Host` uses one."""
+    """The engine of process 0, as `Host` uses one; what is not a request, like a search for beams, it does not do."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.max_context = engine, engine.max_context
+        self._engine, self.max_context, self.reads_text = engine, engine.max_context, engine.reads_text
         self._changed = threading.Condition()
         self._joining: list[Request] = []
         self._ending: list[Request] = []

@@ -26,20 +26,23 @@ class Tokens:
     Args:
       tokenizer: the model's.
       folder: of its files.
+      prompt_ids: how a prompt becomes ids, with that tokenizer; by what it adds to texts when None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, folder: Path, prompt_ids: Callable[[str], list[int]] | None = None
+    ) -> None:
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_json(folder / "tokenizer_config.json")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._before = tokenizer.encode("a")[-1:]
         self._texts: dict[int, str] = {}
 
     async def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued, with what the tokenizer adds."""
-        return await self._apart(lambda: self._tokenizer.encode_prompt(text))
+        """Ids of a text to be continued or answered, as the model is given it."""
+        return await self._apart(lambda: self._prompt_ids(text))
 
     async def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""

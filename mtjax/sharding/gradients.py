@@ -1,16 +1,19 @@
 """Gradients of a global batch: a schedule computes them inside the manual region, a reduction sums them over ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from mtjax.sharding.axes import of_first_rank, sum_ranks
+from mtjax.sharding.frozen import WithFrozen, learnt
 from mtjax.sharding.records import places
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import Region, vary_with
 from mtjax.sharding.schedules.schedule import CutModel, Schedule, Sums
-from mtjax.sharding.schedules.staged import Staged
+from mtjax.sharding.zero import for_use
 
 Tree = Any
 
@@ -26,19 +29,23 @@ def distributed_gradients(
       batch: arrays [global_batch_size, ...], split over ranks along their first dimension.
       region: in which it runs.
       schedule: the order of microbatches.
-      reduction: how gradients are summed.
+      reduction: how gradients of the trained parameters are summed.
 
     Returns:
-      The losses by name, float32 scalars; and float32 gradients of their sum, placed as `reduced`.
+      The losses by name, float32 scalars; and float32 gradients of their sum, placed as `reduced`, of the parameters
+      that are trained.
     """
+    records = region.records
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
         batch = region.on_stages(batch)
-        losses, gradients = schedule.gradients(model, vary_with(parameters, batch), batch, reduction)
+        parameters = vary_with(parameters, batch)
+        whole = WithFrozen.of(model, records, parameters)
+        losses, gradients = schedule.gradients(whole, learnt(records, parameters), batch, reduction)
         with jax.named_scope("gradients"):
             return jax.tree.map(sum_ranks, losses), reduction.finish(gradients)
 
-    return region.map(local, parameters, batch, (PartitionSpec(), places(region.records, "reduced")))
+    return region.map(local, parameters, batch, (PartitionSpec(), places(learnt(records, records), "reduced")))
 
 
 def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule) -> Sums:
@@ -52,14 +59,31 @@ def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: R
     return region.map(local, parameters, batch, PartitionSpec())
 
 
-def staged_output(
-    model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Staged, places: Tree
+def distributed_output(
+    model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule, places: Tree
 ) -> Tree:
-    """What the last of a pipeline's sections puts out, placed as `places` says; nothing is differentiated."""
+    """What the last section puts out, placed as `places` says; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
         batch = region.on_stages(batch)
         wire = schedule.output(model, vary_with(parameters, batch), batch, region.records)
-        return jax.tree.map(lambda a: of_first_rank(a, region.rules.batch), wire)
+        return jax.tree.map(lambda a: of_first_rank(a, region.rules.shared_work), wire)
 
     return region.map(local, parameters, batch, places)
+
+
+def outputs_in_turns(
+    run: Callable[[Tree, Tree], Array], parameters: Tree, batch: Tree, region: Region, count: int, place: PartitionSpec
+) -> Array:
+    """What a model puts out for a global batch, placed as `place` says; nothing is differentiated.
+
+    Each rank runs `count` microbatches, one after the other.
+    """
+
+    def local(parameters: Tree, batch: Tree) -> Array:
+        used = for_use(region.records, vary_with(parameters, batch))
+        parts = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+        out = lax.map(lambda part: run(used, part), parts)
+        return out.reshape(-1, *out.shape[2:])
+
+    return region.map(local, parameters, batch, place)

@@ -13,24 +13,21 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mtjax.errors import UserError
-from mtjax.theory.mesh import MeshShape, check_implemented
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.rules import DATA
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
 with more devices, all threads may wait for a device that has none."""
 THREADS_OF_A_STAGE = 4
-"""XLA's threads for each virtual device of a mesh with stages. There a device has collectives that do not depend on
-each other, permutes between stages and sums inside one, and XLA for CPUs runs them in any order, each on a thread that
-it blocks: with a thread a device, as XLA has it, all may wait for one that has none."""
+"""XLA's threads for each virtual device of a mesh with stages, experts, or ranks that share samples. There a device has
+collectives that do not depend on each other, permutes between stages and sums inside one, or gathers over two axes, and
+XLA for CPUs runs them in any order, each on a thread that it blocks: with a thread a device, as XLA has it, all may
+wait for one that has none."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """A mesh of exactly `shape.size` of the devices, attached or compile-only, all axes explicit.
-
-    Raises:
-      UserError: the shape splits over an axis that mtjax can't train over yet.
-    """
-    check_implemented(shape)
+    """A mesh of exactly `shape.size` of the devices, attached or compile-only, all axes explicit."""
     axes = shape.axes
     grid = np.array(devices[: shape.size], dtype=object).reshape([shape.ways((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
@@ -47,7 +44,7 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """
     if shape.size % num_processes:
         raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
-    if shape.has_stages:  # XLA reads it when it makes its devices
+    if shape.has_stages or shape.expert > 1 or shape.context > 1:  # XLA reads it when it makes its devices
         os.environ.setdefault("NPROC", str(THREADS_OF_A_STAGE * shape.size // num_processes))
     use_cpu_devices(shape.size // num_processes)
     devices = jax.devices()
@@ -63,6 +60,13 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
             f"or look at the program without the devices: mtjax inspect --mesh {shape}"
         )
     return make_mesh(shape, devices)
+
+
+def replicas_of(mesh: Mesh) -> list[Mesh]:
+    """A mesh of each data way's devices, which may do without the others."""
+    names, axis = mesh.axis_names, mesh.axis_names.index(DATA)
+    rows = np.split(mesh.devices, mesh.shape[DATA], axis=axis)
+    return [Mesh(row, names, axis_types=(AxisType.Explicit,) * len(names)) for row in rows]
 
 
 def use_cpu_devices(count: int) -> None:

@@ -66,6 +66,15 @@ class Gathered:
     kept."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
+@dataclass(frozen=True)
+class Frozen:
+    """A parameter of a stack that has no gradient."""
+
+    parameter: Any
+    """An array, or a `Gathered`."""
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter", "total"], meta_fields=[])
 @dataclass(frozen=True)
 class Accumulated:
@@ -78,7 +87,7 @@ class Accumulated:
 
 def is_wrapped(x: Any) -> bool:
     """Whether `x` stands for a parameter that `materialize` must resolve."""
-    return isinstance(x, Reduced | Gathered)
+    return isinstance(x, Reduced | Gathered | Frozen)
 
 
 def materialize(module: T) -> T:
@@ -88,6 +97,8 @@ def materialize(module: T) -> T:
 
 def _resolve(leaf: Any) -> Any:
     match leaf:
+        case Frozen(parameter):
+            return _resolve(parameter)
         case Reduced(array, part, place, total):
             return _attach(place, total, array, part)
         case Gathered(part, names, total, sent, dtype) if explicit_axes().issuperset(total.parts):
@@ -227,15 +238,27 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
 
 
 def differentiable(wrapped: Tree) -> Tree:
-    """The arrays of `wrapped` to differentiate by: parts of wrapped parameters, and parameters that are arrays."""
-    return jax.tree.map(lambda leaf: leaf.part if is_wrapped(leaf) else leaf, wrapped, is_leaf=is_wrapped)
+    """The arrays of `wrapped` to differentiate by: parts of wrapped parameters, and parameters that are arrays; None of
+    those that are frozen."""
+
+    def one(leaf: Any) -> Any:
+        match leaf:
+            case Frozen():
+                return None
+            case Reduced() | Gathered():
+                return leaf.part
+        return leaf
+
+    return jax.tree.map(one, wrapped, is_leaf=is_wrapped)
 
 
 def with_parts(wrapped: Tree, parts: Tree) -> Tree:
     """`wrapped` with other `differentiable` arrays."""
 
-    def one(leaf: Any, part: Array) -> Any:
+    def one(leaf: Any, part: Any) -> Any:
         match leaf:
+            case Frozen():
+                return leaf
             case Reduced() | Gathered():
                 return replace(leaf, part=part)
         return part

@@ -1,5 +1,6 @@
 """From a model's logical axis names to the sharding of each parameter and of the optimizer's state."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-from mtjax.sharding.axes import WHOLE, partition_spec
+from mtjax.sharding.axes import WHOLE, dimension_axes, partition_spec
+from mtjax.sharding.context.places import token_order
 from mtjax.theory.rules import Rules
 
 Tree = Any
@@ -56,8 +58,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """A batch: split by samples."""
-    return NamedSharding(mesh, partition_spec(rules, ("batch",)))
+    """A batch: split by samples, and by their tokens where ranks share these."""
+    return NamedSharding(mesh, partition_spec(rules, ("batch", "seq") if rules.seq else ("batch",)))
+
+
+def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
+    """Where an array of a batch with `count` dimensions lives: one that has samples only is split by these."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:count]))
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
@@ -67,7 +74,7 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
       sharding: `batch_sharding`.
       global_batch_size: rows.
     """
-    places = sharding.addressable_devices_indices_map((global_batch_size,))
+    places = of_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
     rows = [np.arange(global_batch_size)[index] for index in places.values() if index is not None]
     return np.unique(np.concatenate(rows))
 
@@ -75,18 +82,30 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
 def global_batch(
     sharding: NamedSharding, local: Mapping[str, np.ndarray], global_batch_size: int
 ) -> dict[str, jax.Array]:
-    """One global array of each array of rows that this process loaded, without sending any of them elsewhere."""
-    rows = process_rows(sharding, global_batch_size)
+    """One global array of each array of rows that this process loaded, without sending any of them elsewhere.
+
+    Where ranks share the tokens of a sample, columns are put in the order in which they have them.
+    """
+    rows, ways = process_rows(sharding, global_batch_size), token_ways(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:
+        if ways > 1 and array.ndim > 1:
+            array = array[:, token_order(ways, array.shape[1])]
+
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(global_batch_size)
             first = int(np.searchsorted(rows, start))
-            return array[first : first + stop - start]
+            return array[(slice(first, first + stop - start), *index[1:])]
 
-        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), sharding, part)
+        place = of_dimensions(sharding, array.ndim)
+        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), place, part)
 
     return {name: assemble(array) for name, array in local.items()}
+
+
+def token_ways(sharding: NamedSharding) -> int:
+    """Ranks that share the tokens of a sample of a batch."""
+    return math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 1))
 
 
 def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:

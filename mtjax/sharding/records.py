@@ -1,6 +1,6 @@
 """One record per parameter: names, where it, its gradient and its moments live, and how its gradient is summed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,14 +10,11 @@ from jax.sharding import PartitionSpec
 from mtjax.sharding.axes import partition_spec, with_axes
 from mtjax.sharding.parameters import GradientSum
 from mtjax.sharding.placement import is_names
-from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.layout import LAYERS, UNSPLIT, ZERO_AXES, Layout, is_matrix, is_sent_rounded, split_dimension
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import DATA, Axes
+from mtjax.theory.rules import Axes
 
 Tree = Any
-
-ZERO_AXES: Axes = (DATA,)
-"""Mesh axes over which ZeRO splits what is replicated."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class ParameterRecord:
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
-    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO-3 gathers them in
-    the compute type."""
+    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO-3 gathers most
+    of them in the compute type."""
     whole: PartitionSpec
     """Where it lives as products take it: replicated over the axes of `total`."""
     stored: PartitionSpec
@@ -45,6 +42,8 @@ class ParameterRecord:
     the same samples, and at most some of them have a gradient of it."""
     sent: str | None
     """Type in which ZeRO-3 gathers it for each use; None where ZeRO-3 does not split it."""
+    is_learnt: bool = True
+    """Whether it is trained; one that is frozen has no gradient and no moments."""
 
     @property
     def is_stacked(self) -> bool:
@@ -78,7 +77,13 @@ def dotted(path: Any) -> str:
 
 
 def parameter_records(
-    axes: Tree, shapes: Tree, layout: Layout, mesh: MeshShape, compute_dtype: str, wire: str = "float32"
+    axes: Tree,
+    shapes: Tree,
+    layout: Layout,
+    mesh: MeshShape,
+    compute_dtype: str,
+    wire: str = "float32",
+    is_learnt: Callable[[str], bool] = lambda name: True,
 ) -> Tree:
     """A record of each parameter, in a tree like theirs.
 
@@ -89,10 +94,12 @@ def parameter_records(
       mesh: ways of each axis.
       compute_dtype: in which ZeRO-3 gathers matrices.
       wire: type in which gradients are summed over ranks.
+      is_learnt: whether the parameter of a dotted name is trained.
     """
 
     def record(path: Any, names: tuple[str, ...], array: Any) -> ParameterRecord:
-        return _record(dotted(path), names, array.shape, layout, mesh, compute_dtype, wire)
+        own = _record(dotted(path), names, array.shape, layout, mesh, compute_dtype, wire)
+        return replace(own, is_learnt=is_learnt(own.name))
 
     return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
 
@@ -106,21 +113,21 @@ def _record(
     compute_dtype: str,
     wire: str,
 ) -> ParameterRecord:
-    rules, matrix = layout.rules, is_matrix(axes)
+    rules = layout.rules
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.ways((axis,)) > 1)
-    late = tuple(axis for axis in replicas if axis not in rules.batch)
+    late = tuple(axis for axis in replicas if axis not in rules.shared_work)
     replicas = tuple(axis for axis in replicas if axis not in late)
     parts = tuple(axis for axis in ZERO_AXES if axis in replicas)
     dim = split_dimension(axes, shape, layout, mesh.ways(parts))
     parts = () if dim == UNSPLIT else parts
     whole = partition_spec(rules, axes)
     split = with_axes(whole, dim, parts) if parts else whole
-    sent = compute_dtype if matrix else "float32"
+    sent = compute_dtype if is_sent_rounded(axes) else "float32"
     return ParameterRecord(
         name=name,
         axes=axes,
         shape=tuple(shape),
-        is_matrix=matrix,
+        is_matrix=is_matrix(axes),
         whole=whole,
         stored=split if layout.zero == 3 else whole,
         reduced=split,

@@ -39,14 +39,16 @@ class Region:
         """Axes that are explicit inside: XLA's partitioner inserts the collectives over these."""
         return tuple(axis for axis in self.mesh.axes if axis not in MANUAL)
 
-    @property
-    def batch(self) -> PartitionSpec:
-        """How samples are split among ranks.
+    def batch(self, dimensions: int) -> PartitionSpec:
+        """How ranks share an array of a batch: [batch], or [batch, seq].
 
         Nothing varies over a single rank: XLA would copy every gradient to sum it over one.
         """
-        split = tuple(axis for axis in self.rules.batch if self.mesh.ways((axis,)) > 1)
-        return with_axes(PartitionSpec(None), 0, split) if split else PartitionSpec()
+        place = PartitionSpec()
+        for dim, axes in enumerate((self.rules.batch, self.rules.seq)[:dimensions]):
+            if split := tuple(axis for axis in axes if self.mesh.ways((axis,)) > 1):
+                place = with_axes(PartitionSpec(*place, *(None,) * (dim + 1 - len(place))), dim, split)
+        return place
 
     def on_stages(self, batch: Tree) -> Tree:
         """Marks a rank's batch as varying over the stages of a pipeline: they do other work on the same samples."""
@@ -64,16 +66,17 @@ class Region:
         Args:
           local: (parameters, batch) -> results.
           parameters: placed as `stored`.
-          batch: arrays [batch, ...].
+          batch: arrays [batch] or [batch, seq].
           results: specs of what `local` returns; its values may vary only over the manual axes that these name.
         """
-        batch = jax.tree.map(lambda a: reshard(a, self.batch), batch)
+        split = jax.tree.map(lambda a: self.batch(a.ndim), batch)
+        batch = jax.tree.map(reshard, batch, split)
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
         whole = self._only(places(self.records, "whole"), self.explicit)
         mapped = jax.shard_map(
             explicit_axes(local, axes=self.explicit, in_sharding=(whole, batch_specs)),
             axis_names=set(self.manual),
-            in_specs=(self._only(places(self.records, "stored"), self.manual), self.batch),
+            in_specs=(self._only(places(self.records, "stored"), self.manual), split),
             out_specs=self._only(results, self.manual),
         )
         return auto_axes(axes=self.explicit, out_sharding=results)(mapped)(parameters, batch)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from mtjax.sharding.axes import dimension_axes, explicit_axes, spec, sum_ranks, varying_like
+from mtjax.sharding.int8 import Int8Matrix
 from mtjax.theory.rules import Axes
 
 NEVER = -1e30
@@ -47,8 +48,9 @@ class VocabSpecs:
 
     @property
     def sequence(self) -> Axes:
-        """Axes that split the residual stream's sequence, some of `rows`."""
-        return dimension_axes(self.hidden, 1)
+        """Axes that split the residual stream's sequence beyond what ranks have of the tokens, some of `rows`."""
+        shared = dimension_axes(self.tokens, 1)
+        return tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in shared)
 
     @property
     def samples(self) -> Axes:
@@ -83,19 +85,33 @@ def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
 
 
 def vocab_parallel_embedding(
-    table: Float[Array, "vocab embed"], tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+    table: Float[Array, "vocab embed"] | Int8Matrix, tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
     """Rows of a table that is split by rows: one all-reduce over `model`, or one reduce-scatter into a split sequence.
 
     Args:
-      table: [vocab, embed], float32.
+      table: [vocab, embed], float32; or in 8 bits with a scale a row, through which no gradient goes.
       tokens: ids in [0, vocab); others give zeros.
       dtype: type of the result and of what is summed.
 
     Returns:
       [batch, act_seq, embed], placed as the residual stream.
     """
-    return _embedding(VocabSpecs.in_force(), jnp.dtype(dtype), table, tokens)
+    places, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
+    if isinstance(table, Int8Matrix):
+        return _int8_embedding(places, dtype, table, tokens)
+    return _embedding(places, dtype, table, tokens)
+
+
+def _int8_embedding(places: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tokens: Array) -> Array:
+    def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
+        row, owned = own_rows(places, tokens_BS, len(table_VH.values))
+        vectors = table_VH.values[row] * table_VH.scales[row][..., None]
+        return places.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
+
+    with jax.named_scope("embedding"):
+        arguments = (Int8Matrix(places.table, places.bias), places.tokens)  # pyright: ignore[reportArgumentType]
+        return map_ranks(local, arguments, places.hidden)(table, tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -154,6 +170,8 @@ class LossOptions:
     """Share of the target spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2."""
+    temperature: float = 1.0
+    """By which logits are divided where those of a teacher are learnt (`mtjax.sharding.distillation`)."""
 
 
 def vocab_parallel_cross_entropy(
@@ -215,7 +233,7 @@ def _cross_entropy_backward(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
         hidden_BSH = places.gather_sequence(hidden_BSH)  # again: only the split one is kept
-        chunks = _Chunks.of(hidden_BSH, options.chunk)
+        chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
@@ -260,7 +278,7 @@ def _summaries(
     The largest of all ranks, the sum of exponentials below it, the label's, and with label smoothing their sum.
     """
     hidden_BSH = places.gather_sequence(hidden_BSH)
-    chunks = _Chunks.of(hidden_BSH, options.chunk)
+    chunks = Chunks.of(hidden_BSH, options.chunk)
     table_VH = table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
@@ -302,10 +320,19 @@ def vocab_parallel_scores(
 
 
 def own_logits(
-    places: VocabSpecs, hidden_CH: Array, table_VH: Array, bias_V: Array | None, vocab_size: int
+    places: VocabSpecs,
+    hidden_CH: Array,
+    table_VH: Array,
+    bias_V: Array | None,
+    vocab_size: int,
+    scales_V: Array | None = None,
 ) -> tuple[Array, Array]:
-    """float32 logits of this rank's columns, and which columns of the entire vocabulary they are."""
+    """float32 logits of this rank's columns, and which columns of the entire vocabulary they are.
+
+    Of a table in 8 bits, the numbers are given in the type of the hidden states, and the rows' scales.
+    """
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits = logits if scales_V is None else logits * scales_V
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = places.first_row(rows) + jnp.arange(rows)
@@ -325,19 +352,21 @@ def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Arr
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class Chunks:
     """A rank's tokens in equal chunks of at most `size`, the last one filled up with zeros."""
 
     tokens: int
     count: int
 
     @classmethod
-    def of(cls, hidden_BSH: Array, size: int) -> "_Chunks":
+    def of(cls, hidden_BSH: Array, size: int) -> "Chunks":
+        """Those of [B, S, ...]."""
         tokens = hidden_BSH.shape[0] * hidden_BSH.shape[1]
         return cls(tokens, -(-tokens // size))
 
     @property
     def length(self) -> int:
+        """Tokens of a chunk."""
         return -(-self.tokens // self.count)
 
     def split(self, a: Array) -> Array:

@@ -7,16 +7,30 @@ needed then. With the sequence split each all-reduce becomes a reduce-scatter an
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
-from mtjax.config.sizes import output_is_tied
+from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied
+from mtjax.theory.adapters import is_learnt
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.contract import GRADIENTS, PARAMETERS, STAGES, Contract, Dtype, Expectation, Kind, Symbols, add_up
-from mtjax.theory.counts import counts, fullest_counts
-from mtjax.theory.layout import Layout
+from mtjax.theory.contract import (
+    GRADIENTS,
+    JOINED,
+    PARAMETERS,
+    STAGES,
+    Contract,
+    Dtype,
+    Expectation,
+    Kind,
+    Symbols,
+    add_up,
+)
+from mtjax.theory.counts import counts, fullest_counts, learnt_counts
+from mtjax.theory.layout import ZERO_AXES, Layout
 from mtjax.theory.parts.embedding import Lookup, Positions
+from mtjax.theory.parts.heads import teacher_table
 from mtjax.theory.parts.part import Stream
-from mtjax.theory.plans import Plan
-from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.plans import Across, Plan
+from mtjax.theory.rules import MODEL, STAGE
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
 
@@ -24,8 +38,18 @@ from mtjax.theory.timetable import num_ticks
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """The contract of a model on a plan's layout."""
     pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
-    scattered = plan.mesh.model > 1 and all(stack.tokens % plan.mesh.model == 0 for stack in anatomy.stacks)
-    settings = (plan.label_smoothing, plan.drops_last_reduction, pipeline, scattered, plan.gradient_wire)
+    scattered = plan.mesh.model > 1 and all(
+        stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
+    )
+    settings = (
+        plan.label_smoothing,
+        plan.teacher_width > 0,
+        plan.drops_last_reduction,
+        pipeline,
+        scattered,
+        plan.gradient_wire,
+        plan.across,
+    )
     return _contract(anatomy, plan.layout(anatomy.model), *settings)
 
 
@@ -34,28 +58,41 @@ def _contract(
     anatomy: Anatomy,
     layout: Layout,
     label_smoothing: bool,
+    distils: bool,
     drops_last: bool,
     pipeline: str,
     scattered: bool,
     wire: Dtype,
+    across: Across | None,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     turns = "ticks" if pipeline else "microbatches"
     common = Stream(
         split=layout.sequence,
         label_smoothing=label_smoothing,
+        distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
+        is_frozen=anatomy.model.lora_rank > 0,
         turns=turns,
         forward_turns="2*ticks" if pipeline == "recomputed" else turns,
+        across=across,
     )
     lines = [line for part in anatomy.outside for line in part.sends(common)]
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
         lines += part.sends(replace(common, side=stack.side, needed_again=needed))
-    lines += over_data_lines(layout.zero, bool(pipeline), wire)
+    sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
+    ranks = JOINED.join(sharing)
+    lines += over_ranks_lines(layout.zero, bool(pipeline), wire, ranks, adapts=anatomy.model.lora_rank > 0)
+    lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
+    if anatomy.model.num_experts:
+        same = [axis for axis in sharing if axis not in layout.rules.expert]
+        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     family = anatomy.model.family
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
+    name = f"{name} + LoRA" if anatomy.model.lora_rank else name
+    name = f"{name} + teacher" if distils else name
     return Contract(name, add_up(lines), split=("heads", "mlp", "vocab"))
 
 
@@ -69,6 +106,10 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
       wire: type in which gradients travel.
     """
     lines = []
+    outside = [weight.name for part in anatomy.outside for weight in part.weights]
+    is_any_learnt = any(is_learnt(anatomy.model, name) for name in outside)
+    # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
+    dropped: dict[str, Any] = {} if is_any_learnt else {"pooled": True, "hoisted": True}
     for stack in anatomy.stacks:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
@@ -76,29 +117,52 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
         lines.append(Expectation(STAGES, "collective-permute", STAGE, "2*ticks", each, why=why))
         if scattered and not layout.sequence:
             whole = "the stream, which travelled in parts"
-            lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole))
+            lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
-    return [*lines, shared]
+    return [*lines, shared] if is_any_learnt else lines
 
 
-def over_data_lines(zero: int, staged: bool = False, wire: Dtype = "float32") -> list[Expectation]:
-    """Gradients, in the type `wire`, and, with ZeRO, parameters: everything that may cross `data`."""
+def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str) -> list[Expectation]:
+    """The same of experts' matrices, which the axes of `ranks` hold alike and `expert` splits."""
+
+    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
+        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
+
+    if not zero:
+        return [line(GRADIENTS, "all-reduce", "1", "expert_parameters", "experts' gradients, once a step")]
+    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_expert_parameters", "experts' that ZeRO can't divide")
+    split = "expert_parameters - unsplit_expert_parameters"
+    times = "microbatches" if zero >= 2 else "1"
+    lines = [whole, line(GRADIENTS, "reduce-scatter", times, split, "each rank sums its part of experts' gradients")]
+    if zero < 3:
+        return [*lines, line(PARAMETERS, "all-gather", "1", split, "the updated experts", "float32")]
+    times, why = "parameter_gathers*microbatches", "experts' matrices, forward and again backward"
+    return [*lines, line(PARAMETERS, "all-gather", times, "expert_matrices", why, "compute")]
+
+
+def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: bool = False) -> list[Expectation]:
+    """Gradients, in the type `wire`, and, with ZeRO, parameters: everything that may cross `data`; and so the axes of
+    `ranks`, which hold the same parameters and see other samples or tokens.
+
+    Where a model `adapts` itself, only adapters, and a task's head, have gradients.
+    """
+    of = "adapters" if adapts else "parameters"
 
     def line(
         phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire, hoisted: bool = False
     ) -> Expectation:
-        return Expectation(phase, kind, DATA, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
+        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
 
     if not zero:
         why = "every gradient once a step, however many microbatches"
-        return [line(GRADIENTS, "all-reduce", "1", "parameters", why)]
-    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_parameters", "gradients not divisible by the data ways")
-    split, turns = "parameters - unsplit_parameters", "ticks" if staged else "microbatches"
+        return [line(GRADIENTS, "all-reduce", "1", of, why)]
+    whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
+    split, turns = f"{of} - unsplit_{of}", "ticks" if staged else "microbatches"
     times = turns if zero >= 2 else "1"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
     scatters = [line(GRADIENTS, "reduce-scatter", times, split, f"each rank sums its part of the gradients, {often}")]
-    if staged and zero >= 2:
+    if staged and zero >= 2 and not adapts:
         why = "once more where embeddings and head, each a branch of its own, have a table in common"
         scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
     if zero < 3:
@@ -116,9 +180,17 @@ def over_data_lines(zero: int, staged: bool = False, wire: Dtype = "float32") ->
     ]
 
 
+def teacher_lines(ranks: str) -> list[Expectation]:
+    """What ZeRO-3 sends of a teacher: of its parameters a step reads the output table alone, which never changes."""
+    why = "a teacher's output table, for all microbatches"
+    return [Expectation(PARAMETERS, "all-gather", ranks, "1", "teacher_table", "compute", pooled=True, why=why)]
+
+
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """The words of the formulas, for a plan; on stages those of the stage that holds most."""
-    model, held = anatomy.model, fullest_counts(anatomy, plan)
+    model, every = anatomy.model, fullest_counts(anatomy, plan)
+    held = every.shared
+    adapters = learnt_counts(anatomy, plan)
     symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
@@ -126,11 +198,17 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "parameter_gathers": 3 if plan.grouped_layers(model.num_layers) else 2,
         "parameters": held.all,
         "unsplit_parameters": held.unsplit,
+        "adapters": adapters.all,
+        "unsplit_adapters": adapters.unsplit,
+        "rank": model.lora_rank,
         "layer_matrices": held.layer_matrices,
         "layer_vectors": held.layer_vectors,
         "outside_matrices": held.outside_matrices,
         "outside_vectors": held.outside_vectors,
     }
+    if plan.teacher_width:
+        table = teacher_table(model, plan.teacher_width)
+        symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
     staged = plan.is_staged
     if staged:
         chunks = plan.chunks * len(anatomy.stacks)
@@ -141,10 +219,20 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "parameters_used_again": _used_again(anatomy, plan),
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
+    if plan.across:
+        keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
+        symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
+    if model.num_experts:
+        symbols |= {
+            "expert_ways": plan.mesh.expert,
+            "expert_parameters": every.experts,
+            "unsplit_expert_parameters": every.unsplit_experts,
+            "expert_matrices": every.expert_matrices,
+        }
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack.layers, plan)
         symbols |= {
-            f"{stack.side}sequence": stack.tokens,
+            f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
@@ -157,8 +245,9 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
     """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
     layout = plan.layout(anatomy.model)
-    held = counts([weight for part in anatomy.outside for weight in part.weights], layout, plan.mesh)
-    return held.all if not layout.zero else held.unsplit + (held.all - held.unsplit) // plan.mesh.data
+    outside = [weight for part in anatomy.outside for weight in part.weights]
+    held = counts([weight for weight in outside if is_learnt(anatomy.model, weight.name)], layout, plan.mesh)
+    return held.all if not layout.zero else held.unsplit + (held.all - held.unsplit) // plan.zero_ways
 
 
 def _used_again(anatomy: Anatomy, plan: Plan) -> int:

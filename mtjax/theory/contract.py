@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 from mtjax.errors import UserError, nearest
 from mtjax.theory.mesh import AXES, MeshShape
-from mtjax.theory.rules import DATA, STAGE
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, STAGE, Axes
+
+JOINED = "+"
+"""Between the axes of a line that crosses several."""
 
 EMBEDDING_FORWARD = "embedding forward"
 EMBEDDING_BACKWARD = "embedding backward"
@@ -63,6 +66,7 @@ class Expectation:
     phase: str
     kind: Kind
     axis: str
+    """The mesh axis that it crosses; several with a + between them, outermost first: "data+context"."""
     count: str
     """Formula: arrays sent in a step."""
     elements: str
@@ -76,6 +80,16 @@ class Expectation:
     """For a pooled line: the compiler may move it out of loops, or drop it where nothing needs it. Any total from once
     to `count` times the elements is right; a sum may stand in any phase after the forward pass."""
     why: str = ""
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes that it crosses together."""
+        return tuple(self.axis.split(JOINED))
+
+    def on(self, mesh: MeshShape) -> "Expectation":
+        """This line without the axes of one way, as long as another is left."""
+        split = [axis for axis in self.axes if mesh.ways((axis,)) > 1]
+        return replace(self, axis=JOINED.join(split)) if split else self
 
 
 @dataclass(frozen=True)
@@ -147,20 +161,24 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
     types["compute"] = types[compute_dtype]
     asked = []
     for line in contract.lines:
-        if line.axis not in AXES:
-            raise UserError(f"contract {contract.name}: no mesh axis is called {line.axis!r}{nearest(line.axis, AXES)}")
+        for axis in line.axes:
+            if axis not in AXES:
+                raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
-        if count and mesh.ways((line.axis,)) > 1:
-            asked.append(Requirement(line, count, elements, types[line.dtype]))
+        if count and mesh.ways(line.axes) > 1:
+            asked.append(Requirement(line.on(mesh), count, elements, types[line.dtype]))
     return asked
 
 
 def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
     """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`, and nothing but
-    gradients and what goes from stage to stage crosses `stage`."""
+    gradients and what goes from stage to stage crosses `stage`. All-reduces over `context` and `expert` are of
+    gradients."""
     if axes == (STAGE,):
         return STAGES if kind == "collective-permute" else GRADIENTS
-    if axes != (DATA,):
+    if axes in ((CONTEXT,), (EXPERT,)) and kind == "all-reduce":
+        return GRADIENTS
+    if axes not in ((DATA,), (DATA, CONTEXT), (DATA, EXPERT)):
         return None
     return PARAMETERS if kind == "all-gather" else GRADIENTS
 

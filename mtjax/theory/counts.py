@@ -2,21 +2,39 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from mtjax.config import Model
 from mtjax.config.sizes import output_is_tied
+from mtjax.theory.adapters import is_learnt
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.layout import LAYERS, UNSPLIT, Layout, is_matrix, split_dimension
+from mtjax.theory.layout import LAYERS, UNSPLIT, ZERO_AXES, Layout, is_matrix, is_sent_rounded, split_dimension
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
 from mtjax.theory.plans import Plan
+from mtjax.theory.rules import Axes
 from mtjax.theory.stages import layers_in_chunk
+
+EXPERT_NAME = "expert"
+"""Logical name of the dimension along which experts' matrices are stacked."""
 
 
 def parameters(anatomy: Anatomy) -> int:
     """All parameters: `12lh^2 (1 + 13/(12h) + (V+s)/(12lh)) + 2h` of GPT-2 (arXiv 2104.04473, equation 2)."""
     return sum(weight.size for weight in anatomy.weights)
+
+
+def active_parameters(anatomy: Anatomy) -> int:
+    """Parameters that a token meets: all, but of experts' matrices only those of the experts that it goes to."""
+    return round(sum(weight.size * met_share(anatomy.model, weight) for weight in anatomy.weights))
+
+
+def met_share(model: Model, weight: Weight, tokens: int = 1) -> float:
+    """The share of a parameter that so many tokens meet: of experts', if each token's are any of them by chance."""
+    if EXPERT_NAME not in weight.names:
+        return 1.0
+    return 1 - (1 - model.experts_top_k / model.num_experts) ** tokens
 
 
 def megatron_parameters(anatomy: Anatomy) -> int:
@@ -50,6 +68,25 @@ class Counts:
     """Biases and norms outside the layers."""
     in_layers: int = 0
     """Of all, those of the layers."""
+    experts: int = 0
+    """Of all, experts' matrices, of which ranks over `expert` have their own."""
+    unsplit_experts: int = 0
+    """Of the unsplit ones, experts' matrices."""
+    expert_matrices: int = 0
+    """Of those that ZeRO-3 gathers, experts' matrices; these are not among the layers' here."""
+
+    @property
+    def shared(self) -> "Counts":
+        """Without experts' matrices."""
+        return replace(
+            self,
+            all=self.all - self.experts,
+            unsplit=self.unsplit - self.unsplit_experts,
+            in_layers=self.in_layers - self.experts,
+            experts=0,
+            unsplit_experts=0,
+            expert_matrices=0,
+        )
 
 
 def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts:
@@ -62,15 +99,23 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
     sums = dict.fromkeys(Counts.__dataclass_fields__, 0)
     for weight in weights:
         elements, stacked = on_device(weight, layout, mesh), weight.names[0] == LAYERS
+        is_expert = EXPERT_NAME in weight.names
         sums["all"] += elements
         sums["in_layers"] += elements if stacked else 0
-        if layout.zero and split_dimension(weight.names, weight.shape, layout, mesh.data) == UNSPLIT:
+        sums["experts"] += elements if is_expert else 0
+        ways = mesh.ways(zero_axes(layout, weight.names))
+        if layout.zero and split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT:
             sums["unsplit"] += elements
+            sums["unsplit_experts"] += elements if is_expert else 0
         elif layout.zero == 3:
-            sums[f"{'layer' if stacked else 'outside'}_{'matrices' if is_matrix(weight.names) else 'vectors'}"] += (
-                elements
-            )
+            place = "expert" if is_expert else "layer" if stacked else "outside"
+            sums[f"{place}_{'matrices' if is_sent_rounded(weight.names) else 'vectors'}"] += elements
     return Counts(**sums)
+
+
+def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
+    """The mesh axes over which ZeRO splits a parameter: those whose ranks would have the same."""
+    return tuple(axis for axis in layout.rules.replicas(names) if axis in ZERO_AXES)
 
 
 def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
@@ -108,15 +153,24 @@ def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> C
     return counts(stage_weights(anatomy, plan, stage), layout, plan.mesh)
 
 
+def learnt_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
+    """Those of them that are trained: all, or adapters and a task's head."""
+    if not anatomy.model.lora_rank:
+        return stage_counts(anatomy, plan, stage)
+    weights = [w for w in stage_weights(anatomy, plan, stage) if is_learnt(anatomy.model, w.name)]
+    return counts(weights, plan.layout(anatomy.model), plan.mesh)
+
+
 @cache
 def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
     """The elements that a device holds of one layer of a stack."""
     return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
 
 
-def largest_part(stack: Stack, layout: Layout, mesh: MeshShape) -> int:
-    """Elements that a device holds of the part of a layer that has most."""
-    return max(counts(part.weights, layout, mesh).all for part in stack.parts)
+def largest_part(anatomy: Anatomy, stack: Stack, layout: Layout, mesh: MeshShape) -> int:
+    """Elements that a device holds of what is trained of the part of a layer that has most."""
+    learnt = [[w for w in part.weights if is_learnt(anatomy.model, w.name)] for part in stack.parts]
+    return max(counts(weights, layout, mesh).all for weights in learnt)
 
 
 def largest_stack(anatomy: Anatomy, plan: Plan) -> int:

@@ -1,13 +1,22 @@
 """What must be divisible by what: model by mesh, batch by data ranks and microbatches, layers by stages."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import mlp_size, nearest_divisors, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import (
+    expert_size,
+    mlp_size,
+    nearest_divisors,
+    num_kv_heads,
+    padded_vocab_size,
+    rows_of_question,
+)
 from mtjax.errors import UserError
 from mtjax.theory.anatomy import Stack
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import balanced_layers
@@ -42,8 +51,11 @@ def check_config(config: Config, mesh: MeshShape) -> None:
 
 def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
     """What does not fit; `microbatch` is None where a config leaves it out."""
+    yield from _context_problems(model, plan)
+    yield from _expert_problems(model, plan)
     yield from _model_problems(model, plan)
-    yield from _batch_problems(plan.global_batch_size, microbatch, plan.mesh.data)
+    yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_ways)
+    yield from _choice_problems(model, plan, microbatch)
     if plan.mesh.stage == 1:
         yield from _settings_without_stages(plan)
     else:
@@ -59,7 +71,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
 
 def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     rules, mesh = plan.layout(model).rules, plan.mesh
-    sizes = [("heads", "num_heads", model.num_heads), ("mlp", "mlp_size", mlp_size(model))]
+    sizes = [("heads", "num_heads", model.num_heads), *_inner_widths(model)]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
     sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in _stacks(model)]
@@ -80,6 +92,71 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
         )
 
 
+def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
+    """Of a layer's MLP, or of its experts."""
+    if not model.num_experts:
+        return [("mlp", "mlp_size", mlp_size(model))]
+    widths = [("mlp", "expert_size", expert_size(model))]
+    return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
+
+
+CONTEXT_FAMILIES = ("gpt", "llama")
+"""Families whose tokens attend to those before them: of the others attention over `context` is not there."""
+
+
+def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """What ranks that share the tokens of a sample do not go with."""
+    mesh, ways = plan.mesh, plan.mesh.context
+    if ways == 1:
+        if plan.context_method != "ring":
+            like = replace(mesh, context=2)
+            yield (
+                f"context_method {plan.context_method} is for ranks that share the tokens of a sample, and mesh {mesh} "
+                f"has none: leave it out, or take a mesh such as {like}"
+            )
+        return
+    if model.family not in CONTEXT_FAMILIES:
+        known = " and ".join(CONTEXT_FAMILIES)
+        yield (
+            f"mesh {mesh} splits samples over context={ways}, which is for {known}, and family is "
+            f"{model.family}: leave it out"
+        )
+    if model.head != "language":
+        yield (
+            f"mesh {mesh} splits samples over context={ways}, which is for losses of next tokens, and head is "
+            f"{model.head}: leave it out"
+        )
+    length, each = model.sequence_length, 2 * ways
+    if length % each:
+        yield (
+            f"sequence_length {length} does not divide into 2 chunks for each of the {ways} context ways of the mesh; "
+            f"the nearest that do are {_nearest_multiples(length, each)}"
+        )
+
+
+def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """What experts do not go with, and ranks that would have none."""
+    mesh, count = plan.mesh, model.num_experts
+    if not count:
+        if mesh.expert > 1:
+            yield f"mesh {mesh} splits experts over expert={mesh.expert}, and num_experts is 0: leave expert out"
+        return
+    if count % mesh.expert:
+        yield (
+            f"num_experts {count} does not divide over {mesh.expert} expert ways of the mesh; take expert ways "
+            f"that divide it: {nearest_divisors(count, mesh.expert)}"
+        )
+    missing = {"stage": mesh.stage, "context": mesh.context}
+    for axis, ways in missing.items():
+        if ways > 1:
+            yield (
+                f"mesh {mesh} has {axis}={ways}, and num_experts is {count}: the two do not go together yet, leave one "
+                "out"
+            )
+    if plan.unrolled:
+        yield f"unroll_layers is for layers without experts, and num_experts is {count}: leave one of the two out"
+
+
 def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[str]:
     each = ways * (microbatch or 1)
     if batch % each == 0:
@@ -94,6 +171,18 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
         yield (
             f"global_batch_size {batch} is not a multiple of microbatch_size {microbatch} x {ways} data ways = {each}; "
             f"the nearest that are: {near}"
+        )
+
+
+def _choice_problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
+    """Choices of one question go through the model together, as rows side by side."""
+    choices = rows_of_question(model)
+    rows = microbatch or plan.global_batch_size // plan.data_ways
+    if rows % choices:
+        name = "microbatch_size" if microbatch else "global_batch_size on each data rank"
+        yield (
+            f"{name} is {rows}, and a question has {choices} choices, each a row: take a multiple of {choices}, say "
+            f"{-(-rows // choices) * choices}"
         )
 
 
@@ -118,7 +207,7 @@ def _microbatch_problems(plan: Plan, microbatch: int | None) -> Iterator[str]:
     """Stages that would wait for the entire batch, because nobody said how to cut it."""
     if microbatch is not None:
         return
-    share, stages = plan.global_batch_size // plan.mesh.data, plan.mesh.stage
+    share, stages = plan.global_batch_size // plan.data_ways, plan.mesh.stage
     fits = max(size for size in range(1, share + 1) if share % size == 0 and (share // size >= stages or size == 1))
     yield (
         f"mesh {plan.mesh} has {stages} stages, which need the {share} samples of a data rank as microbatches: set "
@@ -246,7 +335,7 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
     Raises:
       UserError: names the ramp, the first batch that does not fit, and what START and INCREMENT must be multiples of.
     """
-    micro, ways = config.training.microbatch_size, mesh.data
+    micro, ways = config.training.microbatch_size, mesh.batch_ways
     unit = (micro or 1) * ways
     wrong = next((size for size in sizes if size % unit), None)
     if wrong is not None:
@@ -258,11 +347,17 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
         )
 
 
+def parts_of_samples(layout: Layout, mesh: MeshShape) -> int:
+    """Of what the length of every sample is a multiple: ranks share its tokens, or each has a part of the stream."""
+    chunks = 2 * mesh.ways(layout.rules.seq) if layout.rules.seq else 1
+    return math.lcm(chunks, mesh.ways(layout.rules.act_seq))
+
+
 def num_microbatches(config: Config, mesh: MeshShape, global_batch_size: int | None = None) -> int:
     """Microbatches that a data rank accumulates in a step."""
     batch = global_batch_size or config.training.global_batch_size
-    micro = config.training.microbatch_size or batch // mesh.data
-    return batch // (micro * mesh.data)
+    micro = config.training.microbatch_size or batch // mesh.batch_ways
+    return batch // (micro * mesh.batch_ways)
 
 
 def _nearest_multiples(size: int, of: int) -> str:

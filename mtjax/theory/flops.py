@@ -10,6 +10,8 @@ from dataclasses import replace
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
+from mtjax.theory.parts.part import unrepeated
 from mtjax.theory.plans import Plan, Recompute
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
@@ -25,6 +27,11 @@ def products_flops(stack: Stack) -> float:
 def core_flops(stack: Stack, *, causal: bool = False) -> float:
     """Forward FLOPs of attention's scores and their use of one layer, for a sample: `4sq` a token and attention."""
     return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
+
+
+def once_more_flops(stack: Stack) -> float:
+    """Those of products that their own backward pass computes once more: experts' into their inner width."""
+    return sum(product.flops for part in stack.parts for product in part.products() if product.again)
 
 
 def layer_flops(stack: Stack, *, causal: bool = False) -> float:
@@ -52,9 +59,34 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     """FLOPs that training a sample asks for, recompute never counted: the numerator of MFU.
 
     Forward once, backward twice: `72 s l h^2 (1 + s/(6h) + V/(12lh))`. With `causal=False` (the convention of the
-    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term.
+    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term. Where only adapters are
+    trained, the other weights have no gradient: of their products the backward pass has one.
     """
-    return 3 * forward_flops(anatomy, causal=causal)
+    unlearnt = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
+    return 3 * forward_flops(anatomy, causal=causal) - unlearnt - frozen_outside_flops(anatomy)
+
+
+def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
+    """FLOPs of the weights' gradients of one layer, for a sample, that are left out where only adapters are trained."""
+    if not anatomy.model.lora_rank:
+        return 0.0
+    return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
+
+
+def repeated_flops(stack: Stack, model_ways: int) -> float:
+    """FLOPs of the adapters of one layer, forward for a sample, that several model ways compute alike: those with A of
+    column-parallel products, and with B of row-parallel ones."""
+
+    def of_adapters(ways: int) -> float:
+        return sum(p.flops for part in stack.parts for p in part.products(ways) if p.is_adapter)
+
+    return model_ways * of_adapters(model_ways) - of_adapters(1)
+
+
+def frozen_outside_flops(anatomy: Anatomy) -> float:
+    """Likewise of the output table; a task's head learns."""
+    is_frozen = anatomy.model.lora_rank and anatomy.model.head == "language"
+    return outside_flops(anatomy) if is_frozen else 0.0
 
 
 def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
@@ -74,7 +106,9 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     Like `hardware_flops`, but with full recompute the last product of a pre-LN layer is not computed again, for nobody
     needs its result: `s (88lh^2 + 16slh + 8hV)` in GPT-2; where several layers share a group it is. Logits are computed
     again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
-    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more.
+    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more. Ranks
+    that share samples do so too, and compute c+1 of 2c blocks of the scores (`mtjax.sharding.context.turns`). Experts'
+    backward pass computes the first of their products once more, and full recompute leaves both out.
 
     On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
     """
@@ -82,30 +116,51 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         return _staged_flops(computed_over(anatomy, plan.mesh.model), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh.model)
     flops = model_flops(anatomy, causal=causal)
-    tokens = plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
+    tokens = plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks))
     if tokens > (plan.loss_chunk or math.inf):
         flops += logit_flops(anatomy)
     for stack in anatomy.stacks:
-        core = core_flops(stack, causal=causal)
-        if plan.flash_attention or plan.recompute == "selective":  # the scores alone: attention's output is kept
-            flops += stack.layers * core / 2
         again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
+        whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+        flops -= (3 * stack.layers + again) * (whole - core)
+        alone = plan.across and not plan.flash_attention and stack.tokens <= plan.mesh.context * QUERIES_AT_A_TIME
+        if alone:  # scores of own keys, where no loop takes them in parts: computed again once for both who ask
+            flops -= (again - grouped) * whole / (2 * plan.mesh.context)
+        if plan.flash_attention or plan.across or plan.recompute == "selective":  # the scores alone: the output is kept
+            flops += stack.layers * core / 2
         needed = again if stack.is_post_norm else grouped
-        flops += again * layer_flops(stack, causal=causal) - (again - needed) * stack.parts[-1].products()[-1].flops
+        flops += (3 * stack.layers + again) * repeated_flops(stack, plan.mesh.model)
+        if not plan.sequence_parallel:
+            routing = sum(p.flops for part in stack.parts for p in part.products() if p.is_repeated)
+            flops += (3 * stack.layers + again) * (plan.mesh.model - 1) * routing
+        left_out = sum(product.flops for product in unrepeated(stack.parts[-1].products()))
+        flops += again * layer_flops(stack, causal=causal) - (again - needed) * left_out
+        flops += stack.layers * once_more_flops(stack)
     return flops
 
 
 def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     """Every tick runs a chunk forward, and backward - full recompute: forward once more - and the losses."""
-    is_full, tokens = plan.recompute == "full", plan.microbatch_size * max(stack.tokens for stack in anatomy.stacks)
-    tick = 3 * outside_flops(anatomy) + (logit_flops(anatomy) if tokens > (plan.loss_chunk or math.inf) else 0)
+    is_full, tokens = plan.recompute == "full", plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks))
+    tick = (
+        3 * outside_flops(anatomy)
+        - frozen_outside_flops(anatomy)
+        + (logit_flops(anatomy) if tokens > (plan.loss_chunk or math.inf) else 0)
+    )
     for stack in anatomy.stacks:
-        core = core_flops(stack, causal=causal)
-        again = 0.5 if plan.flash_attention or plan.recompute == "selective" else 0.0
-        each = (4 if is_full else 3) * layer_flops(stack, causal=causal)
+        whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+        again = 0.5 if plan.flash_attention or plan.across or plan.recompute == "selective" else 0.0
+        once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
+        each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack)
         tick += layers_in_chunk(stack.layers, plan) * (each + again * core)
     ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.stacks))
     return tick * ticks * plan.stages / plan.microbatches
+
+
+def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """`core_flops` of the blocks that ranks compute: where c of them share samples, c+1 of 2c."""
+    whole = core_flops(stack, causal=causal)
+    return whole if causal else whole * (plan.mesh.context + 1) / (2 * plan.mesh.context)
 
 
 def computed_over(anatomy: Anatomy, model_ways: int) -> Anatomy:

@@ -7,14 +7,25 @@ from functools import cache
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import DATA, MODEL, STAGE, Axes, Rules
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE, Axes, Rules
 
-TENSOR_RULES = Rules(batch=(DATA,), layers=(STAGE,), heads=(MODEL,), kv_heads=(MODEL,), mlp=(MODEL,), vocab=(MODEL,))
+TENSOR_RULES = Rules(
+    batch=(DATA,),
+    layers=(STAGE,),
+    expert=(EXPERT,),
+    heads=(MODEL,),
+    kv_heads=(MODEL,),
+    mlp=(MODEL,),
+    vocab=(MODEL,),
+)
 """The paper's column/row-parallel split: heads, MLP and vocabulary over `model`, samples over `data`; layers over the
-stages of a pipeline."""
+stages of a pipeline, experts over `expert`."""
+
+ZERO_AXES: Axes = (DATA, CONTEXT, EXPERT)
+"""Mesh axes over which ZeRO splits what is replicated."""
 
 UNSPLIT = -1
-"""Stands for the dimension when `data` splits none."""
+"""Stands for the dimension when ZeRO splits none."""
 
 LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""
@@ -27,12 +38,12 @@ class Layout:
     rules: Rules = TENSOR_RULES
     """Of activations, and of parameters except for what `zero` splits."""
     zero: int = 0
-    """What is split over `data` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+    """What is split over `ZERO_AXES` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
 
     @property
     def sequence(self) -> bool:
-        """Whether the residual stream is split along the sequence."""
-        return bool(self.rules.act_seq)
+        """Whether the residual stream is split along the sequence over `model`."""
+        return MODEL in self.rules.act_seq
 
     @property
     def name(self) -> str:
@@ -57,20 +68,29 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
 
 @cache
 def _layout(sequence_parallel: bool, shares_heads: bool, zero: int, axes: Axes) -> Layout:
-    rules = dataclasses.replace(TENSOR_RULES.over(axes), act_seq=(MODEL,) if sequence_parallel else ())
+    tokens = (CONTEXT,) if CONTEXT in axes else ()
+    act_seq = (*tokens, MODEL) if sequence_parallel else tokens
+    samples = (DATA, EXPERT) if EXPERT in axes else (DATA,)
+    rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq)
     return Layout(dataclasses.replace(rules, kv_heads=()) if shares_heads else rules, zero)
 
 
 def is_matrix(names: tuple[str, ...]) -> bool:
-    """Whether a parameter maps the residual stream to or from something else.
+    """Whether a parameter maps the residual stream, or the rank of an adapter, to or from something else.
 
     Counting dimensions would take a stacked norm, [layers, embed], for a matrix, and likewise a bias per head.
     """
-    return "embed" in names and any(name not in ("embed", LAYERS) for name in names)
+    return bool({"embed", "rank"} & set(names)) and any(name not in ("embed", LAYERS) for name in names)
+
+
+def is_sent_rounded(names: tuple[str, ...]) -> bool:
+    """Whether products take a parameter in the compute type, and ZeRO-3 gathers it so: matrices, but for routers',
+    which are read in float32."""
+    return is_matrix(names) and "routes" not in names
 
 
 def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
-    """The dimension of a parameter that ZeRO splits over `data`: the largest divisible one that nothing splits yet.
+    """The dimension of a parameter that ZeRO splits over `ways` ranks: the largest divisible one that is unsplit.
 
     `layers` is taken last, and by stage 1 only: the others need a part of every layer on every rank.
     """

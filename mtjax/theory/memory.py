@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts
+from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, learnt_counts, stage_counts
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
@@ -87,33 +87,60 @@ class Memory:
 
 def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     """Bytes on a GPU of a stage by formula; mtjax's stages run one program, and all need the same."""
-    mesh, counts = plan.mesh, stage_counts(anatomy, plan, stage)
+    mesh, counts, own = plan.mesh, stage_counts(anatomy, plan, stage), learnt_counts(anatomy, plan, stage)
     kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
-    if whole_gradients := _whole_outside(plan, counts):
+    if whole_gradients := _whole_outside(plan, own):
         kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
     if plan.unrolled:
         kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
-    w, g, k = bytes_per_parameter(plan.precision, plan.zero, mesh.data)
-    gradients = g / mesh.data if plan.zero == 1 and plan.reduces_at_once else g
-    # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
-    whole = counts.unsplit if plan.residuals == "jax" else 0
-    split, full = counts.all - whole, plan.precision
+    states = [_states(plan, counts.shared, own.shared, plan.zero_ways)]
+    if counts.experts:
+        experts = Counts(counts.experts, counts.unsplit_experts)
+        states.append(_states(plan, experts, experts, plan.expert_zero_ways))
+    _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_ways)
+    gradients = g / plan.zero_ways if plan.zero == 1 and plan.reduces_at_once else g
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
-    scatters = plan.residuals == "jax" and plan.zero == 1 and mesh.data > 1 and not plan.reduces_at_once
-    outside = g * _added_whole(plan, counts)
+    outside = g * _added_whole(plan, own)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     later = plan.unrolled and plan.microbatches == 1
     return Memory(
-        weights=w * split + full.weights * whole,
-        gradients=gradients * split + full.gradients * whole + (0 if plan.is_staged else outside),
-        optimizer=k * split + full.optimizer * whole,
+        weights=sum(state.weights for state in states),
+        gradients=sum(state.gradients for state in states) + (0 if plan.is_staged else outside),
+        optimizer=sum(state.optimizer for state in states),
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        finishing=max((g / mesh.data * split if scatters else 0.0) + (outside if plan.is_staged else 0), stacked),
-        deferred=gradients * counts.in_layers if later else 0.0,
+        finishing=max(sum(state.sums for state in states) + (outside if plan.is_staged else 0), stacked),
+        deferred=gradients * own.in_layers if later else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _States:
+    """Bytes of what a GPU has of parameters that ZeRO splits over as many ways."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    sums: float
+    """Its parts of the gradients' sums, where ZeRO-1 scatters them behind the last microbatch."""
+
+
+def _states(plan: Plan, counts: Counts, own: Counts, ways: int) -> _States:
+    """Of `counts` parameters, of which `own` are trained."""
+    w, g, k = bytes_per_parameter(plan.precision, plan.zero, ways)
+    gradients = g / ways if plan.zero == 1 and plan.reduces_at_once else g
+    # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
+    whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))
+    learnt, full = own.all - left, plan.precision
+    scatters = plan.residuals == "jax" and plan.zero == 1 and ways > 1 and not plan.reduces_at_once
+    return _States(
+        weights=w * (counts.all - whole) + full.weights * whole,
+        gradients=gradients * learnt + full.gradients * left,
+        optimizer=k * learnt + full.optimizer * left,
+        sums=g / ways * learnt if scatters else 0.0,
     )
 
 
@@ -189,7 +216,7 @@ def _stream_bytes(stack: Stack, plan: Plan) -> float:
 
 
 def _stream_elements(stack: Stack, plan: Plan) -> float:
-    return stack.tokens * stack.hidden / (plan.mesh.model if plan.sequence_parallel else 1)
+    return stack.tokens * stack.hidden / plan.mesh.context / (plan.mesh.model if plan.sequence_parallel else 1)
 
 
 def _added_whole(plan: Plan, counts: Counts) -> float:
@@ -206,7 +233,7 @@ def _whole_outside(plan: Plan, counts: Counts) -> float:
 
     A tied table's wait for the embedding's, which come last. Stages have not been looked at.
     """
-    in_parts = plan.zero > 0 and plan.reduces_at_once and plan.mesh.data > 1 and not plan.is_staged
+    in_parts = plan.zero > 0 and plan.reduces_at_once and plan.zero_ways > 1 and not plan.is_staged
     return plan.precision.gradients * (counts.all - counts.in_layers) if in_parts and plan.residuals == "jax" else 0.0
 
 
@@ -221,7 +248,7 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     layout = plan.layout(anatomy.model)
     own = 0.0
     if plan.is_staged:  # gradients of a part's weights wait to be added to the sums
-        own = plan.precision.gradients * largest_part(stack, layout, plan.mesh)
+        own = plan.precision.gradients * largest_part(anatomy, stack, layout, plan.mesh)
     if plan.is_staged and plan.sequence_parallel:  # several gathers run at a time: attention's wait beside the MLP's
         own += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + own + _jax_working(stack, plan, kinds) + _group(plan, kinds)
@@ -243,7 +270,7 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     Outside the loop wait the embeddings with their mask, the last layer's output and its gradient.
     """
     c = plan.element_bytes
-    pairs = 0 if plan.flash_attention else sum(part.scores.pairs for part in stack.parts if part.scores)
+    pairs = 0 if plan.flash_attention or plan.across else sum(part.scores.pairs for part in stack.parts if part.scores)
     scores = pairs * plan.microbatch_size / plan.mesh.model
     again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
     again += 2 * kinds.get(NORM_INPUTS, 0)

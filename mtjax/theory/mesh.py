@@ -2,16 +2,15 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from mtjax.config.sizes import divisors
 from mtjax.errors import UserError, nearest
 from mtjax.theory.rules import DATA, MANUAL, MODEL, STAGE, Axes
 
 AXES: Axes = (*MANUAL, MODEL)
 """Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
-
-IMPLEMENTED: Axes = (DATA, STAGE, MODEL)
-"""Axes over which mtjax trains; the planner counts with others too."""
 
 MOST_DEVICES = 2**20
 """Devices of a mesh: ten times the largest cluster that trained one model."""
@@ -36,6 +35,11 @@ class MeshShape:
     model: int = 1
 
     @property
+    def of_replica(self) -> "MeshShape":
+        """Of one data way."""
+        return replace(self, data=1)
+
+    @property
     def size(self) -> int:
         """Devices of the mesh."""
         return self.ways(AXES)
@@ -46,9 +50,19 @@ class MeshShape:
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
 
     @property
+    def batch_ways(self) -> int:
+        """In how many parts the samples of a batch are split."""
+        return self.data * self.expert
+
+    @property
     def has_stages(self) -> bool:
         """Whether layers are spread over the stages of a pipeline."""
         return self.stage > 1
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks share the tokens of each sample."""
+        return self.context > 1
 
     @property
     def shares_batch_and_layers(self) -> bool:
@@ -70,6 +84,12 @@ class MeshShape:
         if self.axes == POSITIONAL[2]:
             return "x".join(str(getattr(self, axis)) for axis in self.axes)
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
+
+
+def expert_meshes(experts: int, mesh: MeshShape) -> Iterator[MeshShape]:
+    """A mesh, and those on which some of its data ways are ways of as many experts; the mesh alone without experts."""
+    for ways in divisors(math.gcd(mesh.data, experts or 1)):
+        yield replace(mesh, data=mesh.data // ways, expert=ways)
 
 
 def parse_mesh(text: str) -> MeshShape:
@@ -116,25 +136,14 @@ def _named_ways(text: str) -> dict[str, int]:
     return ways
 
 
-def why_not_trained(mesh: MeshShape) -> str | None:
-    """The sentence that says which axis of the mesh mtjax can't train over yet; None where it can.
-
-    The trainer ends with it, and the planner says it where it would print the command that trains.
-    """
-    missing = [axis for axis in mesh.axes if axis not in IMPLEMENTED]
-    if not missing:
-        return None
-    trained = f"{', '.join(IMPLEMENTED[:-1])} and {IMPLEMENTED[-1]}"
-    asked = " and ".join(f"{axis}={getattr(mesh, axis)}" for axis in missing)
-    return f"mesh {mesh} asks for {asked}, and mtjax so far trains over {trained} only: leave it out"
-
-
-def check_implemented(mesh: MeshShape) -> None:
-    """Checks that mtjax trains over every axis that the mesh splits.
+def check_whole_samples(mesh: MeshShape) -> None:
+    """Checks that every rank has all tokens of its samples: text is not generated where ranks share them.
 
     Raises:
-      UserError: it does not: `why_not_trained`.
+      UserError: several share them.
     """
-    reason = why_not_trained(mesh)
-    if reason is not None:
-        raise UserError(reason)
+    if mesh.shares_samples:
+        raise UserError(
+            f"mesh {mesh} shares the tokens of samples over context={mesh.context}, which is for training and "
+            "evaluation: leave it out"
+        )

@@ -5,13 +5,25 @@ from typing import Literal
 
 from mtjax.config import Config, Model
 from mtjax.theory.attention import choose_kernel
-from mtjax.theory.layout import Layout, layout_of
+from mtjax.theory.layout import ZERO_AXES, Layout, layout_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.timetable import ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
+ContextMethod = Literal["ring", "gather"]
+
+
+@dataclass(frozen=True)
+class Across:
+    """Attention across the ranks that share the tokens of a sample."""
+
+    method: ContextMethod
+    keeps_documents_apart: bool = False
+    sends_rounded: bool = False
+    """Whether all gradients of keys that travel are as a kernel gave them, in the compute type: where a ring of two
+    passes on those of cuDNN's, of which XLA notices that widening them can wait."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,21 @@ class Plan:
     """Chunks of layers per stage of the interleaved schedule."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers of each stage; equal shares when None."""
+    context_method: ContextMethod = "ring"
+    keeps_documents_apart: bool = False
+    """Whether tokens see those of their own document only."""
     flash_attention: bool = False
     dropout: bool = True
     attention_dropout: bool | None = None
     """Whether probabilities are dropped; as `dropout` says when None."""
+    adapter_dropout: bool = False
+    """Whether what low-rank adapters read has masks of dropout."""
     label_smoothing: bool = False
+    teacher_width: int = 0
+    """Of a teacher's hidden states, whose probabilities of tokens are learnt; 0 without one. The teacher's own memory
+    and time are in no formula."""
+    expert_imbalance: float = 1.0
+    """Load of the rank whose experts have most, beside the mean; formulas of time know it alone."""
     loss_chunk: int | None = None
     """Tokens whose logits are alive at a time; the microbatch's when None."""
     precision: Precision = MTJAX
@@ -79,9 +101,35 @@ class Plan:
     does; PyTorch's checkpoint does not)."""
 
     @property
+    def across(self) -> Across | None:
+        """How keys and values come to other ranks' queries; None where a rank has all tokens of its samples."""
+        ways = self.mesh.context
+        rounded = self.flash_attention and ways == 2
+        return Across(self.context_method, self.keeps_documents_apart, rounded) if ways > 1 else None
+
+    def rank_tokens(self, tokens: float) -> float:
+        """Tokens of a microbatch on a rank, of samples with so many."""
+        return self.microbatch_size * tokens / self.mesh.context
+
+    @property
+    def zero_ways(self) -> int:
+        """Ranks that hold the same parameters but for what ZeRO splits among them."""
+        return self.mesh.ways(ZERO_AXES)
+
+    @property
+    def expert_zero_ways(self) -> int:
+        """Those of them that hold the same experts."""
+        return self.zero_ways // self.mesh.expert
+
+    @property
     def data_ways(self) -> int:
         """Ranks that share the batch."""
-        return self.mesh.data
+        return self.mesh.batch_ways
+
+    @property
+    def expert_ways(self) -> int:
+        """Ranks that share the experts of each layer."""
+        return self.mesh.expert
 
     @property
     def stages(self) -> int:
@@ -101,7 +149,7 @@ class Plan:
     @property
     def microbatches(self) -> int:
         """Microbatches that a data rank accumulates in a step."""
-        return self.global_batch_size // (self.mesh.data * self.microbatch_size)
+        return self.global_batch_size // (self.data_ways * self.microbatch_size)
 
     @property
     def drops_probabilities(self) -> bool:
@@ -142,7 +190,7 @@ class Plan:
         plan = cls(
             mesh,
             training.global_batch_size,
-            training.microbatch_size or max(training.global_batch_size // mesh.data, 1),
+            training.microbatch_size or max(training.global_batch_size // mesh.batch_ways, 1),
             recompute=training.recompute,
             sequence_parallel=run.parallel.sequence_parallel,
             zero=run.parallel.zero,
@@ -153,10 +201,14 @@ class Plan:
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
             unrolled=training.unroll_layers,
+            context_method=run.parallel.context_method,
+            keeps_documents_apart=run.data.reset_attention_mask,
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,
             attention_dropout=run.model.attention_dropout > 0,
+            adapter_dropout=run.model.lora_dropout > 0,
             label_smoothing=run.optimizer.label_smoothing > 0,
+            teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             precision=MTJAX if run.parallel.gradient_wire_dtype == "float32" else MTJAX_BF16_WIRE,
             element_bytes=4 if training.compute_dtype == "float32" else 2,

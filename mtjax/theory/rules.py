@@ -28,6 +28,7 @@ class Rules:
 
     batch: Axes = ()
     seq: Axes = ()
+    """Tokens of a sample, where they are not in the residual stream."""
     key_seq: Axes = ()
     """The sequence of keys, in scores and masks."""
     act_seq: Axes = ()
@@ -42,10 +43,16 @@ class Rules:
     kv: Axes = ()
     """Key and value, stacked."""
     mlp: Axes = ()
+    expert: Axes = ()
+    """Experts, each with matrices of its own."""
+    routes: Axes = ()
+    """Experts as a router scores them: on every rank."""
     gate: Axes = ()
     """Gate and up projection of a gated MLP, stacked so that they are one product."""
     vocab: Axes = ()
     layers: Axes = ()
+    positions: Axes = ()
+    """Learned vectors, one for each place in a sample."""
     features: Axes = ()
     """Width of a projection that is replicated on every rank: BERT's heads."""
     token_types: Axes = ()
@@ -53,6 +60,8 @@ class Rules:
     """Buckets of distances of relative positions."""
     classes: Axes = ()
     """Answers of a classifier."""
+    rank: Axes = ()
+    """Between the two matrices of a low-rank adapter."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,6 +92,16 @@ class Rules:
         """
         splitting = {axis for name in names for axis in self.axes(name)}
         return tuple(axis for axis in MANUAL if axis not in splitting)
+
+    @property
+    def shared_work(self) -> Axes:
+        """Mesh axes whose ranks see other samples, or other tokens of the same ones."""
+        return self.batch + self.seq
+
+    @property
+    def with_whole_samples(self) -> "Rules":
+        """These rules where every rank works on all tokens of all samples: a few that are not worth sharing."""
+        return replace(self, batch=(), seq=(), act_seq=())
 
     def over(self, axes: Axes) -> "Rules":
         """These rules on a mesh that has no other axes than `axes`."""

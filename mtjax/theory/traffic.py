@@ -5,12 +5,23 @@ from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.contract import GRADIENTS, PARAMETERS, Expectation, requirements
+from mtjax.theory.contract import GRADIENTS, JOINED, PARAMETERS, Expectation, requirements
 from mtjax.theory.plans import Plan
-from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 
-AXIS_NAMES = {DATA: "data ways", STAGE: "stages", MODEL: "model ways"}
+AXIS_NAMES = {
+    DATA: "data ways",
+    STAGE: "stages",
+    CONTEXT: "context ways",
+    EXPERT: "expert ways",
+    MODEL: "model ways",
+}
 """How people call the ways of a mesh axis."""
+
+
+def axis_name(axis: str) -> str:
+    """How people call the ways of an axis, or of several that a collective crosses together."""
+    return " x ".join(AXIS_NAMES[one] for one in axis.split(JOINED))
 
 
 def ring_factor(operation: str, ways: int) -> float:
@@ -31,7 +42,7 @@ class Transfer:
     """One kind of collective of a step."""
 
     axis: str
-    """The mesh axis that it crosses."""
+    """The mesh axis that it crosses, or several, as a contract's line names them."""
     ways: int
     operation: str
     """`send`, or a kind of collective."""
@@ -60,7 +71,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
     sent = [
         Transfer(
             required.line.axis,
-            plan.mesh.ways((required.line.axis,)),
+            plan.mesh.ways(required.line.axes),
             required.line.kind,
             f"{required.line.phase}: {required.line.why}",
             required.count,
@@ -75,11 +86,11 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
 
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:
-    if line.axis == DATA and line.phase == GRADIENTS:
+    if line.axis != STAGE and line.phase == GRADIENTS:
         return plan.precision.reduced
-    if line.axis == DATA and line.phase == PARAMETERS and plan.zero < 3:
+    if line.phase == PARAMETERS and plan.zero < 3:
         return plan.precision.gathered
-    return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2}[line.dtype]
+    return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2, "int32": 4}[line.dtype]
 
 
 def _between_stages(anatomy: Anatomy, plan: Plan) -> Iterator[Transfer]:

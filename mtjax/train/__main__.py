@@ -42,7 +42,10 @@ def _train(command: Command[Options], times: Times) -> int:
     choose_mesh = None
     if command.config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh as choose_mesh
-    train(command.config, command.name, command.options, times=times, show=show, choose_mesh=choose_mesh)
+    from mtjax.evaluate.during import evaluations_of
+
+    joined = {"show": show, "choose_mesh": choose_mesh, "evaluations": evaluations_of(command.config)}
+    train(command.config, command.name, command.options, times=times, **joined)
     return 0
 
 

@@ -1,7 +1,6 @@
 """A training run from its config to its summary: the one long story, read it from top to bottom."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from rich.console import Console
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
 from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
@@ -22,28 +22,29 @@ from mtjax.train.checkpoints.saves import Saves
 from mtjax.train.compile_cache import CompileCache, programs_in_words
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
-from mtjax.train.objective import PRETRAINING, Objective, Text
+from mtjax.train.objective import PRETRAINING, Evaluations, Objective, Text
 from mtjax.train.options import Options
-from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
 from mtjax.train.processes.signals import StopRequest
 from mtjax.train.setup import (
+    BestKept,
     ChooseMesh,
     Place,
     check_comparable,
     check_memory,
     find_place,
     introduce,
-    open_best,
+    open_best_kept,
     open_checkpoints,
     restore_or_initialize,
     shareable,
     with_mesh,
 )
 from mtjax.train.step import Program, State, make_program
-from mtjax.train.watch.best import Best, Goal
+from mtjax.train.watch.best import Goal
+from mtjax.train.watch.expert_load import load_entries
 from mtjax.train.watch.goodput import TimeLog
-from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses, read_metrics
+from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses
 from mtjax.train.watch.profiling import Profile, parse_steps
 from mtjax.train.watch.progress import ProgressLine
 from mtjax.train.watch.replicas import Replicas
@@ -80,19 +81,11 @@ class Run:
     metrics: MetricsLog | None
     """Of the first process only, as the next."""
     time_log: TimeLog | None
-    best: "BestKept | None"
+    best: BestKept | None
     """Where the objective has a goal."""
     bad_steps: BadSteps
     replicas: Replicas
     this_start: "ThisStart"
-
-
-@dataclass(frozen=True)
-class BestKept:
-    """The best validation, and the checkpoint of its step."""
-
-    best: Best
-    saves: Saves
 
 
 Show = Callable[[Program, Console], object]
@@ -107,6 +100,12 @@ class ThisStart:
     cache: CompileCache
     show: Show | None = None
     """Called with the program before its first step."""
+    evaluations: Evaluations | None = None
+    """What is asked of the model on the way."""
+
+    def goal(self, objective: Objective, config: Config) -> Goal | None:
+        """By what the best checkpoint is chosen: a measure of the objective, or a result of the evaluations."""
+        return objective.goal(config) or (self.evaluations.goal if self.evaluations is not None else None)
 
 
 def train(
@@ -118,6 +117,7 @@ def train(
     times: Times | None = None,
     show: Show | None = None,
     choose_mesh: ChooseMesh | None = None,
+    evaluations: Evaluations | None = None,
 ) -> bool:
     """Trains the model of `config`; returns whether it was trained to the end, and not stopped by a signal.
 
@@ -129,6 +129,7 @@ def train(
       times: of this start, since it began.
       show: called with the program before its first step.
       choose_mesh: what `--mesh auto` asks.
+      evaluations: what `--evaluate` asks of the model.
 
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
@@ -139,7 +140,7 @@ def train(
     with times.watch_compiler(), CompileCache(options.compile_cache) as cache:
         times.begin(PROCESSES)
         with Peers(config.parallel) as peers:
-            this_start = ThisStart(options, times, cache, show)
+            this_start = ThisStart(options, times, cache, show, evaluations)
             return train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
 
 
@@ -157,6 +158,8 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     program = make_program(config, place.mesh)
     check_memory(program)
     check_comparable(program)
+    if (evaluations := this_start.evaluations) is not None:
+        evaluations.open(program, text.tokenizer)
     if place.weights is not None:
         place.weights.check(program)
     rates = Rates.of(config, list(place.mesh.devices.flat))
@@ -185,7 +188,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
         # --- Steps
         peers.advice = resume_command(objective, place.out)
         saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
-        best = open_best_kept(objective.goal(config), config, place, start.step, stack, progress.say)
+        best = open_best_kept(this_start.goal(objective, config), config, place, start.step, stack, progress.say)
         watches = (best, BadSteps(config.training, program.tensors), Replicas(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, place, text, program, progress, *tiers, *logs, *watches, this_start)
@@ -213,7 +216,7 @@ def open_logs(
     tracking = Tracking(this_start.options.track, folder, config, say)
     with writing(folder):
         configs.save(shareable(config), folder / "config.toml")
-        text.tokenizer.save(folder)
+        text.save(folder)
         metrics = MetricsLog(folder, from_step=from_step, tracker=tracking)
         time_log = TimeLog(folder, from_step, this_start.times)
     if metrics.kept_as:
@@ -221,32 +224,12 @@ def open_logs(
     return metrics, time_log
 
 
-def open_best_kept(
-    goal: Goal | None,
-    config: Config,
-    place: Place,
-    step: int,
-    stack: contextlib.ExitStack,
-    say: Callable[[str], object],
-) -> BestKept | None:
-    """The best validation up to a step, from the metrics, which the first process has; None without a goal."""
-    if goal is None:
-        return None
-    entries = read_metrics(place.folder / "metrics.jsonl") if place.is_first_process else []
-    history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
-    best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))
-    checkpoints = open_best(place, step)
-    stack.callback(checkpoints.close)
-    advice = "free some space, and start again with --resume"
-    return BestKept(best, Saves(checkpoints, config.output.failed_saves, lambda: advice, say))
-
-
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """Steps until the last one, or until a signal; returns the last state, saved, and the signal's name.
 
     The host runs ahead of the devices: it waits for them only where something is logged, saved or validated.
     """
-    training, output = run.config.training, run.config.output
+    training, output, lessons = run.config.training, run.config.output, run.objective.lessons(run.program)
     state, consumed = start.state, start.consumed_samples
     signal_name = None
     times, timeout = run.this_start.times, run.config.parallel.step_timeout
@@ -260,6 +243,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             size = run.place.schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)
+            batch = lessons(batch) if lessons else batch
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
@@ -267,14 +251,12 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             consumed += size
             run.progress.advance(step)
             last = step == training.steps
-            validate = run.text.held_out is not None and (step % output.valid_every == 0 or last)
-            if step % output.log_every == 0 or step == start.step + 1 or validate or last:
+            judged = run.text.held_out is not None and step % output.valid_every == 0
+            judged |= run.this_start.evaluations is not None and step % output.evaluate_every == 0
+            if step % output.log_every == 0 or step == start.step + 1 or judged or last:
                 entry = measure(step, jax.device_get(results), clock)
                 check_steps(run, state)
-                if validate:
-                    clock.pause(VALIDATION)
-                    entry |= validate_now(run, state)
-                    clock.restart(step)
+                entry |= judge(run, state, step, clock)
                 report(run, entry, compiled=step == start.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
             elif run.bad_steps.is_full:
@@ -309,7 +291,9 @@ def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array
 def measure(step: int, results: dict[str, Any], clock: StepClock) -> dict[str, Any]:
     """A step's entry in the metrics."""
     seconds = clock.lap(step)
-    entry = {"step": step} | {name: float(value) for name, value in results.items() if name != "first_bad"}
+    scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
+    load = load_entries(results[LOAD], results.get(LOST)) if LOAD in results else {}
+    entry = {"step": step} | scalars | load
     return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
 
 
@@ -345,10 +329,21 @@ def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     run.progress.update(entry, compiled=compiled)
 
 
-def validate_now(run: Run, state: State) -> dict[str, float]:
-    """A validation's entries in the metrics."""
-    assert run.text.held_out is not None
-    return run.objective.validate(run.program, state.parameters, run.text.held_out)
+def judge(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
+    """The entries in the metrics of what is due after a step: a validation, evaluations; it is not a step's time."""
+    output, evaluations, entries = run.config.output, run.this_start.evaluations, dict[str, float]()
+    last = step == run.config.training.steps
+    validate = run.text.held_out is not None and (step % output.valid_every == 0 or last)
+    evaluate = evaluations is not None and (step % output.evaluate_every == 0 or last)
+    if not (validate or evaluate):
+        return entries
+    clock.pause(VALIDATION)
+    if validate and run.text.held_out is not None:
+        entries |= run.objective.validate(run.program, state.parameters, run.text.held_out)
+    if evaluate and evaluations is not None:
+        entries |= evaluations.ask(state.parameters)
+    clock.restart(step)
+    return entries
 
 
 def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, clock: StepClock) -> bool:

@@ -1,7 +1,8 @@
 """What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import Dataset, Tokenizer
 from mtjax.errors import UserError
+from mtjax.models.placed import Batch
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.sample import continue_text, continues_text
@@ -17,6 +19,7 @@ from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
 Tree = Any
+VALID_LOSS = "valid_loss"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ class Text:
     train: Dataset
     held_out: Dataset | None
     """What validation reads; None when there is none."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer, and what goes with it."""
+        self.tokenizer.save(folder)
+        for name, content in self.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
+
+
+Lessons = Callable[[Batch], Batch]
+"""From a batch of the data to what a step reads (`Program.abstract_step_batch`)."""
 
 
 class InitialWeights(Protocol):
@@ -54,6 +69,27 @@ class InitialWeights(Protocol):
         ...
 
 
+class Evaluations(Protocol):
+    """What `--evaluate` asks of the model while it learns."""
+
+    @property
+    def goal(self) -> Goal | None:
+        """By which result the best checkpoint is chosen; None where that is by none of these."""
+        ...
+
+    def open(self, program: Program, tokenizer: Tokenizer) -> None:
+        """Reads the tasks' files.
+
+        Raises:
+          UserError: one is not its task's, or the model does not predict the next token.
+        """
+        ...
+
+    def ask(self, parameters: Tree) -> dict[str, float]:
+        """The entries of the metrics that the tasks give, each `TASK/RESULT`."""
+        ...
+
+
 class Objective(Protocol):
     """What a run learns."""
 
@@ -73,6 +109,14 @@ class Objective(Protocol):
 
         Raises:
           UserError: the data can't be used.
+        """
+        ...
+
+    def lessons(self, program: Program) -> Lessons | None:
+        """What a teacher adds to each batch of the data before its step; None without a teacher.
+
+        Raises:
+          UserError: the teacher can't be used.
         """
         ...
 
@@ -136,6 +180,10 @@ class Pretraining:
             raise UserError(
                 f"a head for {config.model.head} is not trained on text: mtjax finetune trains it and resumes its runs"
             )
+        if config.model.lora_rank:
+            raise UserError(f"lora_rank {config.model.lora_rank}: adapters are trained by mtjax finetune, on its tasks")
+        if config.finetuning.teacher is not None:
+            raise UserError("a teacher's student is trained by mtjax finetune, on its tasks")
         init_from = config.training.init_from
         return SavedWeights(find_weights(init_from)) if init_from else None
 
@@ -152,6 +200,10 @@ class Pretraining:
         held_out = data.open_dataset(config, "valid", held_out_samples) if config.output.valid_every else None
         return config, Text(tokenizer, train, held_out)
 
+    def lessons(self, program: Program) -> Lessons | None:
+        """None: text is learnt without a teacher."""
+        return None
+
     def validate(self, program: Program, parameters: Tree, held_out: Dataset) -> dict[str, float]:
         """Means over the first batches: `valid_loss`, and each loss where the family has several."""
         config = program.config
@@ -165,8 +217,8 @@ class Pretraining:
         return means | {"valid_loss": sum(means.values())}
 
     def goal(self, config: Config) -> Goal | None:
-        """None: the last checkpoint is the one to use."""
-        return None
+        """The loss of held-out text, where `keep_best` says so; else the last checkpoint is the one to use."""
+        return Goal(VALID_LOSS, higher_is_better=False) if config.output.keep_best == VALID_LOSS else None
 
     def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
         """A continuation of the prompt; nothing for models that don't continue text."""

@@ -1,6 +1,5 @@
 """A continuation of a prompt: a sample of what the trained model writes."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,7 +71,7 @@ class Continuation:
     def _sample(self, parameters: Tree, tokens: Array, key: Array) -> Array:
         placed, vocabulary = self.placed, self.tokenizer.vocab_size
         # One sample does not split over data ranks, nor a few tokens over model ranks: all ranks do the same work.
-        with use_rules(dataclasses.replace(placed.layout.rules, batch=(), act_seq=())):
+        with use_rules(placed.layout.rules.with_whole_samples):
             model = placed.model_in_use(parameters)
             assert isinstance(model, GPT)  # other families don't continue text
 

@@ -1,5 +1,7 @@
 """What a run needs before its first step: devices, a folder, text, and its initial state."""
 
+import contextlib
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -20,10 +22,11 @@ from mtjax.storage import shown, url_of
 from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import AUTO, MeshShape, check_implemented, parse_mesh
+from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
+from mtjax.train.checkpoints.saves import Saves
 from mtjax.train.checkpoints.weights import BEST
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
@@ -31,7 +34,8 @@ from mtjax.train.objective import InitialWeights, Objective
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
 from mtjax.train.step import Program
-from mtjax.train.watch.metrics import CONVENTION
+from mtjax.train.watch.best import Best, Goal
+from mtjax.train.watch.metrics import CONVENTION, read_metrics
 from mtjax.train.watch.progress import ProgressLine
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
@@ -58,6 +62,14 @@ class Place:
     """The processes of the run."""
 
 
+@dataclass(frozen=True)
+class BestKept:
+    """The best validation, and the checkpoint of its step."""
+
+    best: Best
+    saves: Saves
+
+
 def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     """The config with a mesh of all devices in the place of `auto`. On CPUs each process has one device then.
 
@@ -78,7 +90,6 @@ def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSc
       UserError: batch and mesh don't fit, or devices are missing.
     """
     shape = parse_mesh(config.parallel.mesh)
-    check_implemented(shape)
     check_config(config, shape)
     schedule = data.batch_schedule(config.training)
     check_ramp(config, schedule.batch_sizes(), shape)
@@ -180,6 +191,26 @@ def open_best(place: Place, step: int) -> Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
     exchange("the best checkpoint", "")
     return _checkpoints(place, BEST, keep_last=1)
+
+
+def open_best_kept(
+    goal: Goal | None,
+    config: Config,
+    place: Place,
+    step: int,
+    stack: contextlib.ExitStack,
+    say: Callable[[str], object],
+) -> BestKept | None:
+    """The best validation up to a step, from the metrics, which the first process has; None without a goal."""
+    if goal is None:
+        return None
+    entries = read_metrics(place.folder / "metrics.jsonl") if place.is_first_process else []
+    history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
+    best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))
+    checkpoints = open_best(place, step)
+    stack.callback(checkpoints.close)
+    advice = "free some space, and start again with --resume"
+    return BestKept(best, Saves(checkpoints, config.output.failed_saves, lambda: advice, say))
 
 
 def _checkpoints(place: Place, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,18 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
+from mtjax.models.cut import Cut
+from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.placed import Batch, Placed
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.frozen import frozen, learnt, together
 from mtjax.sharding.gradients import distributed_gradients
-from mtjax.sharding.records import places
+from mtjax.sharding.records import ParameterRecord, places
 from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.region import Region
+from mtjax.sharding.schedules.schedule import total_loss
 from mtjax.sharding.zero import store
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
@@ -54,10 +59,19 @@ class State:
     """For float16 only."""
 
 
+class Learning(NamedTuple):
+    """What is differentiated, as `distributed_gradients` takes it."""
+
+    model: Cut
+    region: Region
+    parameters: Tree
+    batch: Batch
+
+
 class Program(Placed):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `xla` holds the compiler options of the step.
+    `xla` holds the compiler options of the step, `learnt_records` the records of the parameters that are trained.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
@@ -67,15 +81,16 @@ class Program(Placed):
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout)
         self.xla = xla_options.choose(config, mesh)
-        self.optimizer = make_optimizer(config, self.records, self.layer_orders)
+        self.learnt_records = learnt(self.records, self.records)
+        self.optimizer = make_optimizer(config, self.learnt_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        moments = placement.shardings(places(self.records, "reduced"), self.mesh)
-        everywhere = placement.replicated(self.mesh)
-        optimizer = placement.optimizer_shardings(self.optimizer, self.abstract_parameters, moments, self.mesh)
+        moments = placement.shardings(places(self.learnt_records, "reduced"), self.mesh)
+        everywhere, like = placement.replicated(self.mesh), learnt(self.records, self.abstract_parameters)
+        optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
         return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
@@ -95,32 +110,37 @@ class Program(Placed):
         return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        """One optimizer step; consumes `state`. Metrics are scalars.
+        """One optimizer step; consumes `state`. Metrics are scalars, but for what is counted of experts.
 
-        They are loss, grad_norm, learning_rate, tokens, skipped, each loss by its name where the family has several,
-        and first_bad: the first tensor that is not finite, by its place in `tensors`. If there is one, everything but
-        the step's number stays as it was, skipped is 1 and grad_norm 0.
+        They are loss, grad_norm, learning_rate, tokens, skipped, each loss by its name where there are several (of a
+        model with experts "loss" is that of its tokens, without the routers'), expert_load, the tokens of each layer's
+        experts, and first_bad: the first tensor that is not finite, by its place in `tensors`. If there is one,
+        everything but the step's number stays as it was, skipped is 1 and grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that `first_bad` numbers."""
-        return tensors(self.records)
+        return tensors(self.learnt_records)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
-        """A parameter that is not finite; None where all are."""
+        """A trained parameter that is not finite; None where all are."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
-            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), parameters)
-            return first_bad(jnp.zeros(()), bad, self.records)
+            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), learnt(self.records, parameters))
+            return first_bad(jnp.zeros(()), bad, self.learnt_records)
 
         place = int(self.on_mesh(jax.jit(find), parameters))
         return None if place == GOOD else self.tensors[place]
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """The train step, lowered from abstract values: no device is touched."""
-        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_batch(global_batch_size))
+        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
+
+    def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
+        """Shapes, types and shardings of what a step reads: of a batch of the data, and what is added to it."""
+        return self.abstract_batch(global_batch_size)
 
     def lower_initialize(self, seed: int, parameters: Tree = None) -> jax.stages.Lowered:
         """The program of `initialize`, lowered; `parameters` are abstract."""
@@ -142,7 +162,8 @@ class Program(Placed):
         if parameters is None:
             parameters = self._drawn(key)
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer, loss_scale = self.optimizer.init(parameters), precision.initial(self.config.training)
+        optimizer = self.optimizer.init(learnt(self.records, parameters))
+        loss_scale = precision.initial(self.config.training)
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
@@ -157,13 +178,15 @@ class Program(Placed):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """The second half of a step, to be traced: the next state, and metrics."""
-        loss_scale = state.loss_scale
+        loss_scale, before = state.loss_scale, learnt(self.records, state.parameters)
         with jax.named_scope("optimizer"):
-            own = jax.tree.map(reshard, state.parameters, places(self.records, "reduced"))
+            own = jax.tree.map(reshard, before, places(self.learnt_records, "reduced"))
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
+            if self.config.model.router_bias:
+                updated = balanced(self.learnt_records, updated, parts[LOAD], self.config.model.router_bias_rate)
             norm = optax.tree.norm(gradients)  # clipping divides by it
-            bad = first_bad(loss + norm, gradients, self.records)
+            bad = first_bad(loss + norm, gradients, self.learnt_records)
             finite = bad == GOOD
             updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {
@@ -179,7 +202,8 @@ class Program(Placed):
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
         with jax.named_scope("parameters"):
-            parameters = store(self.records, updated, state.parameters)
+            stored = store(self.learnt_records, updated, before)
+            parameters = together(stored, frozen(self.records, state.parameters))
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def gradients(
@@ -191,25 +215,47 @@ class Program(Placed):
         the results.
 
         Returns:
-          The loss, the sum of the family's losses, each a mean over the global batch; each of them by name, where there
-          are several; and the gradients.
+          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each of them by
+          name, where there are several, with the load of each layer's experts; and the gradients.
         """
-        # Divided by the global count here, so that sums over microbatches and ranks are the mean, not a mean of means.
-        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
         if scale is not None:
             weights = {name: w * scale for name, w in weights.items()}
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
-        model, part = self.cut(self.loss_options), (batch, weights, keys)
+        model, region, parameters, batch = self.learning(parameters, batch)
+        part = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        reduction = Reduction(self.records, self.layout.zero, count, self.stages)
+        reduction = Reduction(self.learnt_records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            parts, gradients = distributed_gradients(model, parameters, part, self.region, schedule, reduction)
-        loss = sum(parts.values(), start=jnp.zeros(()))
+            parts, gradients = distributed_gradients(model, parameters, part, region, schedule, reduction)
+        loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
+
+    def loss_weights(self, batch: Batch) -> dict[str, Array]:
+        """The weight of each value of each loss, of which the sums are then the loss."""
+        # Divided by the global count here, so that sums over microbatches and ranks are the mean, not a mean of means.
+        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+
+    def learning(self, parameters: Tree, batch: Batch) -> Learning:
+        """What `gradients` differentiates."""
+        return Learning(self.cut(self.loss_options), self.region, parameters, batch)
+
+
+def balanced(records: Tree, parameters: Tree, load: Array, rate: float) -> Tree:
+    """Parameters with each router's biases changed by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
+
+    Their gradients are 0, so that the optimizer leaves them alone.
+    """
+    behind = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
+
+    def one(record: ParameterRecord, value: Array) -> Array:
+        return value + reshard(rate * behind, record.reduced) if record.name.endswith(ROUTER_BIAS) else value
+
+    return jax.tree.map(one, records, parameters)
 
 
 def applied_steps(optimizer: Tree) -> Array:
@@ -218,9 +264,13 @@ def applied_steps(optimizer: Tree) -> Array:
 
 
 def make_program(config: Config, mesh: Mesh) -> Program:
-    """The program of `config` on `mesh`, attached or compile-only.
+    """The program of `config` on `mesh`, attached or compile-only; beside a teacher, where it has one.
 
     Raises:
       UserError: the model or batch does not divide over the mesh.
     """
+    if config.finetuning.teacher is not None:
+        from mtjax.train.distilled import Distilled  # a Program itself
+
+        return Distilled(config, mesh)
     return Program(config, mesh)

@@ -91,6 +91,16 @@ STAGES = (
     ),
 )
 """In addition, on the stages of a pipeline."""
+CONTEXT = (
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "keys, values and their gradients travel between the ranks that share samples while attention computes, all "
+        "at a time; otherwise none begins before the one before it is done",
+        "0.10.2, 1 by default",
+    ),
+)
+"""In addition, where ranks share the tokens of samples."""
 SECTIONS = (
     Option(
         "xla_gpu_copy_insertion_use_region_analysis",
@@ -182,6 +192,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
         (STAGES, parallel.overlap and staged),
+        (CONTEXT, parallel.overlap and shape.shares_samples),
         (SECTIONS, staged and len(anatomy_of(config.model).stacks) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)

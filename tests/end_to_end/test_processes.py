@@ -15,26 +15,14 @@ from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_di
 STEPS = ["--steps", "40"]
 
 
-def test_two_processes_go_on_after_one_and_one_after_two(launcher: Launcher, uninterrupted: Finished) -> None:
-    """One process, then two until SIGTERM, then one: the losses of one all the way."""
-    launcher.train_here("in-turn", "--steps", "4")
-    with ended(launcher.start_together("in-turn", "--resume", *STEPS)) as started:
-        stopped, reached = stop(started, launcher.folder / "in-turn", after_step=6)
+@pytest.mark.long
+def test_one_process_and_two_take_turns(launcher: Launcher, uninterrupted: Finished) -> None:
+    """One process, two until SIGTERM, one on another mesh, then two again: the losses of one all the way."""
+    launcher.train_here("together", "--steps", "4")
+    with ended(launcher.start_together("together", "--resume", *STEPS)) as started:
+        stopped, reached = stop(started, launcher.folder / "together", after_step=8)
     assert "resumed from step 4" in stopped[0].stdout
     assert stopped[0].checkpoints == {4, reached}
-    assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
-
-    alone = launcher.train_here("in-turn", "--resume", "--steps", str(reached + 3))
-    assert f"resumed from step {reached}" in alone.stdout
-    assert relative_difference(alone.losses, first_steps(uninterrupted, reached + 3)) < 1e-6
-
-
-@pytest.mark.long
-def test_two_processes_train_stop_and_resume_like_one(launcher: Launcher, uninterrupted: Finished) -> None:
-    """Two processes until SIGTERM, then one on another mesh, then two again: the losses of one all the way."""
-    with ended(launcher.start_together("together", *STEPS)) as started:
-        stopped, reached = stop(started, launcher.folder / "together", after_step=8)
-    assert stopped[0].checkpoints == {reached}
     assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
 
     alone = launcher.train_here("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))

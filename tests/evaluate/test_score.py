@@ -36,7 +36,12 @@ def log_softmax(rows: list[Row]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [("2x4", {"sequence_parallel": True, "zero": 3}), ("1x2x2", {"microbatch_size": 2})],
+    [
+        ("2x4", {"sequence_parallel": True, "zero": 3}),
+        ("1x2x2", {"microbatch_size": 2}),
+        ("data=1,context=2,model=2", {"sequence_parallel": True}),
+        pytest.param("data=1,stage=2,context=2,model=1", {"microbatch_size": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_scores_are_those_of_a_softmax(mesh: str, fields) -> None:
     """Half of the rows ask for what the model likes best."""
@@ -65,6 +70,11 @@ def test_rows_go_in_few_shapes() -> None:
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
     assert [max(sizes[i] for i in batch) for batch in batches] == [65, 50, 129, 201]
     assert max(map(len, batches)) == 8
+
+
+def test_rows_that_ranks_can_not_share_are_refused() -> None:
+    with pytest.raises(UserError, match="on mesh data=2,context=4,model=1 a row is a multiple of 8 tokens, and 12 is"):
+        Scorer(program_of("data=2,context=4,model=1", **FIELDS), 12)
 
 
 def test_another_family_is_refused() -> None:

@@ -92,7 +92,7 @@ def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "sst"], "--task sst is none of"),
+        (["--task", "sst"], "--task sst is not one of"),
         (["--task", "none"], "--task is missing: it is one of mnli, qqp"),
         (["--steps", "5"], "--steps has no effect on a finetuning"),
         (["--sequence-length", "17"], "above the 16 positions of the weights"),

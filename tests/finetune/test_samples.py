@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune import metrics
-from mtjax.finetune.rows import Example
 from mtjax.finetune.samples import Encoder, Epochs, Samples, order_of_pass
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{i}" for i in range(20))]
@@ -34,12 +33,12 @@ TEXT = st.integers(1, 12).map(lambda n: " ".join(f"w{i}" for i in range(n)))
 @given(st.lists(TEXT, min_size=1, max_size=2), st.integers(6, 24))
 def test_bert_s_rows_are_the_library_s_pairs(texts, length):
     encoder = Encoder(OURS, "bert")
-    (ids,) = encoder.ids([Example(tuple(texts), None)])
+    (ids,) = encoder.ids([tuple(texts)])
     LIBRARY.enable_truncation(length, strategy="longest_first")
     expected = LIBRARY.encode(*texts)
-    row, first = encoder.row(ids, length)
+    row, first = encoder.format.row(ids, length)
     assert row == expected.ids
-    samples = Samples([(row, first)], np.zeros(1, np.int32), np.ones(1, np.float32), 24, encoder.pad)
+    samples = Samples([(row, first)], np.zeros(1, np.int32), np.ones(1, np.float32), 24, encoder.format.pad)
     sample = samples[0]
     assert sample["token_types"][: len(row)].tolist() == expected.type_ids
     assert sample["padding_mask"].sum() == len(row)
@@ -48,9 +47,9 @@ def test_bert_s_rows_are_the_library_s_pairs(texts, length):
 
 def test_decoders_read_two_texts_with_the_end_of_a_document_between():
     encoder = Encoder(OURS, "gpt")
-    (ids,) = encoder.ids([Example(("w1 w2", "w3"), None)])
-    assert encoder.row(ids, 24)[0] == [*LIBRARY.encode("w1 w2").ids, 2, VOCAB["w3"]]
-    assert encoder.length(ids) == 6
+    (ids,) = encoder.ids([("w1 w2", "w3")])
+    assert encoder.format.row(ids, 24)[0] == [*LIBRARY.encode("w1 w2").ids, 2, VOCAB["w3"]]
+    assert encoder.format.length(ids) == 6
 
 
 def test_bert_needs_its_special_tokens():

@@ -83,3 +83,12 @@ def test_what_is_wrong_is_said(folder, capsys) -> None:
     for words, why in wrong.items():
         assert main(["generate", "--from", f"hf:{folder}", *words]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_an_encoder_without_its_head_is_refused(folder, tmp_path, capsys) -> None:
+    """Weights of an embedding model, say: drawn at random, a head would fill masks with anything."""
+    transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).save_pretrained(tmp_path)
+    transformers.BertTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["generate", "--from", f"hf:{tmp_path}", TEXTS[1]]) == 2
+    assert "is an encoder without the head that fills masks: it has no head.bias, head.dense" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.config import Config
+from mtjax.inspect.report import Report
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import Contract, Requirement, requirements
@@ -51,3 +52,14 @@ def tiny(**values) -> Config:
         "compute_dtype": "bfloat16",
     }
     return config.replace(Config(), **(defaults | values))
+
+
+def crossing_in_layers(report: Report, axis: str) -> dict[tuple[str, str, str], int]:
+    """(phase, kind, array) -> how many cross an axis alone in the layers."""
+    found: dict[tuple[str, str, str], int] = {}
+    for c in report.collectives:
+        if c.axes == (axis,) and c.phase.startswith("layer"):
+            for array in c.arrays:
+                key = (c.phase, c.kind, str(array))
+                found[key] = found.get(key, 0) + c.count
+    return found

@@ -28,6 +28,7 @@ def _report(config: Config) -> Report:
     return inspect(config, find_target("cpu"))
 
 
+@pytest.mark.long
 def test_a_post_ln_layer_computes_both_of_its_sums_again():
     pre, post = report_of(family="bert"), report_of(**POST)
     array = ("all-reduce", 2 * 64 * 64, "f32")
@@ -49,7 +50,8 @@ def test_berts_loss_sends_the_masked_tokens_alone():
     assert together == Counter(scalars | {array: 2 + 2, first: 2})  # the compiler packs the first token's with either
 
 
-@pytest.mark.parametrize("family", ["bert", pytest.param("gpt", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["bert", "gpt"])
 def test_a_finetuned_head_sends_one_token_of_each_sample_where_sequences_are_split(family):
     """In 2 microbatches of 2; without split sequences every rank has what it needs."""
     head = {"family": family, "head": "classification", "num_labels": 3}
@@ -59,6 +61,17 @@ def test_a_finetuned_head_sends_one_token_of_each_sample_where_sequences_are_spl
     assert sent(split, "loss forward") == {("all-reduce", 2 * 64, "f32"): 2}
 
 
+@pytest.mark.long
+def test_spans_send_two_logits_for_each_token_where_sequences_are_split():
+    """64 tokens, in 2 microbatches of 2; the gradients of 2 x 64 weights and 2 biases are summed once each."""
+    head = {"family": "bert", "head": "spans"}
+    whole, split = report_of(**head), report_of(**head, sequence_parallel=True)
+    assert whole.verdict.violations == split.verdict.violations == ()
+    assert sent(whole, "loss forward") == sent(whole, "loss backward") == {}
+    assert sent(split, "loss forward") == {("all-gather", 2 * 2 * 64, "f32"): 2}
+
+
+@pytest.mark.long
 def test_a_t5_decoder_layer_has_three_sublayers():
     """An encoder of 3 layers and 64 tokens, a decoder of 2 layers and 32 tokens; 2 microbatches of 2."""
     report = report_of(**T5)

@@ -116,7 +116,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys, argv, message, monkeypatc
         (('elements = "b*s*h"', ""), "has no elements"),
         (('name = "mine"', 'naem = "mine"'), "unknown key 'naem'"),
         (("[[expect]]", "[expect]"), "under a line"),
-        (('name = "mine"', 'split = ["head"]'), "is none of"),
+        (('name = "mine"', 'split = ["head"]'), "is not one of"),
         (('"model"', '"modle"'), "no mesh axis is called 'modle'"),
         (('"b*s*h"', '"b*s*x"'), "uses 'x'"),
         (("name", "name ="), "is not valid TOML"),

@@ -41,10 +41,10 @@ def test_a_layer_sends_figure_4_and_the_shared_heads_on_h100() -> None:
     ("settings", "shared"),
     [
         ({**LLAMA, "num_kv_heads": 4, "num_heads": 8}, 0),
-        ({**LLAMA, "sequence_parallel": True, "zero": 3}, SHARED),
+        ({**LLAMA, "sequence_parallel": True, "zero": 3, "qk_norm": True}, SHARED),
         ({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED),
     ],
-    ids=["as many as ways", "split sequence, ZeRO-3", "GPT with biases"],
+    ids=["as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases"],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any], shared: int) -> None:
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))

@@ -122,7 +122,7 @@ def test_a_trace_of_something_else_is_an_error_with_its_reason(cpu_report: Repor
     with pytest.raises(UserError, match="can't be read as a trace of jax's profiler"):
         measure(cpu_report, tmp_path)
     write_trace(tmp_path / "a.xplane.pb", "/host:CPU", "1", [("fusion.1", 0, 5)], "jit_other")
-    with pytest.raises(UserError, match=f"has no operation of {name}: it is no trace of training steps"):
+    with pytest.raises(UserError, match=f"has no operation of {name}: it is not a trace of training steps"):
         measure(cpu_report, tmp_path)
     write_trace(tmp_path / "a.xplane.pb", "/host:CPU", "1", [("fusion.of.theirs", 0, 5)], name)
     with pytest.raises(UserError, match=r"is of another program: fusion\.of\.theirs and 0 more operations are not in"):

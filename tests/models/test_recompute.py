@@ -122,15 +122,10 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
-    [
-        KINDS[1],
-        *(
-            pytest.param(kind, marks=pytest.mark.long)
-            for kind in (KINDS[0], KINDS[2], KINDS[1] | {"microbatch_size": 1}, KINDS[2] | {"microbatch_size": 1})
-        ),
-    ],
+    [*KINDS, KINDS[1] | {"microbatch_size": 1}, KINDS[2] | {"microbatch_size": 1}],
     ids=lambda f: "-".join(map(str, f.values())),
 )
 def test_every_kind_trains_as_one_device_does(fields):

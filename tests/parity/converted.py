@@ -18,16 +18,29 @@ torch = pytest.importorskip("torch", reason="needs the extra parity: pip install
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 
 
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+}
+
+
 def llama(**settings: Any) -> Any:
-    sizes = {
-        "vocab_size": 300,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 64,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | settings)))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | settings)))
+
+
+def mixtral(**settings: Any) -> Any:
+    sizes = {"num_local_experts": 6, "num_key_value_heads": 2, **SIZES}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**(sizes | settings)))
+
+
+def qwen3(kind: str, **settings: Any) -> Any:
+    sizes = {"num_key_value_heads": 2, "head_dim": 12, **SIZES}
+    theirs = getattr(transformers, f"{kind}Config")(**(sizes | settings))
+    return getattr(transformers, f"{kind}ForCausalLM")(theirs)
 
 
 def bert(kind: str, head: str, **settings: Any) -> Any:

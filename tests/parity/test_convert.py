@@ -18,9 +18,11 @@ from tests.parity.converted import (
     bert,
     encoder_batch,
     llama,
+    mixtral,
     our_encoder,
     our_logits,
     program_of,
+    qwen3,
 )
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
@@ -58,6 +60,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.2,
+}
 FAMILIES = {
     "gpt2": gpt2,
     "gpt2 untied, exact gelu": gpt2_untied,
@@ -65,6 +74,13 @@ FAMILIES = {
     "llama grouped, scaled rope, wide heads": lambda: llama(
         num_key_value_heads=2, head_dim=16, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, rms_norm_eps=1e-5
     ),
+    "llama with YaRN": lambda: llama(rope_scaling=YARN_ROPE),
+    "qwen3": lambda: qwen3("Qwen3"),
+    "qwen3 with experts": lambda: qwen3("Qwen3Moe", num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24),
+    "qwen3 with experts, normalised": lambda: qwen3(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=24
+    ),
+    "mixtral": lambda: mixtral(),
     "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
 }
 

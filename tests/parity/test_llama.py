@@ -7,7 +7,7 @@ import pytest
 
 from mtjax.config import Config
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
-from mtjax.models.rotary import frequencies
+from mtjax.models.rotary import attention_factor, frequencies
 from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config
 
@@ -29,6 +29,7 @@ LLAMA3 = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "as many key heads": {},
     "2 key heads, fewer than 4 ways": {"num_kv_heads": 2},
+    "Qwen3: norms of heads": {"num_kv_heads": 2, "qk_norm": True},
     "4 key heads, llama3 scaling, biases": {"num_kv_heads": 4, "hidden_size": 64, "bias": True, **LLAMA3},
     "odd sizes, linear scaling, tied": {
         "num_layers": 3,
@@ -61,12 +62,22 @@ def rope_parameters(config: Config) -> dict[str, Any]:
             "high_freq_factor": model.rope_high_frequency_factor,
             "original_max_position_embeddings": model.rope_original_length,
         }
+    if model.rope_scaling == "yarn":
+        found |= {
+            "beta_fast": model.rope_beta_fast,
+            "beta_slow": model.rope_beta_slow,
+            "original_max_position_embeddings": model.rope_original_length,
+        }
+        if model.rope_attention_factor is not None:
+            found["attention_factor"] = model.rope_attention_factor
     return found
 
 
 def llama_of(config: Config) -> Any:
     model = config.model
-    theirs = transformers.LlamaConfig(
+    kind = {(False, 0): "Llama", (True, 0): "Qwen3", (False, 4): "Mixtral", (True, 4): "Qwen3Moe"}
+    kind = kind[model.qk_norm, model.num_experts]
+    theirs = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=mlp_size(model),
@@ -78,11 +89,13 @@ def llama_of(config: Config) -> Any:
         rms_norm_eps=model.norm_epsilon,
         rope_parameters=rope_parameters(config),
         tie_word_embeddings=model.tie_embeddings,
-        attention_bias=model.bias,
-        mlp_bias=model.bias,
         attn_implementation="eager",
+        **({"attention_bias": model.bias, "mlp_bias": model.bias} if kind == "Llama" else {}),
+        **({"num_local_experts": 4, "num_experts_per_tok": model.experts_top_k} if model.num_experts else {}),
+        **({"norm_topk_prob": model.router_normalize} if kind == "Qwen3Moe" else {}),
+        **({"moe_intermediate_size": mlp_size(model)} if kind == "Qwen3Moe" else {}),
     )
-    return shaken(lambda: transformers.LlamaForCausalLM(theirs))
+    return shaken(lambda: getattr(transformers, f"{kind}ForCausalLM")(theirs))
 
 
 def as_llama(named: Named, config: Config) -> dict[str, Any]:
@@ -106,15 +119,27 @@ def as_llama(named: Named, config: Config) -> dict[str, Any]:
 
     query, key, value = (part(f"self_attn.{n}_proj", o, (hidden,)) for n, o in (("q", q), ("k", k), ("v", k)))
     grouped = {"query": query, "key_value": joined([key, value])}
-    gate_up = [part(f"mlp.{name}_proj", (inner,), (hidden,)) for name in ("gate", "up")]
+    norms = ("query", "key") if model.qk_norm else ()
+    if model.num_experts:
+        up = stacked("mlp.experts.gate_up_proj").reshape(-1, model.num_experts, 2, inner, hidden)
+        mlp = {
+            "router": {"weight": stacked("mlp.gate.weight").mT},
+            "up": {"weight": np.moveaxis(up, 4, 2)},
+            "down": {"weight": stacked("mlp.experts.down_proj").mT},
+        }
+    else:
+        gate_up = [part(f"mlp.{name}_proj", (inner,), (hidden,)) for name in ("gate", "up")]
+        mlp = {"up": joined(gate_up), "down": part("mlp.down_proj", (hidden,), (inner,))}
+    own = "experts" if model.num_experts else "mlp"
     layers = {
         "attention_norm": {"scale": stacked("input_layernorm.weight")},
         "attention": {
             "qkv": joined([query, key, value]) if q == k else grouped,
             "output": part("self_attn.o_proj", (hidden,), q),
+            **({f"{name}_norm": {"scale": stacked(f"self_attn.{name[0]}_norm.weight")} for name in norms}),
         },
-        "mlp_norm": {"scale": stacked("post_attention_layernorm.weight")},
-        "mlp": {"up": joined(gate_up), "down": part("mlp.down_proj", (hidden,), (inner,))},
+        f"{own}_norm": {"scale": stacked("post_attention_layernorm.weight")},
+        own: mlp,
     }
     output = {} if model.tie_embeddings else {"output": padded(config, named["lm_head.weight"])}
     return {
@@ -129,6 +154,20 @@ def as_llama(named: Named, config: Config) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", ["1x1", "2x4"])
 def test_llama_is_that_of_transformers(fields: dict[str, Any], mesh: str) -> None:
     config = llama_config(**fields)
+    assert_next_token_parity(llama_of(config), config, mesh, lambda named: as_llama(named, config), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kv_heads": 2},
+        pytest.param({"num_kv_heads": 4, "qk_norm": True, "experts_top_k": 3, "router_normalize": False}),
+    ],
+    ids=["Mixtral", "Qwen3's experts"],
+)
+def test_experts_are_those_of_transformers_and_so_are_the_gradients_of_routers(fields: dict[str, Any]) -> None:
+    config = llama_config(**fields, num_experts=4, balance_loss=0.0)
+    mesh = "data=2,expert=2,model=2"
     assert_next_token_parity(llama_of(config), config, mesh, lambda named: as_llama(named, config), TOLERANCE)
 
 
@@ -204,8 +243,18 @@ def test_gpt_with_rotary_positions_and_an_untied_output_is_neox() -> None:
         {"rope_theta": 5e5, "rope_scaling": "llama3", "rope_factor": 32.0, "sequence_length": 131_072},
         {"rope_scaling": "linear", "rope_factor": 4.0},
         {},
+        {"rope_scaling": "yarn", "rope_factor": 16.0, "rope_original_length": 4096, "sequence_length": 65_536},
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": "yarn",
+            "rope_factor": 4.0,
+            "rope_original_length": 32_768,
+            "rope_beta_fast": 16.0,
+            "rope_beta_slow": 2.0,
+            "rope_attention_factor": 1.3,
+        },
     ],
-    ids=["Llama 3.1", "Llama 3.2", "linear", "Llama 2"],
+    ids=["Llama 3.1", "Llama 3.2", "linear", "Llama 2", "YaRN", "YaRN, all settings"],
 )
 def test_frequencies_at_full_size_are_those_of_transformers(fields: dict[str, Any]) -> None:
     config = llama_config(**{"hidden_size": 4096, "num_heads": 32, **fields})
@@ -218,3 +267,4 @@ def test_frequencies_at_full_size_are_those_of_transformers(fields: dict[str, An
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     assert relative(frequencies(config.model), rotary.inv_freq.numpy()) < 1e-6
     np.testing.assert_allclose(frequencies(config.model), rotary.inv_freq.numpy(), rtol=2e-5)
+    assert attention_factor(config.model) == pytest.approx(rotary.attention_scaling, rel=1e-12)

@@ -46,6 +46,35 @@ def test_stages_are_reported_with_their_schedules(capsys):
     assert "gpipe" in out and "interleaved" in out and "pipeline bubble" in out
 
 
+def test_experts_have_parameters_that_a_token_does_not_meet_and_ranks_with_more_to_do(capsys):
+    asked = ("--config", "mixtral-8x7b", "--target", "h100x8")
+    even, uneven = run(capsys, *asked), run(capsys, *asked, "--expert-imbalance", "1.5")
+    assert re.search(r"met by a token: 2 of 8 experts +12,879,925,248", even)
+    assert "expert ways (8)" in even and "experts: equal loads" in even and "experts: 1.5 times" in uneven
+
+    def products(out):
+        found = re.search(r"^products +([\d.]+) s", out, re.MULTILINE)
+        assert found
+        return float(found[1])
+
+    assert 1.4 < products(uneven) / products(even) < 1.5
+    assert "data=16,expert=4,model=1" in run(capsys, *asked, "--gpus", "64")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--config", "llama3-8b", "--expert-imbalance", "2"), "is for models with experts, and num_experts is 0"),
+        (("--config", "mixtral-8x7b", "--expert-imbalance", "9"), "more than all tokens on one of 8 experts"),
+        (("--config", "mixtral-8x7b", "--expert-imbalance", "0.5"), "must be 1 or more"),
+        (("--config", "mixtral-8x7b", "--mesh", "data=2,expert=16,model=1"), "does not divide over 16 expert ways"),
+    ],
+)
+def test_loads_that_experts_can_not_have_are_refused(capsys, words, said):
+    assert main(list(words)) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_searches_and_says_why(capsys):
     out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5")
     assert "Fastest of" in out
@@ -131,7 +160,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),
-        (["--verify", "--mesh", "data=1,context=2,model=1"], "mtjax so far trains over"),
+        (["--verify", "--mesh", "data=1,expert=2,model=1"], "num_experts is 0: leave expert out"),
         (["--mesh", "2x5x8", "--microbatch-size", "1"], "num_layers 72 does not divide over 5 stages"),
         (["--mesh", "8x8x8", "--recompute-num-layers", "2", "--microbatch-size", "1"], "recompute_num_layers 2"),
         (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),

@@ -16,7 +16,9 @@ from mtjax.theory.timetable import num_ticks
 from mtjax.theory.timing import step_time
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
-PRESETS = [p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-"))]
+PRESETS = [
+    p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-", "mixtral-", "qwen3-"))
+]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
@@ -30,7 +32,7 @@ def test_every_published_model_is_there():
     table_2 = {"gpt2-355m", "gpt2-2.5b-lm", "gpt2-8.3b-lm"}
     table_4 = {"bert-336m", "bert-1.3b", "bert-3.9b"}
     family = {"bert-base", "bert-tiny", "gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-tiny"}
-    llama = {"llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
+    llama = {"llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3-8b-128k", "llama3-70b-128k"}
     stages = {f"gpt-{size}" for size in ("39b", "76b", "145b", "175b", "310b", "530b", "1t")}
     assert table_1 | table_2 | table_4 | family | llama | stages <= names
 
@@ -84,6 +86,17 @@ def test_divides_over_its_mesh_and_states_its_size(path):
 )
 def test_t5_is_as_large_as_hugging_faces(name, published):
     assert counts.parameters(anatomy_of(config.load(name).model)) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "met"),
+    [("mixtral-8x7b", 46.7, 12.9), ("mixtral-8x22b", 141, 39), ("qwen3-30b-a3b", 30.5, 3.3)],
+)
+def test_experts_are_as_large_as_published(name, published, met):
+    """Billions of parameters, and of those that a token meets."""
+    anatomy, digits = anatomy_of(config.load(name).model), 0 if published == 141 else 1
+    assert round(counts.parameters(anatomy) / 1e9, digits) == published
+    assert abs(counts.active_parameters(anatomy) / 1e9 - met) <= 0.2
 
 
 @pytest.mark.parametrize("path", [p for p in PRESETS if p.stem.startswith("gpt-")], ids=lambda p: p.stem)

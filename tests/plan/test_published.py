@@ -11,10 +11,10 @@ from mtjax.plan import published
 from mtjax.theory.accuracy import A100, H100, V100, accuracy_on
 from mtjax.theory.families.registry import gpt
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100
+from mtjax.theory.machine import Constants
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import MEGATRON_FP16, Plan
 from mtjax.theory.software import MEGATRON_2021
-from mtjax.theory.timing import Constants
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
 

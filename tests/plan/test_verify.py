@@ -53,16 +53,16 @@ def test_a_program_for_cpus_agrees_where_cpus_are_told():
 
 SMALL = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "sequence_length": 512, "global_batch_size": 32}
 PAIRS = [
-    ("1x1", {"global_batch_size": 8}),
+    pytest.param("1x1", {"global_batch_size": 8}, marks=pytest.mark.exhaustive),
     ("1x1", {"global_batch_size": 8, "recompute": "none"}),
     ("1x1", {"global_batch_size": 8, "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     ("2x4", {}),
     ("2x4", {"recompute": "none"}),
     ("2x4", {"recompute": "selective"}),
-    ("2x4", {"microbatch_size": 4}),
+    pytest.param("2x4", {"microbatch_size": 4}, marks=pytest.mark.exhaustive),
     ("4x2", {"compute_dtype": "float32"}),
     ("4x2", {"recompute": "none", "sequence_parallel": True, "zero": 3}),
-    ("8x1", {}),
+    pytest.param("8x1", {}, marks=pytest.mark.exhaustive),
     ("1x8", {"recompute": "none"}),
     ("1x1", {"global_batch_size": 8, "recompute": "none", "unroll_layers": True}),
     ("2x4", {"microbatch_size": 4, "recompute": "none", "unroll_layers": True, "zero": 1}),

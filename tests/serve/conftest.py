@@ -15,10 +15,9 @@ from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_te
 
 pytest.importorskip("starlette", reason="needs the extra serve: pip install '.[serve]'")
 
-from mtjax.generate.decoder import Decoder
-from mtjax.generate.engine import Engine
-from mtjax.generate.weights import load_model
+from mtjax.serve.command import load
 from mtjax.serve.host import Host
+from mtjax.serve.options import Options
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
@@ -59,13 +58,12 @@ def live(folder) -> Iterator[Live]:
 
 
 @contextmanager
-def served(folder: Path, sequences: int) -> Iterator[Live]:
+def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     """A server of these weights, in a thread."""
-    model = load_model(f"hf:{folder}")
-    engine = Engine(Decoder(model.placed, model.parameters), sequences)
-    host = Host(engine, sequences, WAITING)
-    limits = Limits(BODY, engine.max_context, 60)
-    tokens = Tokens(model.tokenizer, model.folder)
+    engines, model = load(Options(f"hf:{folder}", mesh=mesh, batch=sequences), processes=1)
+    host = Host(engines, sequences, WAITING)
+    limits = Limits(BODY, host.max_context, 60)
+    tokens = Tokens(model.tokenizer, model.folder, model.prompt_ids)
     service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))
     bound, ready = listen("127.0.0.1", 0), threading.Event()
     server = Server(service, 10, ready.set)

@@ -49,7 +49,19 @@ def curls(address: str) -> list[list[str]]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_as_documented_and_sigterm(folder) -> None:
-    command = [sys.executable, "-m", "mtjax.serve", "--from", f"hf:{folder}", "--port", "0", "--batch", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "mtjax.serve",
+        "--from",
+        f"hf:{folder}",
+        "--port",
+        "0",
+        "--batch",
+        "1",
+        "--mesh",
+        "2x1",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -1,8 +1,11 @@
-"""A device that fails: clients hear of it, and the server ends."""
+"""A device that fails, and one that takes too long: clients hear of it."""
 
 import asyncio
 import dataclasses
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mtjax.generate.engine import Engine
 from mtjax.serve.host import Host
@@ -17,7 +20,7 @@ class Failing(Engine):
     def __init__(self) -> None:
         self.max_context, self._asked, self._count = 96, threading.Event(), 0
 
-    load = (0, 0)
+    load, reads_text = (0, 0), False
 
     def submit(self, request) -> None:
         self._count += 1
@@ -34,16 +37,67 @@ class Failing(Engine):
         self._asked.clear()
 
 
-def test_clients_hear_of_a_device_that_fails(live) -> None:
-    host = Host(Failing(), 1, 0)
+class Silent(Failing):
+    """Never writes a token; says which requests were cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled, self._stopped = [], threading.Event()
+
+    def cancel(self, request) -> None:
+        self.cancelled.append(request)
+
+    def wake(self) -> None:
+        self._stopped.set()
+
+    def run(self, stopped=None) -> None:
+        assert stopped is None or self._stopped.wait(60)
+
+
+@contextmanager
+def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, Server, threading.Thread]]:
+    """A server with an engine of a test's own."""
+    host = Host([engine], 4, 0)
     bound, ready = listen("127.0.0.1", 0), threading.Event()
-    server = Server(dataclasses.replace(live.service, host=host), 10, ready.set)
+    own = {"host": host, "limits": dataclasses.replace(live.service.limits, **limits)}
+    server = Server(dataclasses.replace(live.service, **own), 0.1, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
     thread.start()
     assert ready.wait(60)
-    headers = JSON | {"Authorization": f"Bearer {KEY}"}
-    answer = send(address_of(bound), "POST", "/v1/completions", b'{"prompt": "the cat"}', headers)
-    assert answer.status == 503 and "the engine has failed: out of memory" in answer.text
+    yield address_of(bound), host, server, thread
     thread.join(60)
     bound.close()
-    assert not thread.is_alive() and isinstance(host.failure, RuntimeError)  # which the command raises
+    assert not thread.is_alive()
+
+
+HEADERS = JSON | {"Authorization": f"Bearer {KEY}"}
+
+
+def test_clients_hear_of_a_device_that_fails(live) -> None:
+    with running(live, Failing()) as (address, host, _, _):
+        answer = send(address, "POST", "/v1/completions", b'{"prompt": "the cat"}', HEADERS)
+        assert answer.status == 503 and "the engine has failed: out of memory" in answer.text
+    assert isinstance(host.failure, RuntimeError)  # which the command raises
+
+
+def test_a_request_ends_when_its_time_is_over(live) -> None:
+    """With a status, or in a stream, for which that comes too late, with an event; the engine may forget it."""
+    engine = Silent()
+    with running(live, engine, seconds=0.3) as (address, _, server, _):
+        said = "it was not done within 0.3 s: ask for fewer tokens"
+        for path, method, body in (
+            ("/v1/completions", "POST", b'{"prompt": "the cat"}'),
+            ("/v1/chat/completions", "POST", b'{"messages": [{"role": "user", "content": "the cat"}]}'),
+            ("/api", "PUT", b'{"prompts": ["the cat"]}'),
+        ):
+            answer = send(address, method, path, body, HEADERS)
+            assert answer.status == 504 and said in answer.text, path
+        answer = send(address, "POST", "/v1/completions", b'{"prompt": "the cat", "stream": true}', HEADERS)
+        assert answer.status == 200 and said in answer.text and '"code":504' in answer.text
+        assert "data: [DONE]" not in answer.text
+        for _ in range(1000):  # the engine may hear of it behind the client
+            if len(engine.cancelled) == 4:
+                break
+            time.sleep(0.01)
+        assert len(engine.cancelled) == 4
+        server.drain()

@@ -6,7 +6,6 @@ LM_EVAL=LM/bin/python python -m pytest -m long tests/serve/test_lm_eval.py
 
 import json
 import os
-import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,45 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.evaluate.lm_eval_tasks import TASKS, write_tasks
 from tests.serve.conftest import KEY
 
 PYTHON = os.environ.get("LM_EVAL")
-WORDS = ("the", "cat", "and", "dog", "went", "on", "to", "end", "of", "road", "there", "they", "rested")
-TASKS = {
-    "cloze": {  # as of LAMBADA
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
-        "doc_to_target": "{{' '+text.split(' ')[-1]}}",
-        "metric_list": [
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
-        ],
-    },
-    "pages": {  # as of WikiText
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-    "written": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
-        "doc_to_target": "{{text.split(' ')[-1]}}",
-        "generation_kwargs": {"until": ["\n", "e"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
-    folder, own = tmp_path_factory.mktemp("tasks"), random.Random(0)
-    texts = [" ".join(own.choices(WORDS, k=own.randint(4, 30))) for _ in range(12)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for name, task in TASKS.items():
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "texts.jsonl")}}}
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **data, "test_split": "test", **task}))
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 def evaluate(tasks: Path, out: Path, model: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -10,7 +10,7 @@ import hypothesis
 import hypothesis.strategies as some
 import pytest
 
-from mtjax.serve import service
+from mtjax.serve import server, service
 from tests.serve.asking import ask
 from tests.serve.conftest import BODY, CONTEXT
 
@@ -78,7 +78,9 @@ WRONG: dict[str, dict[str, some.SearchStrategy[Any]]] = {
         "logprobs": not_flags,
         "add_BOS": not_flags,
         "random_seed": not_whole | huge | some.integers(max_value=-1),
-        "beam_width": some.just(4),
+        "beam_width": some.sampled_from([0, -1, 11, 2.5, True, "4"]),
+        "length_penalty": some.sampled_from([101, -1e9, True, "1"]),
+        "stop_token": some.sampled_from([-1, 2.5, True, "1"]),
         "max_len": some.just(4),
     },
     "/tokenize": {"prompt": not_texts | some.just("\ud800"), "add_special_tokens": some.text()},
@@ -142,6 +144,16 @@ def test_bodies_that_are_not_bodies(live, monkeypatch) -> None:
         with socket.create_connection((host.hostname, host.port), timeout=20) as raw:
             raw.sendall(sent.encode())
             assert expected in raw.recv(4096).split(b"\r\n")[0], sent[-60:]
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (whole, b"GET /he")):
+        with socket.create_connection((host.hostname, host.port), timeout=20) as raw:
+            raw.sendall(first)
+            answered = b""
+            while first and not answered.endswith(b"ok\n"):
+                answered += raw.recv(4096)
+            raw.sendall(slow)
+            assert b"408" in raw.recv(4096).split(b"\r\n")[0] and raw.recv(4096) == b""
     with socket.create_connection((host.hostname, host.port)) as raw:  # and one that leaves in the middle
         raw.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
     assert ask(live, "GET", "/health", headers={}) == (200, "ok\n")

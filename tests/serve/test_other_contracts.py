@@ -1,6 +1,17 @@
 """Megatron-LM's PUT /api, by its contract, and vLLM's tokenizer over HTTP."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.generate.weights import load_model
+from mtjax.sharding.axes import use_rules
+from tests.convert.hf_folders import VOCAB
 from tests.serve.asking import ask
+from tests.serve.conftest import CONTEXT
 
 
 def put(live, **fields) -> dict:
@@ -51,6 +62,80 @@ def test_what_ends_a_text_is_part_of_it(live) -> None:
     assert longer and all(text[-1] == "<|endoftext|>" for text in whole if len(text) < most)
 
 
+@pytest.fixture(scope="module")
+def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
+    """Of each next token, float64, by a pass over all ids without a cache."""
+    loaded = load_model(f"hf:{folder}")
+    placed = loaded.placed
+
+    @jax.jit
+    def logits(parameters, tokens):
+        with use_rules(placed.layout.rules):
+            model = placed.model_in_use(parameters)
+            return model.logits(model(tokens))
+
+    def of(ids: list[int]) -> np.ndarray:
+        tokens = np.zeros((1, CONTEXT), np.int32)
+        tokens[0, : len(ids)] = ids
+        batch = jax.device_put(tokens, placed.batch_sharding)
+        found = np.asarray(placed.on_mesh(logits, loaded.parameters, batch), np.float64)[0, len(ids) - 1, :VOCAB]
+        return found - found.max() - np.log(np.exp(found - found.max()).sum())
+
+    return of
+
+
+def searched(log_probabilities, prompt: list[int], tokens: int, width: int, penalty: float, stop: int):
+    """Scores and ids as Megatron's beam search finds them, written out."""
+    beams, finished, done = [(0.0, prompt)], [], False
+    for at in range(1, tokens + 1):
+        found = [(score + p, ids, i) for score, ids in beams for i, p in enumerate(log_probabilities(ids))]
+        found = sorted(found, key=lambda each: -each[0])[: 2 * width]
+        beams = []
+        for rank, (score, ids, i) in enumerate(found):
+            if i == stop and rank < width:
+                finished = sorted([*finished, (score / at**penalty, ids)], key=lambda each: -each[0])[:width]
+            elif i != stop and len(beams) < width:
+                beams.append((score, [*ids, i]))
+        if done := len(finished) == width and finished[-1][0] >= found[0][0] / at**penalty:
+            break
+    finished += [] if done else [(score / tokens**penalty, ids) for score, ids in beams]
+    return sorted(finished, key=lambda each: -each[0])[:width]
+
+
+@pytest.mark.parametrize(("width", "penalty"), [(2, 2.0), (4, -2.0)])
+def test_beams_are_those_of_its_search(live, log_probabilities, width: int, penalty: float) -> None:
+    tokenizer = live.service.tokens.decoder
+    prompt, tokens = tokenizer.encode("the cat and the dog"), 6
+    written = {i for _, ids in searched(log_probabilities, prompt, tokens, 4, 1.0, -1) for i in ids[len(prompt) :]}
+    ended = 0
+    for stop in (*written, tokenizer.eod):
+        expected = searched(log_probabilities, prompt, tokens, width, penalty, stop)
+        fields = {"beam_width": width, "length_penalty": penalty, "stop_token": stop, "tokens_to_generate": tokens}
+        answer = put(live, prompts=["the cat and the dog"], **fields)
+        assert set(answer) == {"text", "segments", "scores"}
+        assert answer["scores"] == pytest.approx([score for score, _ in expected], rel=1e-5)
+        whole = [[*ids, *[tokenizer.eod] * (len(prompt) + tokens - len(ids))] for _, ids in expected]
+        assert answer["text"] == [tokenizer.decode(ids) for ids in whole]
+        assert ["".join(segments) for segments in answer["segments"]] == answer["text"]
+        ended += any(ids[-1] == tokenizer.eod for ids in whole)
+    assert ended
+
+
+def test_beams_leave_others_whole(live) -> None:
+    """Beside texts under way: these and the searches are what they are alone."""
+    alone = [
+        put(live, prompts=["the road"], tokens_to_generate=9, beam_width=2),
+        put(live, prompts=["the"], random_seed=1),
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        asked = [
+            {"prompts": ["the road"], "tokens_to_generate": 9, "beam_width": 2},
+            {"prompts": ["the"], "random_seed": 1},
+        ]
+        assert list(pool.map(lambda fields: put(live, **fields), asked * 3)) == alone * 3
+    assert ask(live, "GET", "/health", headers={}) == (200, "ok\n")
+
+
 def test_errors_are_sentences(live) -> None:
     def said(**fields) -> str:
         status, answer = ask(live, "PUT", "/api", fields)
@@ -58,6 +143,9 @@ def test_errors_are_sentences(live) -> None:
         return answer
 
     assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p 0.5: give one of them"
+    assert said(prompts=["x", "y"], beam_width=2) == "beam_width goes with one prompt, and there are 2"
+    assert said(prompts=["x"], beam_width=11) == "beam_width: 11 beams are too many: at most 10"
+    assert said(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
     assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer used: say prompts"
     assert ask(live, "POST", "/api", {})[0] == 405
 

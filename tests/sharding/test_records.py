@@ -43,7 +43,13 @@ def array(*shape):
             GradientSum(("data",), UNSPLIT, (), 1),
             P("expert", "model"),
         ),
-        (WITH_EXPERTS, "data=2,expert=2", ("embed",), GradientSum(("data", "expert"), 0, ("data",), 2), P("data")),
+        (
+            WITH_EXPERTS,
+            "data=2,expert=2",
+            ("embed",),
+            GradientSum(("data", "expert"), 0, ("data", "expert"), 4),
+            P(("data", "expert")),
+        ),
     ],
 )
 def test_a_gradient_is_summed_over_the_axes_that_do_not_split_its_parameter(rules, mesh, names, total, stored):

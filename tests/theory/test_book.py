@@ -17,12 +17,18 @@ from tests.tiny import program_of
 MODELS = {
     "gpt": {},
     "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
-    "llama": {"family": "llama", "num_kv_heads": 4},
+    "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
+    "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
+    "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
     "bert": {"family": "bert"},
     "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
     "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "gpt, adapters": {"lora_rank": 4},
+    "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
+    "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
     "gpt, finetuned": {"head": "classification", "num_labels": 3},
     "bert, finetuned": {"family": "bert", "head": "regression"},
+    "bert, answers in a text": {"family": "bert", "head": "spans"},
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
@@ -44,15 +50,18 @@ def test_every_parameter_of_a_model_stands_in_the_book(fields):
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_what_a_device_holds_and_gathers_is_what_the_layout_says(fields, zero):
-    program = program_of("2x4" if "heads" not in str(fields) else "4x2", zero=zero, **fields)
+    mesh = "2x4" if "heads" not in str(fields) else "4x2"
+    program = program_of("data=2,expert=2,model=2" if "num_experts" in fields else mesh, zero=zero, **fields)
     plan = Plan.of(program.config, program.shape)
     held = fullest_counts(anatomy_of(program.config.model), plan)
     shards = zip(
         jax.tree.leaves(program.state_sharding.parameters), jax.tree.leaves(program.abstract_parameters), strict=True
     )
     sizes = [jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))).item() for place, leaf in shards]
-    split = held.all - held.unsplit if zero == 3 else 0
-    assert sum(sizes) == held.all - split + split // plan.mesh.data
+    experts = held.experts - held.unsplit_experts
+    split, ways = held.all - held.unsplit - experts, plan.mesh.data
+    parts = split // (ways * plan.mesh.expert) + experts // ways if zero == 3 else split + experts
+    assert sum(sizes) == held.unsplit + parts
 
 
 def test_a_t5_is_planned_by_its_parts_alone():

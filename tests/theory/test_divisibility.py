@@ -77,6 +77,35 @@ STAGED = [
 ]
 """Fields, mesh and what is said of them, of plans with stages."""
 
+CONTEXT = [
+    (
+        {"sequence_length": 20},
+        "data=1,context=4,model=1",
+        "sequence_length 20 .* 2 chunks .* 4 context ways .* 16 and 24$",
+    ),
+    (
+        {"sequence_length": 24, "sequence_parallel": True},
+        "data=1,context=4,model=4",
+        "sequence_length 24 .* 16 context x model ways .* 16 and 32$",
+    ),
+    (
+        {"family": "bert"},
+        "data=1,context=2,model=1",
+        "context=2, .* for gpt and llama, and family is bert: leave",
+    ),
+    (
+        {"head": "classification"},
+        "data=1,context=2,model=1",
+        "context=2, .* next tokens, and head is classification: leave it out",
+    ),
+    (
+        {"context_method": "gather"},
+        "2x4",
+        "context_method gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
+    ),
+]
+"""The same of ranks that share the tokens of samples."""
+
 
 @pytest.mark.parametrize(
     ("fields", "mesh", "numbers"),
@@ -93,6 +122,7 @@ STAGED = [
         ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, parse_mesh("1x4"), "num_kv_heads 6 .* 4 model ways"),
         ({"microbatch_size": 3}, parse_mesh("2x1"), "global_batch_size 8 .* microbatch_size 3 x 2 .* 6; .* 6 and 12"),
         *(({"microbatch_size": 1} | fields, mesh, message) for fields, mesh, message in STAGED),
+        *((fields, parse_mesh(mesh), message) for fields, mesh, message in CONTEXT),
     ],
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, numbers):

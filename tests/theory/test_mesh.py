@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.theory.mesh import AXES, MeshShape, check_implemented, parse_mesh, why_not_trained
+from mtjax.theory.mesh import AXES, MeshShape, check_whole_samples, parse_mesh
 
 WAYS = st.integers(1, 16)
 
@@ -66,9 +66,9 @@ def test_axes_together_split_by_their_product():
     assert mesh.size == 24
 
 
-def test_what_is_not_trained_yet_is_said_in_one_sentence():
-    check_implemented(parse_mesh("8x4x8"))
-    mesh = parse_mesh("data=8,context=4,model=8")
-    with pytest.raises(UserError, match=f"mesh {mesh} asks for context=4, and .* data, stage and model") as error:
-        check_implemented(mesh)
-    assert str(error.value) == why_not_trained(mesh)
+def test_what_trains_only_is_said_where_nothing_is_trained():
+    check_whole_samples(parse_mesh("8x8"))
+    with pytest.raises(
+        UserError, match="mesh data=1,context=2,model=4 .* context=2, which is for training and evaluation: leave"
+    ):
+        check_whole_samples(parse_mesh("context=2,model=4"))

@@ -7,12 +7,13 @@ import pytest
 from mtjax import config
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_2H, DGX_H100
+from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
 from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timetable import timetable
-from mtjax.theory.timing import Constants, Machine, members_inside, step_time
+from mtjax.theory.timing import members_inside, step_time
 from mtjax.theory.traffic import Transfer, transfers
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)

@@ -1,8 +1,11 @@
-"""What tests of processes and signals share."""
+"""What tests of processes and signals share, and what the products of layouts do."""
 
 import signal
 
+import jax
 import pytest
+
+from tests.tiny import forget_programs
 
 
 @pytest.fixture
@@ -11,3 +14,12 @@ def hangup():
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs(request):
+    """Programs of an exhaustive product, or Linux' limit of 65,530 memory maps ends the process after 64 of them."""
+    yield
+    if request.node.get_closest_marker("exhaustive"):
+        forget_programs()
+        jax.clear_caches()

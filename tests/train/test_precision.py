@@ -32,6 +32,8 @@ TRACE = [
 
 HALF = {"compute_dtype": "float16", "initial_loss_scale": 2.0**28, "hysteresis": 1}
 """The first steps overflow."""
+SHARED = "data=1,context=2,model=2"
+"""Ranks share the tokens of samples."""
 
 
 def test_the_scale_follows_a_trace_counted_by_hand():
@@ -71,19 +73,34 @@ def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_pa
     assert later[-1]["learning_rate"] == float(program.schedule(good - 1))
 
 
-def test_losses_are_near_those_of_float32():
-    program = program_of("2x4", **HALF)
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("2x4", HALF),
+        pytest.param(SHARED, HALF, marks=pytest.mark.long),
+        pytest.param(SHARED, {"compute_dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_losses_are_near_those_of_float32(mesh, fields):
+    program = program_of(mesh, **fields)
     state = initial_state(program)
-    low = replace(state.loss_scale, scale=state.loss_scale.scale / 2**18)
-    found = run_steps(program, 5, replace(state, loss_scale=low))[1]
+    if state.loss_scale is not None:
+        state = replace(state, loss_scale=replace(state.loss_scale, scale=state.loss_scale.scale / 2**18))
+    found = run_steps(program, 5, state)[1]
     expected = run_steps(program_of("1x1"), 5)[1]
     assert not any(m["skipped"] for m in found)
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=2e-3)
 
 
-@pytest.mark.parametrize("layout", [{"zero": 3, "sequence_parallel": True, "microbatch_size": 1}])
-def test_split_or_not_the_same_steps_are_skipped(layout):
-    found = run_steps(program_of("2x4", **HALF, **layout), 12)[1]
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ("2x4", {"zero": 3, "sequence_parallel": True, "microbatch_size": 1}),
+        pytest.param(SHARED, {}, marks=pytest.mark.long),
+    ],
+)
+def test_split_or_not_the_same_steps_are_skipped(mesh, layout):
+    found = run_steps(program_of(mesh, **HALF, **layout), 12)[1]
     expected = run_steps(program_of("2x4", **HALF), 12)[1]
     assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]
     assert found[0]["skipped"] == 1 and found[-1]["skipped"] == 0

@@ -15,7 +15,7 @@ from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.sample import continue_text
 from mtjax.train.step import Program
-from tests.tiny import batch_of, forget_programs, program_of, run_steps
+from tests.tiny import batch_of, program_of, run_steps
 
 MODEL = (
     "family",
@@ -63,8 +63,18 @@ LONG: list[tuple[str, dict[str, Any]]] = [
     ("2x2x2", {"recompute": "full", "family": "t5", "schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN}),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
+    ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
 ]
 SCHEDULES = ({}, {"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2})
+CONTEXT = [
+    (mesh, {"recompute": kept, "context_method": method, "zero": zero, **schedule})
+    for mesh, kept, (method, zero), schedule in itertools.product(
+        ("data=1,stage=2,context=2,model=2", "data=2,stage=2,context=2,model=1"),
+        ("none", "selective", "full"),
+        (("ring", 0), ("gather", 3)),
+        SCHEDULES,
+    )
+]
 PRODUCT = [
     (mesh, {"family": family, "recompute": kept, "sequence_parallel": split, "zero": zero, **schedule})
     for family, mesh, kept, split, zero, schedule in itertools.product(
@@ -74,16 +84,8 @@ PRODUCT = [
 CASES = [
     *COVERING,
     *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT + CONTEXT),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _forget_programs(request):
-    yield
-    if request.node.get_closest_marker("exhaustive"):
-        forget_programs()
-        jax.clear_caches()
 
 
 def staged(mesh: str, fields: dict[str, Any]) -> Program:

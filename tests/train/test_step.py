@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tiny import batch_of, forget_programs, initial_state, program_of, run_steps
+from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 MESHES = ("1x1", "1x2", "8x1", "1x8", "2x4")
 MORE_MESHES = ("2x1", "2x2", "4x2")
@@ -30,6 +30,7 @@ LAYOUTS = [
     ("8x1", False, 1, "full", 1),
     ("8x1", False, 3, "full", None),
     ("1x8", True, 0, "none", 1),
+    ("data=1,context=4,model=2", True, 1, "full", 1),
 ]
 ALL_LAYOUTS = [
     case
@@ -37,15 +38,6 @@ ALL_LAYOUTS = [
     if case not in LAYOUTS
 ]
 LAYOUT_CASES = LAYOUTS + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL_LAYOUTS]
-
-
-@pytest.fixture(autouse=True)
-def _forget_programs(request):
-    """Programs of the exhaustive product, or Linux' limit of 65,530 memory maps ends the process after 64 of them."""
-    yield
-    if request.node.get_closest_marker("exhaustive"):
-        forget_programs()
-        jax.clear_caches()
 
 
 def flat(tree):

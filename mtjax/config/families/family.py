@@ -4,8 +4,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mtjax.errors import UserError
+
 if TYPE_CHECKING:
     from mtjax.config.model import Model
+
+
+EXPERTS = frozenset(
+    {
+        *("num_experts", "experts_top_k", "expert_size", "shared_expert_size", "capacity_factor"),
+        *("router_score", "router_normalize", "router_scale", "router_bias", "router_bias_rate", "router_jitter"),
+        *("balance_loss", "router_z_loss"),
+    }
+)
+"""Settings of experts in the place of the MLP, for families that can have them."""
+
+
+def without_head_norms(model: "Model") -> None:
+    """Checks that heads of queries and keys have no norms.
+
+    Raises:
+      UserError: they have.
+    """
+    if model.qk_norm:
+        raise UserError(f"qk_norm is for gpt and llama, and family is {model.family}: leave it out")
 
 
 def _nothing_more(model: "Model") -> None:

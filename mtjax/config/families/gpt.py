@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import Family
+from mtjax.config.families.family import EXPERTS, Family
 
 GPT = Family(
     defaults={
@@ -13,5 +13,10 @@ GPT = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("learned", "rope"), "norm_placement": ("pre",)},
+    choices={
+        "position": ("learned", "rope"),
+        "norm_placement": ("pre",),
+        "head": ("language", "classification", "regression", "choices"),
+    },
+    own=EXPERTS,
 )

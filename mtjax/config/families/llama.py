@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import Family
+from mtjax.config.families.family import EXPERTS, Family
 
 LLAMA = Family(
     defaults={
@@ -13,6 +13,11 @@ LLAMA = Family(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-    choices={"position": ("learned", "rope"), "norm_placement": ("pre",)},
+    choices={
+        "position": ("learned", "rope"),
+        "norm_placement": ("pre",),
+        "head": ("language", "classification", "regression", "choices"),
+    },
+    own=EXPERTS,
     network="gpt",
 )

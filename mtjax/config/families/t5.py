@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mtjax.config.families.family import Family
+from mtjax.config.families.family import Family, without_head_norms
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,8 +13,9 @@ def check(model: "Model") -> None:
     """Checks what T5 lacks.
 
     Raises:
-      UserError: heads share keys and values.
+      UserError: heads share keys and values, or have norms.
     """
+    without_head_norms(model)
     if model.num_kv_heads not in (None, model.num_heads):
         raise UserError(f"num_kv_heads is {model.num_kv_heads}, and the family t5 has as many as num_heads")
 

@@ -4,7 +4,16 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import mlp_size
-from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name, head_json, head_settings
+from mtjax.convert.families.family import (
+    ACTIVATIONS,
+    ENDINGS,
+    Family,
+    Field,
+    Json,
+    activation_name,
+    head_json,
+    head_settings,
+)
 from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -18,7 +27,7 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
     """All but the norms that one of the two has and the other not."""
     return (
         row("embedding", "bert.embeddings.word_embeddings.weight", "vocab embed"),
-        row("positions", "bert.embeddings.position_embeddings.weight", "seq embed"),
+        row("positions", "bert.embeddings.position_embeddings.weight", "positions embed"),
         row("token_types", "bert.embeddings.token_type_embeddings.weight", "token_types embed"),
         *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.{attention_norm}"),
         *attention(f"{LAYERS}.attention", *(f"{BLOCK}.attention.self.{x}" for x in ("query", "key", "value"))),
@@ -35,6 +44,7 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
         row("output", "cls.predictions.decoder.weight", "vocab embed"),
         *linear("head.pooler", "bert.pooler.dense", "embed", "features"),
         *linear("head.classifier", "classifier", "embed", "classes"),
+        *linear("head.spans", "qa_outputs", "embed", "classes"),
     )
 
 
@@ -101,13 +111,13 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
             "mlp_size": config.get("intermediate_size", 3072),
             "activation": ACTIVATIONS[config.get("hidden_act", "gelu")],
             "sentence_order": any("pooler" in name or "seq_relationship" in name for name in names),
-            **head_settings(config),
+            **head_settings(config, ENDINGS),
         }
 
     def write(model: Model) -> dict[str, Any]:
         head = "ForPreTraining" if model.sentence_order else "ForMaskedLM"
         return {
-            **head_json(model, model_class, f"{model_class}{head}"),
+            **head_json(model, model_class, f"{model_class}{head}", ENDINGS),
             "intermediate_size": mlp_size(model),
             "hidden_act": activation_name(model),
             "is_decoder": False,

@@ -13,6 +13,9 @@ from mtjax.errors import UserError
 
 Json = Mapping[str, Any]
 
+CHOICES = 4
+"""Of a question: config.json does not say how many, and RACE and SWAG have as many."""
+
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu_exact",
     "gelu_new": "gelu",
@@ -92,12 +95,22 @@ class Family:
 
 
 CLASSIFIER = "ForSequenceClassification"
-"""What the names of transformers' classes end with that have one of finetuning's heads."""
+ENDINGS: Mapping[str, str] = {"choices": "ForMultipleChoice", "spans": "ForQuestionAnswering"}
+"""What the names of transformers' classes end with that have one of finetuning's heads; the second are BERT's only."""
 
 
-def head_settings(config: Json) -> dict[str, Any]:
-    """Our settings of the head that a config.json describes."""
-    if not any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ()):
+def head_settings(config: Json, endings: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Our settings of the head that a config.json describes.
+
+    Args:
+      config: theirs.
+      endings: of the classes that a family has besides those that classify, by our names of heads.
+    """
+    names = config.get("architectures") or ()
+    for head, ending in (endings or {}).items():
+        if any(name.endswith(ending) for name in names):
+            return {"head": head} | ({"num_labels": CHOICES} if head == "choices" else {})
+    if not any(name.endswith(CLASSIFIER) for name in names):
         return {"head": "language"}
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels", 2))
     if config.get("problem_type") == "regression" or labels == 1:
@@ -105,16 +118,19 @@ def head_settings(config: Json) -> dict[str, Any]:
     return {"head": "classification", "num_labels": labels}
 
 
-def head_json(model: Model, name: str, architecture: str) -> dict[str, Any]:
+def head_json(model: Model, name: str, architecture: str, endings: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Their keys of our head.
 
     Args:
       model: with any head.
       name: what the classes of its family begin with.
       architecture: the class with the head of language.
+      endings: as above; without its own, a head becomes one that classifies, and is refused when that is read.
     """
     if model.head == "language":
         return {"architectures": [architecture]}
+    if model.head in (endings or {}):
+        return {"architectures": [f"{name}{(endings or {})[model.head]}"]}
     kind = "regression" if model.head == "regression" else "single_label_classification"
     return {
         "architectures": [f"{name}{CLASSIFIER}"],

@@ -23,7 +23,7 @@ LAYER = (
     *_linear(f"{LAYERS}.mlp.up", f"{BLOCK}.mlp.c_fc", "embed", "mlp"),
     *_linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.c_proj", "mlp", "embed"),
 )
-POSITIONS = row("positions", "transformer.wpe.weight", "seq embed")
+POSITIONS = row("positions", "transformer.wpe.weight", "positions embed")
 MASKS = r"h\.\d+\.attn\.(bias|masked_bias)"
 TABLE = decoder("gpt2", "transformer.", "wte.weight", LAYER, "ln_f", POSITIONS, ignored=MASKS)
 

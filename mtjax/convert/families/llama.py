@@ -6,20 +6,28 @@ from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.convert.families.family import Family, Field, Json, head_json, head_settings
 from mtjax.convert.families.rows import attention, decoder, linear, norm, stacked
+from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
 
 LAYERS, BLOCK = "stack.layers", "model.layers.{layer}"
 
-LAYER = (
+ATTENTION = (
     *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.input_layernorm"),
     *attention(f"{LAYERS}.attention", *(f"{BLOCK}.self_attn.{x}_proj" for x in "qkv")),
     *linear(f"{LAYERS}.attention.output", f"{BLOCK}.self_attn.o_proj", "heads*head_dim", "embed"),
+)
+MLP = (
     *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.post_attention_layernorm"),
     *stacked(f"{LAYERS}.mlp.up", "gate", (f"{BLOCK}.mlp.gate_proj", f"{BLOCK}.mlp.up_proj"), "embed", "mlp"),
     *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.down_proj", "mlp", "embed"),
 )
 FREQUENCIES = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-TABLE = decoder("llama", "model.", "embed_tokens.weight", LAYER, "norm", ignored=FREQUENCIES)
+
+
+def table(name: str, *layer: Row) -> Table:
+    """Of a family whose models have these rows in a layer, and are Llamas besides."""
+    return decoder(name, "model.", "embed_tokens.weight", layer, "norm", ignored=FREQUENCIES)
+
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -33,54 +41,76 @@ FIELDS = (
     Field("init_std", "initializer_range", 0.02),
     Field("attention_dropout", "attention_dropout", 0.0),
     Field("tie_embeddings", "tie_word_embeddings", False),
-    Field("bias", "attention_bias", False),
 )
+BIAS = Field("bias", "attention_bias", False)
 
 ROPE = {
     "rope_factor": "factor",
     "rope_low_frequency_factor": "low_freq_factor",
     "rope_high_frequency_factor": "high_freq_factor",
     "rope_original_length": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_attention_factor": "attention_factor",
 }
 """Our settings of RoPE's scaling, and their keys."""
-SCALED_BY = {"none": (), "linear": ("rope_factor",), "llama3": tuple(ROPE)}
+OWN_DEFAULTS = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
+"""Settings that a config may leave out; the defaults of transformers are ours."""
+SCALED_BY = {
+    "none": (),
+    "linear": ("rope_factor",),
+    "llama3": tuple(name for name in ROPE if name not in OWN_DEFAULTS),
+    "yarn": ("rope_factor", "rope_original_length", *OWN_DEFAULTS),
+}
 """The kinds of scaling, and the settings that each has."""
+NOT_YARN = ("mscale", "mscale_all_dim", "truncate")
+"""Keys of YaRN's variants."""
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
     if config.get("mlp_bias", False) != config.get("attention_bias", False):
         raise UserError("attention_bias and mlp_bias differ, and mtjax has one setting for both")
+    return {"mlp_size": config.get("intermediate_size", 11008), **read_decoder(config), **head_settings(config)}
+
+
+def read_decoder(config: Json, theta: float = 10_000.0) -> dict[str, Any]:
+    """Our settings that Llama's and its relatives' configs say alike; `theta` is RoPE's where they don't."""
     return {
         "family": "llama",
         "num_kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
-        "mlp_size": config.get("intermediate_size", 11008),
         "hidden_dropout": 0.0,
-        **_read_rope(config),
-        **head_settings(config),
+        **_read_rope(config, theta),
     }
 
 
-def _read_rope(config: Json) -> dict[str, Any]:
+def _read_rope(config: Json, default: float) -> dict[str, Any]:
     """From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (4)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in SCALED_BY:
         raise UserError(f"RoPE is scaled by {kind!r}, and mtjax knows {', '.join(SCALED_BY)}")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    scaling = {ours: rope[ROPE[ours]] for ours in SCALED_BY[kind]}
+    theta = rope.get("rope_theta", config.get("rope_theta", default))
+    if kind == "yarn" and (other := [key for key in NOT_YARN if rope.get(key) not in (None, key == "truncate")]):
+        raise UserError(f"RoPE's YaRN has {' and '.join(other)}, and mtjax knows YaRN without")
+    given = [name for name in SCALED_BY[kind] if name not in OWN_DEFAULTS or rope.get(ROPE[name]) is not None]
+    scaling = {ours: rope[ROPE[ours]] for ours in given}
     return {"rope_theta": float(theta), "rope_scaling": kind, **scaling}
 
 
 def _write(model: Model) -> dict[str, Any]:
+    return {**head_json(model, "Llama", ARCHITECTURE), "mlp_bias": model.bias, **write_decoder(model)}
+
+
+def write_decoder(model: Model) -> dict[str, Any]:
+    """What configs of Llama and its relatives say alike."""
     kind = model.rope_scaling
-    rope = {ROPE[ours]: getattr(model, ours) for ours in SCALED_BY[kind]}
+    said = {ROPE[ours]: getattr(model, ours) for ours in SCALED_BY[kind]}
+    rope = {key: value for key, value in said.items() if value is not None}
     rope |= {"rope_type": "default" if kind == "none" else kind}
     return {
-        **head_json(model, "Llama", ARCHITECTURE),
         "hidden_act": "silu",
-        "mlp_bias": model.bias,
         "num_key_value_heads": num_kv_heads(model),
         "head_dim": head_dim(model),
         "intermediate_size": mlp_size(model),
@@ -94,8 +124,8 @@ def _write(model: Model) -> dict[str, Any]:
 LLAMA = Family(
     model_type="llama",
     architecture=ARCHITECTURE,
-    table=TABLE,
-    fields=FIELDS,
+    table=table("llama", *ATTENTION, *MLP),
+    fields=(*FIELDS, BIAS),
     read=_read,
     write=_write,
     only={"hidden_act": ("silu", "swish")},

@@ -7,10 +7,14 @@ from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.llama import LLAMA
+from mtjax.convert.families.mixtral import MIXTRAL
+from mtjax.convert.families.qwen3 import QWEN3, QWEN3_MOE
 from mtjax.convert.families.t5 import T5
 from mtjax.errors import UserError, nearest
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, BERT, MEGATRON_BERT, T5)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, BERT, MEGATRON_BERT, T5)
+}
 
 
 def family_of_config(config: Json, source: str) -> Family:
@@ -24,7 +28,7 @@ def family_of_config(config: Json, source: str) -> Family:
     name = str(config["model_type"])
     if name not in FAMILIES:
         hint = nearest(name, FAMILIES)
-        raise UserError(f"{source}: model_type {name!r} is none of {', '.join(FAMILIES)}{hint}")
+        raise UserError(f"{source}: model_type {name!r} is not one of {', '.join(FAMILIES)}{hint}")
     return FAMILIES[name]
 
 

@@ -28,6 +28,16 @@ def stacked(ours: str, axis: str, theirs: tuple[str, ...], inputs: str, outputs:
     return Row(f"{ours}.weight", weights), Row(f"{ours}.bias", biases)
 
 
+def experts(ours: str, theirs: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Gated experts, each with three tensors of its own: `{expert}` in `theirs` is its number."""
+    inputs = tuple(
+        Tensor(f"{theirs}.{name}.weight", dims("mlp embed"), ("gate", i), each=True)
+        for i, name in enumerate((gate, up))
+    )
+    output = Tensor(f"{theirs}.{down}.weight", dims("embed mlp"), each=True)
+    return Row(f"{ours}.up.weight", inputs), Row(f"{ours}.down.weight", (output,))
+
+
 def attention(ours: str, query: str, key: str, value: str) -> tuple[Row, ...]:
     """Query, key and value: one parameter of ours with as many heads of each, two with fewer key and value heads."""
     return (

@@ -114,6 +114,11 @@ class FastTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of each text, nothing added, and of each id the characters from which to which it stands for."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

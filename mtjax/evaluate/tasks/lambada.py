@@ -54,4 +54,5 @@ def _row(ids: list[int], counted: int, length: int) -> Row:
     return Row(np.asarray(kept, np.int32), len(kept) - counted)
 
 
-LAMBADA = Kind("lambada", "accuracy", True, open_lambada)
+MEASURES = {"accuracy": True, "accuracy_lenient": True, "perplexity": False}
+LAMBADA = Kind("lambada", MEASURES, open_lambada)

@@ -62,4 +62,5 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[list[int], in
         yield tokenizer.encode(text), len(text.encode())
 
 
-PERPLEXITY = Kind("perplexity", "perplexity", False, open_text)
+MEASURES = {"perplexity": False, "bits_per_byte": False, "loss": False}
+PERPLEXITY = Kind("perplexity", MEASURES, open_text)

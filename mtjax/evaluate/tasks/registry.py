@@ -1,10 +1,23 @@
 """The tasks by name."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from mtjax.errors import UserError
 from mtjax.evaluate.tasks.lambada import LAMBADA
 from mtjax.evaluate.tasks.perplexity import PERPLEXITY
 from mtjax.evaluate.tasks.task import Kind
 from mtjax.evaluate.tasks.wikitext103 import WIKITEXT103
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (WIKITEXT103, LAMBADA, PERPLEXITY)}
+
+
+def check_data(task: str, path: Path, option: str) -> None:
+    """Checks that a task's file, which an option names, is there.
+
+    Raises:
+      UserError: it is not, or is a folder.
+    """
+    is_corpus = path.with_suffix(".idx").is_file() or Path(f"{path}.idx").is_file()
+    if not path.is_file() and not (task == PERPLEXITY.name and is_corpus):
+        raise UserError(f"{option} {path} {'is a folder: name a file' if path.is_dir() else 'does not exist'}")

@@ -37,9 +37,8 @@ class Kind:
     """A task by its name."""
 
     name: str
-    main: str
-    """The result that a run is judged by."""
-    higher_is_better: bool
+    measures: Mapping[str, bool]
+    """Results that a run can be judged by, the main one first, and whether more of it is better."""
     open: Callable[[Path, Tokenizer, Settings], Task]
     """Reads a data file; raises `UserError` where it is another task's."""
 

@@ -83,4 +83,5 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     return Task(rows, results, note)
 
 
-WIKITEXT103 = Kind("wikitext103", "perplexity", False, open_wikitext)
+MEASURES = {"perplexity": False, "token_perplexity": False, "loss": False}
+WIKITEXT103 = Kind("wikitext103", MEASURES, open_wikitext)

@@ -29,9 +29,11 @@ class Options:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
     """The models: finetuned runs (the best checkpoint of each), converted folders, or hf:DIR."""
     data: Path
-    """TSV with a header or JSON lines, with the fields that the models were trained on."""
+    """Rows as the models were trained on: TSV with a header, JSON lines, a folder of RACE's, a file of SQuAD's."""
     out: Path | None = None
     """JSON lines of answers to write, one for each row; printed when not given."""
+    official: Path | None = None
+    """SQuAD: another file, of the answers as the official script reads them: a JSON object from ids to texts."""
     mesh: str = "1x1"
     """Devices as DATAxMODEL."""
     rows: int = at_least(1, 32, most=WIDTH)
@@ -51,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mtjax.finetune.predictions import mean, predict
 
         check_out(options.out)
+        check_out(options.official, "--official")
         settings = {"mesh": options.mesh, "rows": options.rows, "dtype": options.compute_dtype}
         members = {run: predict(run, options.data, **settings) for run in options.runs}
-        report(mean(list(members.values())), options.out, members)
+        report(mean(list(members.values())), options.out, options.official, members)
         return 0
 
     return run_main(body)

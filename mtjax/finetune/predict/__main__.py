@@ -16,6 +16,7 @@ DESCRIPTION = """Labels rows with a finetuned model; where the rows have labels,
 Examples:
   mtjax predict --from runs/rte-1 --data glue/RTE/test.tsv --out answers.jsonl
   mtjax predict --from hf:my-classifier --data reviews.jsonl
+  mtjax predict --from runs/squad2-1 --data dev-v2.0.json --out answers.jsonl --official predictions.json
 """
 
 
@@ -26,9 +27,11 @@ class Options:
     source: Annotated[str, tyro.conf.arg(name="from", metavar="WEIGHTS")]
     """The model: a finetuned run (its best checkpoint), a converted folder, or hf:DIR."""
     data: Path
-    """TSV with a header or JSON lines, with the fields that the model was trained on."""
+    """Rows as the model was trained on: TSV with a header, JSON lines, a folder of RACE's, a file of SQuAD's."""
     out: Path | None = None
     """JSON lines of answers to write, one for each row; printed when not given."""
+    official: Path | None = None
+    """SQuAD: another file, of the answers as the official script reads them: a JSON object from ids to texts."""
     mesh: str = "1x1"
     """Devices as DATAxMODEL."""
     rows: int = at_least(1, 32, most=WIDTH)
@@ -46,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mtjax.finetune.predictions import predict
 
         check_out(options.out)
+        check_out(options.official, "--official")
         settings = {"mesh": options.mesh, "rows": options.rows, "dtype": options.compute_dtype}
-        report(predict(options.source, options.data, **settings), options.out)
+        report(predict(options.source, options.data, **settings), options.out, options.official)
         return 0
 
     return run_main(body)

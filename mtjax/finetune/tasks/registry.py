@@ -1,47 +1,18 @@
-"""The tasks by name. Their files are GLUE's (arXiv 1804.07461), or any with the same fields."""
+"""The tasks by name."""
 
 from collections.abc import Mapping
 
-from mtjax.finetune.metrics import accuracy, accuracy_and_f1, correlations, of_classes
-from mtjax.finetune.tasks.task import HeldOut, Task
+from mtjax.config import Config
+from mtjax.finetune.tasks.glue import CLASSIFY, MNLI, QQP, REGRESS, RTE
+from mtjax.finetune.tasks.race import RACE
+from mtjax.finetune.tasks.squad import SQUAD1, SQUAD2
+from mtjax.finetune.tasks.task import Task
 
-SENTENCES, PREMISE = ("sentence1", "sentence2"), ("premise", "hypothesis")
-QUESTIONS = ("question1", "question2")
-ANY = (SENTENCES, PREMISE, QUESTIONS, ("text_a", "text_b"), ("text1", "text2"), ("text",), ("sentence",))
-"""Fields of the user's own rows, where they are not named."""
+TASKS: Mapping[str, Task] = {task.name: task for task in (MNLI, QQP, RTE, RACE, SQUAD1, SQUAD2, CLASSIFY, REGRESS)}
 
-MATCHED = HeldOut("", ("dev_matched", "validation_matched"))
-MISMATCHED = HeldOut("_mismatched", ("dev_mismatched", "validation_mismatched"), is_needed=False)
+OF_HEADS: Mapping[str, Task] = {"classification": CLASSIFY, "regression": REGRESS, "choices": RACE, "spans": SQUAD2}
 
-MNLI = Task(
-    name="mnli",
-    head="classification",
-    texts=(SENTENCES, PREMISE),
-    label=("gold_label", "label"),
-    labels=("contradiction", "entailment", "neutral"),
-    held_out=(MATCHED, MISMATCHED),
-    metrics=accuracy,
-    goal="accuracy",
-)
-QQP = Task(
-    name="qqp",
-    head="classification",
-    texts=(QUESTIONS,),
-    label=("is_duplicate", "label"),
-    labels=("0", "1"),
-    metrics=accuracy_and_f1,
-    goal="accuracy",
-)
-RTE = Task(
-    name="rte",
-    head="classification",
-    texts=(SENTENCES, PREMISE),
-    label=("label",),
-    labels=("entailment", "not_entailment"),
-    metrics=accuracy,
-    goal="accuracy",
-)
-CLASSIFY = Task("classify", "classification", ANY, ("label",), of_classes, "accuracy")
-REGRESS = Task("regress", "regression", ANY, ("label", "score"), correlations, "pearson")
 
-TASKS: Mapping[str, Task] = {task.name: task for task in (MNLI, QQP, RTE, CLASSIFY, REGRESS)}
+def task_of(config: Config) -> Task:
+    """What a finetuned model has learnt; of converted heads, which don't say, what such a head is for."""
+    return TASKS.get(config.finetuning.task) or OF_HEADS[config.model.head]

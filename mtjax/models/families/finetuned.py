@@ -1,44 +1,80 @@
-"""Pretrained trunks with the head of another task: logits or a number for each text.
+"""Pretrained trunks with the head of another task: logits or a number for each text, or logits for each token.
 
-The heads are transformers' `...ForSequenceClassification`: BERT's pooler, dropout and a linear layer on the first
-token, for decoders a linear layer without bias on the last one.
+The heads are transformers': `...ForSequenceClassification` is BERT's pooler, dropout and a linear layer on the first
+token, for decoders a linear layer without bias on the last one; `BertForMultipleChoice` is the same with one logit for
+each of a question's texts; `BertForQuestionAnswering` is a linear layer on every token.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.config.sizes import num_outputs
 from mtjax.models.families.bert import Encoder
 from mtjax.models.families.gpt import Decoder
-from mtjax.models.heads import LastTokenHead, PoolerHead, class_losses
-from mtjax.models.trunk import Batch, Keys, Stream
+from mtjax.models.heads import LastTokenHead, PoolerHead, SpanHead, class_losses, divergences
+from mtjax.models.trunk import HARD, SOFT, TEACHER, Batch, Keys, Stream
 from mtjax.sharding.vocab import LossOptions
+
+RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]
+"""From a loss of logits and labels, outputs, and labels or a teacher's outputs, to a loss for each row."""
 
 
 class GivesOutputs(Protocol):
     """A model that gives numbers for a text."""
 
-    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
+    row_losses: RowLosses
+
+    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
         """float32 logits, or the number that a regression predicts, from the output of the last section."""
         ...
+
+
+def squared_errors(loss: Any, outputs: Float[Array, "batch 1"], labels: Float[Array, " batch"]) -> Array:
+    """Of a regression, which has no other `loss`: [batch]."""
+    return jnp.square(outputs[:, 0] - labels)
+
+
+def of_choices(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, choices: int) -> Float[Array, " batch"]:
+    """Over the choices of each question, whose rows lie side by side, at each of them."""
+    of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
+    return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
+
+
+def of_spans(loss: Any, outputs: Float[Array, "batch seq 2"], labels: Array) -> Float[Array, " batch"]:
+    """The mean of the first and the last token of each answer."""
+    return loss(outputs.swapaxes(1, 2), labels.swapaxes(1, 2) if labels.ndim > 2 else labels).mean(-1)
+
+
+def row_losses_of(model: Model) -> RowLosses:
+    """The losses of a head."""
+    heads: dict[str, RowLosses] = {
+        "classification": lambda loss, outputs, labels: loss(outputs, labels),
+        "regression": squared_errors,
+        "choices": partial(of_choices, choices=model.num_labels),
+        "spans": of_spans,
+    }
+    return heads[model.head]
 
 
 class _Finetuned:
     """What the loss of a text is, whatever the trunk."""
 
     def losses(self: GivesOutputs, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Cross-entropy of each text's class, or the square of the error of its number."""
+        """Of each row, by its label; beside a teacher's outputs also by its probabilities."""
         with jax.named_scope("loss"):
-            outputs, labels = self.outputs(stream, batch, keys), batch["label"]
-            if jnp.issubdtype(labels.dtype, jnp.integer):
-                return {"loss": class_losses(outputs, labels)}
-            return {"loss": jnp.square(outputs[:, 0] - labels)}
+            outputs = self.outputs(stream, batch, keys)
+            hard = self.row_losses(class_losses, outputs, batch["label"])
+            if TEACHER not in batch:
+                return {"loss": hard}
+            soft = self.row_losses(partial(divergences, temperature=options.temperature), outputs, batch[TEACHER])
+            return {HARD: hard, SOFT: soft}
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -46,7 +82,9 @@ class _Finetuned:
         length, kind = (config.model.sequence_length,), config.model.head
         names = ["tokens", "padding_mask", *(["token_types"] if config.model.family == "bert" else [])]
         arrays = {name: jax.ShapeDtypeStruct(length, jnp.int32) for name in names}
-        label = jax.ShapeDtypeStruct((), jnp.int32 if kind == "classification" else jnp.float32)
+        label = jax.ShapeDtypeStruct(
+            (2,) if kind == "spans" else (), jnp.float32 if kind == "regression" else jnp.int32
+        )
         return arrays | {"label": label, "weight": jax.ShapeDtypeStruct((), jnp.float32)}
 
     @staticmethod
@@ -61,16 +99,21 @@ class _Finetuned:
 
 
 class FinetunedEncoder(_Finetuned, Encoder):
-    """BERT with a pooler, dropout and a linear layer on the first token."""
+    """BERT with a pooler, dropout and a linear layer on the first token, or with a linear layer on every token."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
         super().__init__(config, key=key)
         model, head_key = config.model, jax.random.fold_in(key, 1)
-        self.head = PoolerHead(model, num_outputs(model), rate=model.hidden_dropout, key=head_key)
+        self.row_losses = row_losses_of(model)
+        if model.head == "spans":
+            self.head = SpanHead(model, key=head_key)
+        else:
+            self.head = PoolerHead(model, num_outputs(model), rate=model.hidden_dropout, key=head_key)
 
-    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
+    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
         """float32 logits, or the number that a regression predicts."""
-        return self.head(self.final_norm(stream.x), keys)
+        hidden = self.final_norm(stream.x)
+        return self.head(hidden, batch["padding_mask"]) if isinstance(self.head, SpanHead) else self.head(hidden, keys)
 
 
 class FinetunedDecoder(_Finetuned, Decoder):
@@ -78,6 +121,7 @@ class FinetunedDecoder(_Finetuned, Decoder):
 
     def __init__(self, config: Config, *, key: Array) -> None:
         super().__init__(config, key=key)
+        self.row_losses = row_losses_of(config.model)
         self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))
 
     def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:

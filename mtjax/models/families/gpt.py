@@ -22,7 +22,20 @@ from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
 from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.models.trunk import (
+    HARD,
+    SOFT,
+    TEACHER,
+    TEACHER_TABLE,
+    Batch,
+    Keys,
+    Section,
+    Stream,
+    run_sections,
+)
+from mtjax.sharding.context.places import token_places
+from mtjax.sharding.context.turns import Method
+from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 
@@ -36,11 +49,11 @@ class Decoder(nnx.Module):
         self.positions = position_table(model, model.sequence_length, position_key)
         self.rotary = Rotary(model) if model.position == "rope" else None
         recompute = Recompute.of(config.training)
-        self.stack = Stack(
-            model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
-        )
+        kind = "transformer with experts" if model.num_experts else "transformer"
+        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
+        self.method: Method = config.parallel.context_method
         self.dtype = dtype
 
     def __call__(
@@ -68,15 +81,19 @@ class Decoder(nnx.Module):
 
     def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
         with jax.named_scope("embedding"):
-            x = embed_tokens(self.embedding, self.positions, batch["tokens"], self.dtype, batch.get("position_ids"))
-            return Stream(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL))
+            tokens, places = batch["tokens"], token_places(batch["tokens"].shape[1])
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), places)
+            return Stream(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
 
     def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+        length, ids = batch["tokens"].shape[1], batch.get("position_ids")
+        places = token_places(length)
+        context = Context(keys, batch.get("segment_ids"), places=places, method=self.method)
         if self.rotary is None:
-            return Context(keys, batch.get("segment_ids"))
-        ids = batch.get("position_ids")
-        rotation = self.rotary(jnp.arange(batch["tokens"].shape[1])[None] if ids is None else ids)
-        return Context(keys, batch.get("segment_ids"), rotation)
+            return context
+        if ids is None:
+            ids = (jnp.arange(length) if places is None else places)[None]
+        return dataclasses.replace(context, rotation=self.rotary(ids))
 
 
 class GPT(Decoder, WithVocabulary):
@@ -109,8 +126,12 @@ class GPT(Decoder, WithVocabulary):
         return self.final_norm(x)
 
     def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Cross-entropy of each next token."""
+        """Cross-entropy of each next token; beside a teacher's hidden states also by its probabilities."""
         hidden = self.final_norm(stream.x)
+        if TEACHER in batch:
+            taught = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
+            hard, soft = vocab_parallel_distillation(hidden, self.output_table[...], *taught, options)
+            return {HARD: hard, SOFT: soft}
         return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
     @staticmethod

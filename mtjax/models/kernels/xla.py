@@ -8,13 +8,14 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
+from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec
+from mtjax.sharding.context.blocks import NEVER
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
-HIDDEN_SCORE = -1e30
-"""Score of a key that a query does not see: its exponential is 0."""
+HIDDEN_SCORE = NEVER
 
 
 def attend(
@@ -25,6 +26,8 @@ def attend(
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention with the mask, bias and scale of a context; `rate` is that of the dropout on probabilities."""
+    if context.places is not None:
+        return attend_across("xla", query, key, value, context, rate)
     mask = attention_mask(query.shape[1], context)
     keys, bias, scale = context.dropout_keys, context.bias, context.scale
     return softmax_attention(query, key, value, mask, rate, keys, bias=bias, scale=scale)

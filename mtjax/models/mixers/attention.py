@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -17,17 +16,24 @@ from mtjax.models.context import Context
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.linear import Linear, constant, normal, project
+from mtjax.models.linear import Linear, constant, normal
+from mtjax.models.lora import Adapter, dropped, read_whole
 from mtjax.models.mixers.mixer import State
+from mtjax.models.norms import HeadNorm
+from mtjax.models.project import project
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
+from mtjax.theory.adapters import adapters_of
 
 Kernel = Callable[[Array, Array, Array, Context, float], Array]
 """(query, key, value, context, dropout on probabilities) -> each query's weighted mean of the values."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
 """By `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all of them."""
+
+QKV_SITE, OUTPUT_SITE = 5, 6
+"""Dropout sites of the adapters' inputs."""
 
 
 class SelfAttention(nnx.Module):
@@ -42,7 +48,11 @@ class SelfAttention(nnx.Module):
         heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
-        self.output = Linear(heads, embed, std=output_std, bias=model.bias, sequence="act_seq", key=output_key)
+        self.low = adapters_of(model, "attention")
+        bias = model.bias
+        self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
+        self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
+        self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.rate = model.attention_dropout
         self.attend = KERNELS[model.attention]
 
@@ -50,7 +60,9 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Attends from each token to those that the context lets it see, or to what a cache holds up to it."""
-        query, key, value = self.qkv(reshard(x, spec("batch", "seq", "embed")))
+        query, key, value = self.qkv(*read_whole(x, self.low, context, QKV_SITE))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         if state is None:
             mixed = self.attend(query, key, value, context, self.rate)
@@ -58,7 +70,7 @@ class SelfAttention(nnx.Module):
             assert isinstance(state, KeyValues) and context.reading is not None
             state = state.extended(key, value, context.reading)
             mixed = attend_cached(query, state, context.reading, context.bias, context.scale)
-        return self.output(mixed), state
+        return self.output(mixed, dropped(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
 
 class FusedQKV(nnx.Module):
@@ -70,11 +82,17 @@ class FusedQKV(nnx.Module):
         if (scale := initial_query_scale(model)) != 1:
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, outputs) if model.bias else None
+        low = adapters_of(model, "attention")
+        self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
-        """Query, key and value, each [batch, seq, heads, head_dim]."""
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Query, key and value, each [batch, seq, heads, head_dim]; adapters have their own x, the same."""
         bias = None if self.bias is None else self.bias[...]
         product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"))
+        if self.lora is not None and for_adapter is not None:
+            product = product + self.lora(for_adapter)
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
         return query, key, value
 
@@ -89,17 +107,24 @@ class GroupedQKV(nnx.Module):
     def __init__(self, model: Model, *, key: Array) -> None:
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
-        std, bias = model.init_std, model.bias
-        self.query = Linear(embed, {"heads": model.num_heads, **width}, std=std, bias=bias, key=query_key)
+        settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}
+        self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
-        self.key_value = Linear(embed, shared, std=std, bias=bias, key=kv_key)
+        self.key_value = Linear(embed, shared, **settings, key=kv_key)
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
+    ) -> tuple[Array, Array, Array]:
         """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
-        Groups are the key and value heads, or the model ways where those are more.
+        Groups are the key and value heads, or the model ways where those are more. Adapters have their own x, the same.
         """
-        return _grouped_product(x, *self._assembled())
+        query, key, value = _grouped_product(x, *self._assembled())
+        lora = self.key_value.lora
+        if self.query.lora is None or lora is None or for_adapter is None:
+            return query, key, value
+        added = lora(for_adapter, heads_in_use(lora.b[...]), ("heads", "head_dim"))
+        return query + self.query.lora(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
 
     def assembled(self) -> "AssembledQKV":
         """The same, its parameters assembled once: for many products with few tokens."""

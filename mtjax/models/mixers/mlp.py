@@ -5,7 +5,6 @@ from typing import ClassVar
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -13,8 +12,12 @@ from mtjax.config.sizes import GATED, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.context import Context
 from mtjax.models.linear import Linear
+from mtjax.models.lora import dropped, read_whole
 from mtjax.models.mixers.mixer import State
-from mtjax.sharding.axes import spec
+from mtjax.theory.adapters import adapters_of
+
+UP_SITE, DOWN_SITE = 7, 8
+"""Dropout sites of the adapters' inputs."""
 
 
 class MLP(nnx.Module):
@@ -28,13 +31,15 @@ class MLP(nnx.Module):
         up_key, down_key = jax.random.split(key)
         embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
         gate = {"gate": 2} if model.activation in GATED else {}
-        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=model.bias, key=up_key)
-        self.down = Linear(inner, embed, std=output_std, bias=model.bias, sequence="act_seq", key=down_key)
+        self.low = adapters_of(model, "mlp")
+        settings = {"bias": model.bias, "low": self.low}
+        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, **settings, key=up_key)
+        self.down = Linear(inner, embed, std=output_std, **settings, sequence="act_seq", key=down_key)
         self.activation = ACTIVATIONS[model.activation]
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token."""
-        x = reshard(x, spec("batch", "seq", "embed"))
-        return self.down(self.activation(self.up(x))), state
+        inner = self.activation(self.up(*read_whole(x, self.low, context, UP_SITE)))
+        return self.down(inner, dropped(inner, self.low, context, DOWN_SITE, "mlp")), state

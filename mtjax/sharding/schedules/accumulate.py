@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.records import ParameterRecord
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import accumulated, accumulating
-from mtjax.sharding.schedules.schedule import CutModel, Sums
+from mtjax.sharding.schedules.schedule import CutModel, Sums, total_loss
 from mtjax.sharding.unstacked import put_together, take_apart
 from mtjax.sharding.zero import for_use, materialize_outside_stacks
 
@@ -39,7 +38,7 @@ class Accumulate:
         def loss_by_parts(parts: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
             parameters = accumulating(records, with_parts(wrapped, parts), sums, self._adds_up)
             losses = model.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
-            return sum(losses.values(), start=jnp.zeros(())), losses
+            return total_loss(losses), losses
 
         def accumulate(sums: Tree, microbatch: Tree) -> tuple[Tree, Sums]:
             gradients, losses = jax.grad(loss_by_parts, has_aux=True)(parts, sums, microbatch)
@@ -51,6 +50,10 @@ class Accumulate:
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says; the batch is one microbatch."""
         return model.loss_sums(for_use(records, parameters), batch)
+
+    def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """As `Schedule.output` says; the batch is one microbatch."""
+        return model.output(for_use(records, parameters), batch)
 
     def _apart(self, records: Tree, wrapped: Tree) -> Tree:
         """Wrapped parameters; those of layers without a loop, layer by layer."""

@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
 from mtjax.sharding.reduction import Reduction
 
 Tree = Any
 Sums = dict[str, Array]
-"""Weighted sums of losses by name: float32 scalars."""
+"""Weighted sums of losses by name: float32 scalars; and of what is counted beside them, arrays of other shapes."""
+
+
+def total_loss(sums: Sums) -> Array:
+    """What is minimised: the sum of the losses."""
+    return sum((value for value in sums.values() if not value.ndim), start=jnp.zeros(()))
 
 
 class CutModel(Protocol):
@@ -20,6 +26,10 @@ class CutModel(Protocol):
 
     def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
         """The losses of the whole model."""
+        ...
+
+    def output(self, parameters: Tree, microbatch: Tree) -> Tree:
+        """The wire behind the last section of the whole model."""
         ...
 
     @property
@@ -63,4 +73,8 @@ class Schedule(Protocol):
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """The losses alone; parameters are this rank's, placed as `stored`."""
+        ...
+
+    def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """The wire behind the last section, on every stage."""
         ...

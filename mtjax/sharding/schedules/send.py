@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
@@ -57,6 +58,22 @@ def unpacked(wire: Tree, like: Tree, after: Tree = ()) -> Tree:
     with jax.named_scope("stages"):
         wire, _ = lax.optimization_barrier((wire, after))
         return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), wire, like)
+
+
+def zero_behind(wire: Tree) -> Array:
+    """0, an int32 that nobody knows before the arrays of a wire are there: what reads it comes behind them."""
+
+    def local(*parts: Array) -> Array:
+        firsts = [part.ravel()[0] for part in parts]
+        never = jnp.stack([(a != a) & (a == a) for a in firsts]).any().astype(jnp.int32)
+        return lax.pmax(never, MODEL) if MODEL in jax.typeof(never).mat.varying else never
+
+    arrays = jax.tree.leaves(wire)
+    places = tuple(jax.typeof(x).sharding.spec for x in arrays)
+    with jax.named_scope("stages"):
+        return jax.shard_map(local, axis_names=set(explicit_axes()), in_specs=places, out_specs=PartitionSpec())(
+            *arrays
+        )
 
 
 def from_one_stage(x: Array) -> Array:

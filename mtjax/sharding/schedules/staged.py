@@ -21,12 +21,13 @@ import numpy as np
 from jax import Array, lax
 
 from mtjax.sharding.axes import on_stage, varying_like
+from mtjax.sharding.context.places import context_axes
 from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_parts
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked
+from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked, zero_behind
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -45,19 +46,22 @@ class Staged:
     """Samples that a rank takes at a time in evaluation; all at once when None, or where they don't divide."""
     keeps_inputs: bool
     """Whether stages keep the input of a chunk alone, and compute it again."""
+    in_order: bool = False
+    """Whether a half begins behind what was sent before it. XLA for CPUs tells permutes apart by their devices alone,
+    all of the mesh: where chunks have permutes of their own, those that run at the same time would be taken for one."""
 
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
         wrapped = reduction.wrap(parameters)
         run = _Run(model, reduction.records, wrapped, _microbatches(batch, self.training.microbatches), self.training)
-        return run.gradients(keeps_inputs=self.keeps_inputs)
+        return run.gradients(keeps_inputs=self.keeps_inputs, in_order=self.in_order)
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says."""
         return self._evaluation_run(model, parameters, batch, records).losses()
 
     def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """The wire behind the last section; every stage gets it."""
+        """As `Schedule.output` says."""
         return self._evaluation_run(model, parameters, batch, records).output()
 
     def _evaluation_run(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
@@ -154,7 +158,7 @@ class _Run:
 
     # --- losses and gradients
 
-    def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
+    def gradients(self, *, keeps_inputs: bool, in_order: bool) -> tuple[Sums, Tree]:
         """Of all microbatches."""
         sums = zeros_like_parts(self.parts)
         wires = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.wire)
@@ -166,22 +170,24 @@ class _Run:
         carry = _Carry(packed(self.wire), packed(self.wire), wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
-            carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
+            carry, _ = lax.scan(partial(self._tick, kept, phase, in_order), carry, rows)
         return carry.losses, carry.sums
 
-    def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
+    def _tick(
+        self, kept: Kept, phase: Phase, in_order: bool, carry: _Carry, rows: tuple[Array, Array]
+    ) -> tuple[_Carry, None]:
         """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward."""
         out = carry.wire
         if phase.backward:
             carry = carry._replace(gradient=self._send(carry.gradient, -1))
         if phase.forward:
-            turn = self._turn(rows[0])
+            turn = self._turn(rows[0], (carry.wire, carry.gradient) if in_order else None)
             forward, arrived = partial(self._forward, kept, turn, carry.sums), unpacked(carry.wire, self.wire)
             wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
             out = packed(wire)
             carry = carry._replace(wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
-            turn = self._turn(rows[1])
+            turn = self._turn(rows[1], (carry.wire, carry.gradient) if in_order else None)
             backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
             arrived = unpacked(carry.gradient, self.wire, after=out)
             gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
@@ -194,8 +200,10 @@ class _Run:
         """The forward half of a chunk: what it puts out, and what is kept."""
         start = self._entered(section, wire, turn)
         wires = put_in_slot(wires, turn.slot, start if section == 0 else wire)
-        if isinstance(kept, Recomputed) and section == self.sections - 1:
+        skips = isinstance(kept, Recomputed) and not context_axes()
+        if skips and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
+            # Not where ranks share samples: all devices take part in a permute, whichever of them it is between.
             out = on_stage(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
             return out, wires, arrays
         out, arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
@@ -294,8 +302,9 @@ class _Run:
         rows = [[idle if work is None else (*work, 1) for work in half] for half in halves]
         return jnp.asarray(np.asarray(rows, np.int32))
 
-    def _turn(self, row: Array) -> _Turn:
-        microbatch, chunk, slot, counts = row[self.stage]
+    def _turn(self, row: Array, after: Tree = None) -> _Turn:
+        """A row of the timetable, not read before the wires `after` are there."""
+        microbatch, chunk, slot, counts = row[self.stage] + (0 if after is None else zero_behind(after))
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
         return _Turn(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0)
 

@@ -5,7 +5,7 @@ from mtjax.config.sizes import most_masked, num_outputs, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, TokenTypes
-from mtjax.theory.parts.heads import MaskedOutput, OneToken
+from mtjax.theory.parts.heads import MaskedOutput, OneToken, Spans
 from mtjax.theory.parts.part import Part
 
 
@@ -16,7 +16,10 @@ def bert(model: Model) -> Anatomy:
     norm = Norm("embedding_norm" if is_post else "final_norm", model.norm, hidden)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
     embed = (Lookup(rows, hidden), Positions(tokens, hidden), TokenTypes(model.num_token_types, hidden))
-    head = _pretraining(model) if model.head == "language" else (OneToken(hidden, num_outputs(model)),)
+    if model.head == "language":
+        head = _pretraining(model)
+    else:
+        head = (Spans(hidden, tokens) if model.head == "spans" else OneToken(hidden, num_outputs(model)),)
     return Anatomy(
         model,
         embed=(*embed, norm) if is_post else embed,

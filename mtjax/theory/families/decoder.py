@@ -1,10 +1,21 @@
 """GPT and Llama: a stack of layers that look back."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads, num_outputs, padded_vocab_size
+from mtjax.config.sizes import (
+    GATED,
+    expert_capacity,
+    expert_size,
+    head_dim,
+    mlp_size,
+    num_kv_heads,
+    num_outputs,
+    padded_vocab_size,
+)
+from mtjax.theory.adapters import adapters_of
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.parts.attention import Attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions
+from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
 from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Part
@@ -19,7 +30,7 @@ def decoder(model: Model) -> Anatomy:
         model.num_layers,
         tokens,
         hidden,
-        (self_attention(model, tokens, is_causal=True), mlp(model, tokens)),
+        (self_attention(model, tokens, is_causal=True), feed_forward(model, tokens)),
     )
     final = Norm("final_norm", model.norm, hidden)
     if model.head == "language":
@@ -40,6 +51,26 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         norm=model.norm,
         bias=model.bias,
         is_causal=is_causal,
+        rank=low.rank if (low := adapters_of(model, "attention")) else 0,
+        norms_heads=model.qk_norm,
+    )
+
+
+def feed_forward(model: Model, tokens: int) -> Part:
+    """The MLP of a decoder's layers, or the experts in its place."""
+    if not model.num_experts:
+        return mlp(model, tokens)
+    return Experts(
+        hidden=model.hidden_size,
+        tokens=tokens,
+        count=model.num_experts,
+        top_k=model.experts_top_k,
+        inner=expert_size(model),
+        is_gated=model.activation in GATED,
+        norm=model.norm,
+        router_bias=model.router_bias,
+        shared=model.shared_expert_size,
+        capacity=expert_capacity(model, tokens),
     )
 
 
@@ -52,4 +83,5 @@ def mlp(model: Model, tokens: int) -> MLP:
         is_gated=model.activation in GATED,
         norm=model.norm,
         bias=model.bias,
+        rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

@@ -31,10 +31,10 @@ class Lookup(Part):
         # Stages keep what the first stack reads, and make what another reads again.
         forward = stream.turns if self.owns_table else stream.forward_turns
         if stream.split:
-            return [
-                over_model(EMBEDDING_FORWARD, "reduce-scatter", forward, elements, why),
-                over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, "gradient of what was scattered"),
-            ]
+            forwards = over_model(EMBEDDING_FORWARD, "reduce-scatter", forward, elements, why)
+            back = "gradient of what was scattered"
+            backwards = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, back)
+            return [forwards] if stream.is_frozen else [forwards, backwards]
         packed = {"pooled": True, "also": LOSS_FORWARD} if self.has_neighbour else {}
         return [over_model(EMBEDDING_FORWARD, "all-reduce", forward, elements, why, **packed)]
 
@@ -50,7 +50,7 @@ class Positions(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("positions", {"seq": self.tokens, "embed": self.hidden})]
+        return [weight("positions", {"positions": self.tokens, "embed": self.hidden})]
 
     def sends(self, stream: Stream) -> list[Expectation]:
         why = "gradient of the positions"
@@ -58,7 +58,7 @@ class Positions(Part):
             over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{side}sequence*hidden", why)
             for side in self.sides
         ]
-        return gathers if stream.split else []
+        return gathers if stream.split and not stream.is_frozen else []
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class TokenTypes(Part):
         return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        return [own_token_sums(stream, f"{self.kinds}*hidden", "token types")] if stream.split and self.kinds else []
+        has_sums = stream.split and self.kinds and not stream.is_frozen
+        return [own_token_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,5 @@ class Norm(Part):
 
     def sends(self, stream: Stream) -> list[Expectation]:
         vectors = len(NORM_VECTORS[self.kind])
-        return [own_token_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if stream.split else []
+        has_sums = stream.split and not stream.is_frozen
+        return [own_token_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtjax.config import Model
+from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import Part, Product, Stream, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.sublayer import own_token_sums
 from mtjax.theory.plans import Plan
 
 
@@ -34,7 +37,7 @@ class Output(Part):
         Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside
         them lies the table in the compute type.
         """
-        rows = self.tokens * plan.microbatch_size
+        rows = plan.rank_tokens(self.tokens)
         tokens = min(rows, plan.loss_chunk or rows)
         columns = self.rows / plan.mesh.model
         if plan.residuals == "megatron":
@@ -54,6 +57,11 @@ class Output(Part):
             over_model(LOSS_FORWARD, "all-gather", stream.turns, f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
             over_model(LOSS_BACKWARD, "reduce-scatter", stream.turns, f"{tokens}*hidden", why),
         ]
+
+
+def teacher_table(model: Model, width: int) -> Weight:
+    """The output table of a teacher with hidden states of this width, which the loss of its student reads."""
+    return weight("teacher.teacher_table", {"vocab": padded_vocab_size(model), "embed": width})
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,32 @@ class OneToken(Part):
         return [over_model(LOSS_FORWARD, "all-reduce", stream.turns, "batch*hidden", why)]
 
 
+@dataclass(frozen=True)
+class Spans(Part):
+    """A linear layer on every token, which every rank holds: the first and the last token of an answer."""
+
+    hidden: int
+    tokens: int
+    """Of a sample."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        return linear("head.spans", {"embed": self.hidden}, {"classes": 2})
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, 2)]
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        if not stream.split:
+            return []
+        gathered = over_model(
+            LOSS_FORWARD, "all-gather", stream.turns, "batch*2*sequence", "logits of all parts of the sequence"
+        )
+        return [gathered, own_token_sums(stream, "2*(hidden + 1)", "the linear layer on every token")]
+
+
 def _scalars(tokens: str, stream: Stream, why: str) -> Expectation:
-    """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all."""
-    count = f"{4 if stream.label_smoothing else 3}*{stream.turns}"
+    """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all; a
+    teacher adds its maximum and exponentials, the student's by the temperature, and how far the two are apart."""
+    count = f"{7 if stream.distils else 4 if stream.label_smoothing else 3}*{stream.turns}"
     return over_model(LOSS_FORWARD, "all-reduce", count, tokens, why, dtype="float32")

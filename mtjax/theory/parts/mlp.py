@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import Expectation
-from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm
-from mtjax.theory.parts.sublayer import own_vector_sums, sublayer_keeps, sublayer_sends
+from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, adapter_products, linear, norm
+from mtjax.theory.parts.sublayer import (
+    adapters_keep,
+    adapters_send,
+    own_vector_sums,
+    sublayer_keeps,
+    sublayer_sends,
+)
 from mtjax.theory.plans import Plan
 
 
@@ -21,6 +27,8 @@ class MLP(Part):
     is_gated: bool
     norm: str
     bias: bool
+    rank: int = 0
+    """Of adapters; 0 without any."""
 
     @property
     def inputs(self) -> int:
@@ -33,8 +41,8 @@ class MLP(Part):
         gate = {"gate": 2} if self.is_gated else {}
         return [
             *norm("mlp_norm", self.norm, self.hidden),
-            *linear("mlp.up", embed, {**gate, **inner}, bias=self.bias),
-            *linear("mlp.down", inner, embed, bias=self.bias),
+            *linear("mlp.up", embed, {**gate, **inner}, bias=self.bias, rank=self.rank),
+            *linear("mlp.down", inner, embed, bias=self.bias, rank=self.rank),
         ]
 
     @property
@@ -43,7 +51,9 @@ class MLP(Part):
 
     def products(self, model_ways: int = 1) -> list[Product]:
         inner = self.inner / model_ways
+        columns = (self.hidden, self.inputs * inner, self.inputs)
         return [
+            *adapter_products(self.rank, self.tokens, columns, (inner, self.hidden)),
             Product(self.tokens, self.hidden, self.inputs * inner),
             Product(self.tokens, inner, self.hidden),
         ]
@@ -52,17 +62,21 @@ class MLP(Part):
         """Of JAX the first product, of Megatron also the activation's result."""
         arrays = self.inputs + (plan.residuals == "megatron")
         kept = sublayer_keeps(self.tokens, self.hidden, plan)
-        return {**kept, "MLP": arrays * self._array(plan)}
+        return {
+            **kept,
+            "MLP": arrays * self._array(plan),
+            **adapters_keep(self.rank, self.inputs + 1, self.hidden + self.inner / plan.model_ways, self.tokens, plan),
+        }
 
     def working(self, plan: Plan) -> float:
         """The activation's derivative has six arrays where one is kept; with them live the gradient of what the MLP
         reads and, where sequences are split, what it reads, gathered again."""
-        whole = plan.element_bytes * plan.microbatch_size * self.tokens * self.hidden
+        whole = plan.element_bytes * plan.rank_tokens(self.tokens) * self.hidden
         return 6 * self._array(plan) + (2 if plan.sequence_parallel else 1) * whole
 
     def _array(self, plan: Plan) -> float:
-        return plan.element_bytes * plan.microbatch_size * self.tokens * self.inner / plan.mesh.model
+        return plan.element_bytes * plan.rank_tokens(self.tokens) * self.inner / plan.mesh.model
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        lines = sublayer_sends(stream, "the MLP")
-        return [*lines, own_vector_sums(stream, self.norm, self.bias)] if stream.split else lines
+        lines = [*sublayer_sends(stream, "the MLP"), *adapters_send(stream, "the MLP", self.inputs, self.rank)]
+        return [*lines, *own_vector_sums(stream, self.norm, self.bias)] if stream.split else lines

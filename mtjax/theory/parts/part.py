@@ -6,11 +6,12 @@ rows, t model ways, c bytes of an element. A product [m,k] x [k,n] costs 2mkn FL
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
-from mtjax.theory.plans import Plan
+from mtjax.theory.plans import Across, Plan
 from mtjax.theory.rules import MODEL
 
 
@@ -35,9 +36,15 @@ def weight(name: str, sizes: Mapping[str, int]) -> Weight:
     return Weight(name, tuple(sizes), tuple(sizes.values()))
 
 
-def linear(name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True) -> list[Weight]:
-    """The weights of `mtjax.models.linear.Linear`: a matrix over named dimensions, and a bias."""
-    return [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
+def linear(
+    name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True, rank: int = 0
+) -> list[Weight]:
+    """The weights of `mtjax.models.linear.Linear`: a matrix over named dimensions, a bias, an adapter of this rank."""
+    matrix = [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
+    if not rank:
+        return matrix
+    a, b = adapter_sizes(inputs, outputs, rank)
+    return [*matrix, weight(f"{name}.{ADAPTER}.a", a), weight(f"{name}.{ADAPTER}.b", b)]
 
 
 NORM_VECTORS = {"layernorm": ("scale", "bias"), "rmsnorm": ("scale",)}
@@ -56,11 +63,40 @@ class Product:
     tokens: float
     inner: float
     outer: float
+    is_adapter: bool = False
+    experts: int = 0
+    """Matrices of all experts, among which the tokens' rows are shared; 0 where one matrix is for all."""
+    again: bool = False
+    """Whether its own backward pass computes it once more."""
+    is_repeated: bool = False
+    """Whether every model rank computes it for all tokens that it has."""
 
     @property
     def flops(self) -> float:
         """FLOPs."""
         return 2 * self.tokens * self.inner * self.outer
+
+
+def unrepeated(products: Sequence[Product]) -> list[Product]:
+    """Those of a layer's products whose results no product of the layer's backward pass reads, so that a layer which is
+    computed again leaves them out: the last, and experts'."""
+    return [product for product in products if product.experts or product is products[-1]]
+
+
+def adapter_products(
+    rank: int, tokens: float, columns: tuple[float, float, int], row: tuple[float, float]
+) -> list[Product]:
+    """Products of the adapters of a sublayer; none without a rank.
+
+    Args:
+      rank: of all of them.
+      tokens: of a sample.
+      columns: inner and outer width of the column-parallel products together, and their number.
+      row: inner and outer width of the row-parallel one.
+    """
+    inner, outer, count = columns
+    sizes = ((inner, count * rank), (rank, outer), (row[0], rank), (rank, row[1]))
+    return [Product(tokens, *size, is_adapter=True) for size in sizes] if rank else []
 
 
 @dataclass(frozen=True)
@@ -73,6 +109,8 @@ class Scores:
     width: int
     """Of a head."""
     is_causal: bool
+    groups: int = 0
+    """Heads of keys and of values."""
 
     @property
     def pairs(self) -> int:
@@ -109,15 +147,22 @@ class Stream:
     shares_heads: bool = False
     """Whether key and value heads are fewer than the model ways, so that several ranks share one."""
     label_smoothing: bool = False
+    distils: bool = False
+    """Whether a teacher's probabilities of tokens are learnt."""
+    is_frozen: bool = False
+    """Whether only adapters and a task's head are trained: other weights have no gradients, and no layer below the
+    first has one to give."""
     turns: str = "microbatches"
     """Formula: how often a step goes through the part and back. Stages of a pipeline do it once in every tick, whether
     it counts or not."""
     forward_turns: str = "microbatches"
     """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
+    across: Across | None = None
+    """How attention reaches the tokens of other ranks; None where a rank has all tokens of its samples."""
 
     @property
     def elements(self) -> str:
-        """Of a microbatch on a data rank."""
+        """Of a microbatch on a rank: where several share samples, `sequence` is the tokens of one."""
         return f"batch*{self.side}sequence*hidden"
 
     @property

@@ -10,7 +10,7 @@ NORM_INPUTS = "norm inputs"
 def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     """What any sublayer keeps of the residual stream: what it adds, Megatron also what its first product reads, and a
     dropout mask of a byte an element."""
-    elements = plan.microbatch_size * tokens * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
+    elements = plan.rank_tokens(tokens) * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
     return {
         NORM_INPUTS: plan.element_bytes * elements,
         "inputs of column-parallel products": 0 if plan.residuals == "jax" else plan.element_bytes * elements,
@@ -45,13 +45,53 @@ def sublayer_sends(stream: Stream, name: str) -> list[Expectation]:
 
 
 def own_token_sums(stream: Stream, elements: str, why: str) -> Expectation:
-    """A sum over the model ways of gradients of which each rank, with split sequences, saw its own tokens."""
+    """A sum over the model ways of gradients of which each rank saw its own tokens, with split sequences, or heads."""
     return over_model(
         LAYER_BACKWARD, "all-reduce", stream.turns, elements, why, dtype="float32", pooled=True, hoisted=True
     )
 
 
-def own_vector_sums(stream: Stream, norm: str, bias: bool) -> Expectation:
-    """Those of a sublayer's norm and of its row-parallel product's bias."""
+def own_vector_sums(stream: Stream, norm: str, bias: bool) -> list[Expectation]:
+    """Those of a sublayer's norm and of its row-parallel product's bias; none where these are frozen."""
+    if stream.is_frozen:
+        return []
     vectors = len(NORM_VECTORS[norm]) + bias
-    return own_token_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")
+    return [own_token_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")]
+
+
+def adapters_keep(rank: int, count: int, reads: float, tokens: int, plan: Plan) -> dict[str, float]:
+    """What `count` adapters keep: what goes between their two products, on every rank; and with dropout what is left of
+    what they read, `reads` elements a token on a rank, with masks of a byte an element."""
+    read = (plan.element_bytes + 1) * reads if plan.adapter_dropout else 0.0
+    kept = plan.rank_tokens(tokens) * (plan.element_bytes * rank * count + read)
+    return {"adapters": kept} if rank else {}
+
+
+def adapters_send(stream: Stream, name: str, columns: int, rank: int) -> list[Expectation]:
+    """What the adapters of a sublayer send, beside one row-parallel and `columns` column-parallel products.
+
+    Between the two products of an adapter go `rank` numbers a token: of the row-parallel one each rank has a part of
+    their sum, of the column-parallel ones of the sum of their gradient. With split sequences the sum is scattered, and
+    each rank has the gradient of B from its own tokens.
+    """
+    if not rank:
+        return []
+    small, pooled = "batch*sequence*rank", {"pooled": True}
+    again, why = f"{stream.side}recomputed_layers*{stream.turns}", f"the row-parallel adapter of {name}"
+    kind = "reduce-scatter" if stream.split else "all-reduce"
+    back: dict[str, object] = {"pooled": True, "also": LAYER_RECOMPUTE}
+    columns_why = f"gradient of the column-parallel adapters of {name}"
+    lines = [
+        over_model(LAYER_FORWARD, kind, stream.forward_times, small, why, **pooled),
+        # Only the gradient of B needs it again: the compiler may send it with the gradients.
+        over_model(LAYER_BACKWARD, kind, again, small, f"{why}, again", **back),
+        over_model(LAYER_BACKWARD, "all-reduce", stream.times, f"{columns}*{small}", columns_why, **back),
+    ]
+    if not stream.split:
+        return lines
+    own = f"{stream.side}layers*rank*hidden"
+    return [
+        *lines,
+        over_model(LAYER_BACKWARD, "all-gather", stream.times, small, f"gradient of {why}", **pooled),
+        over_model(LAYER_BACKWARD, "all-reduce", stream.turns, own, "B of row-parallel adapters", hoisted=True, **back),
+    ]

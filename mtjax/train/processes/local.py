@@ -16,7 +16,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import several_expected
-from mtjax.theory.mesh import AUTO, check_implemented, parse_mesh
+from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.processes.signals import requests
 
 MAX_PROCESSES = 64
@@ -34,7 +34,6 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
     if config.parallel.mesh == AUTO:
         return 1
     shape = parse_mesh(config.parallel.mesh)
-    check_implemented(shape)
     size = shape.size
     if size <= MAX_CPU_DEVICES or several_expected(config.parallel, environment) or has_gpu():
         return 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.train.watch.metrics import TIME
 from mtjax.train.watch.times import (
     ACTIVITIES,
     DATA,
@@ -155,7 +156,7 @@ class TimeLog:
     def metrics(self) -> dict[str, float]:
         """The totals by names for `metrics.jsonl`, and the goodput: the share of steps that were not lost."""
         whole = self.totals()
-        named = {f"time/{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in whole.items()}
+        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in whole.items()}
         return {"goodput": goodput(whole)} | named
 
     def in_words(self) -> str:

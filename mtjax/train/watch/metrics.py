@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from mtjax.train.watch.trackers import Tracking
 
 LARGEST = 1e300
 """Numbers from here on are left out of a plot, which could not scale its axes."""
+
+TIME = "time/"
+"""What names of totals of time begin with."""
 
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
 
@@ -91,10 +95,10 @@ class MetricsLog:
         """
         self._lines.write(_line(entry))
         for name, value in entry.items():
-            if name != "step" and math.isfinite(value):
+            if name != "step" and is_number(value) and math.isfinite(value):
                 self._events.add_scalar(name, value, entry["step"])
         if self._tracker is not None:
-            self._tracker.log(entry)
+            self._tracker.log({name: value for name, value in entry.items() if is_number(value)})
 
     def close(self) -> None:
         """Writes what still waits.
@@ -106,6 +110,11 @@ class MetricsLog:
         if self._tracker is not None:
             self._tracker.close()
         self._lines.close()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of an entry is a number, and not several."""
+    return type(value) in (int, float)
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -137,23 +146,37 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _curve(entries: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Steps and values of those entries that have a number under a name."""
-    points = [(e["step"], e[name]) for e in entries if type(e.get(name)) in (int, float)]
+    points = [(e["step"], e[name]) for e in entries if is_number(e.get(name))]
     points = [(float(step), float(value)) for step, value in points if max(abs(step), abs(value)) < LARGEST]
     return [step for step, _ in points], [value for _, value in points]
 
 
+def main_results(names: Iterable[str]) -> list[str]:
+    """Of metrics called `TASK/RESULT`, the first of each task, which it is judged by."""
+    of_tasks = [name for name in names if "/" in name and not name.startswith(TIME)]
+    firsts = {name.partition("/")[0]: name for name in reversed(of_tasks)}
+    return list(reversed(firsts.values()))
+
+
 def plot_losses(metrics: Path, image: Path) -> None:
-    """Draws the losses of a `metrics.jsonl` over the steps."""
+    """Draws the losses of a `metrics.jsonl` over the steps, and below them what evaluations gave, a panel a task."""
     from matplotlib.figure import Figure  # half a second to import: not before the first step
 
     entries = read_metrics(metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    results = main_results(dict.fromkeys(name for entry in entries for name in entry))
+    figure = Figure(figsize=(8, 4.5 + 2.2 * len(results)), layout="constrained")
+    heights = [4.5, *[2.2] * len(results)]
+    axes, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, name in zip(panels, results, strict=True):
+        panel.plot(*_curve(entries, name), "o-")
+        panel.set(ylabel=name.replace("/", "\n"))
+        panel.grid(alpha=0.3)
     axes.plot(*_curve(entries, "loss"), label="training", linewidth=1)
     steps, losses = _curve(entries, "valid_loss")
     if steps:
         axes.plot(steps, losses, "o-", label="validation")
-    axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
+    axes.set(ylabel="loss", title=image.parent.name)
+    figure.axes[-1].set(xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = image.with_name(f".{image.name}")

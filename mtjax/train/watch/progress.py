@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from mtjax.train.watch.metrics import Rates, device_memory
+from mtjax.train.watch.expert_load import load_in_words
+from mtjax.train.watch.metrics import Rates, device_memory, main_results
 
 SCORES = ("accuracy", "f1", "pearson")
 """What validations of tasks measure besides the loss, without `valid_`."""
@@ -51,7 +52,7 @@ class ProgressLine:
             text = f"{_losses(entry)}  {_speed(entry, self.rates, self.steps)}"
         if self.live:
             self._bar.update(self._task, completed=entry["step"], description=text)
-        if not self.live or "valid_loss" in entry:
+        if not self.live or "valid_loss" in entry or main_results(entry):
             self.say(f"step {entry['step']:>{len(str(self.steps))}}/{self.steps}  {text}")
 
     def advance(self, step: int) -> None:
@@ -64,6 +65,8 @@ def _losses(entry: dict[str, Any]) -> str:
     if "valid_loss" in entry:
         parts.append(f"valid {entry['valid_loss']:.4f}")
     parts += [f"{name} {entry[f'valid_{name}']:.4f}" for name in SCORES if f"valid_{name}" in entry]
+    parts += [f"{name.replace('/', ' ')} {entry[name]:.4f}" for name in main_results(entry)]
+    parts += [load] if (load := load_in_words(entry)) else []
     if entry["skipped"]:
         parts[0] += " (skipped)"
     if "loss_scale" in entry:

@@ -80,7 +80,7 @@ class Replicas:
     @cached_property
     def _abstract(self) -> dict[str, Any]:
         program = self._program
-        return program.on_mesh(jax.eval_shape, self._made, program.abstract_state, program.abstract_batch())
+        return program.on_mesh(jax.eval_shape, self._made, program.abstract_state, program.abstract_step_batch())
 
     @cached_property
     def _names_of_step(self) -> list[str]:

@@ -236,6 +236,7 @@ def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer,
     assert process.returncode or not [p.name for p in tmp_path.glob(".out*")], "partial files are left"
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
     def peak(megabytes):
         path = tmp_path / f"{megabytes}.jsonl"

@@ -1,0 +1,46 @@
+"""What 8-bit weights cost: perplexity of a text by the engine, with matrices in float32, bfloat16 and 8 bits.
+
+python benchmarks/int8.py --from hf:FOLDER --text wiki.valid.tokens --windows 8 --length 512
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+from mtjax.evaluate.tasks.wikitext103 import detokenized
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.request import Request, Sampling, Token
+from mtjax.generate.weights import load_model
+
+KINDS = {"float32": ("float32", False), "bfloat16": ("bfloat16", False), "int8": ("bfloat16", True)}
+
+
+def perplexity(source: str, text: str, windows: int, length: int, dtype: str, int8: bool) -> tuple[float, int]:
+    model = load_model(source, "1x1", dtype)
+    ids = model.tokenizer.encode(detokenized(text))
+    engine = Engine(Decoder(model.placed, model.parameters, int8=int8), 1)
+    told: list[Token] = []
+    for start in range(0, windows * length, length):
+        window = tuple(ids[start : start + length])
+        engine.submit(Request(window, Sampling(1), logprobs=True, echo=True, on_prompt=told.extend))
+    engine.run()
+    losses = [-token.logprob for token in told if token.logprob is not None]
+    return math.exp(math.fsum(losses) / len(losses)), len(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    given = parser.parse_args()
+    text = given.text.read_text(encoding="utf-8")
+    for name, (dtype, int8) in KINDS.items():
+        found, tokens = perplexity(given.source, text, given.windows, given.length, dtype, int8)
+        print(f"{name:9} perplexity {found:.4f} of {tokens} tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main()

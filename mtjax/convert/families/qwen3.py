@@ -1,0 +1,84 @@
+"""transformers' `qwen3` and `qwen3_moe`: Llama with norms of heads, and with experts (arXiv 2505.09388)."""
+
+from typing import Any
+
+from mtjax.config import Model
+from mtjax.config.sizes import expert_size, head_dim
+from mtjax.convert.families.family import Family, Field, Json, head_json, head_settings
+from mtjax.convert.families.llama import (
+    ATTENTION,
+    BLOCK,
+    FIELDS,
+    LAYERS,
+    MLP,
+    read_decoder,
+    table,
+    write_decoder,
+)
+from mtjax.convert.families.rows import experts, norm, row
+
+HEADS = tuple(
+    row(f"{LAYERS}.attention.{ours}_norm.scale", f"{BLOCK}.self_attn.{theirs}_norm.weight", "head_dim")
+    for ours, theirs in (("query", "q"), ("key", "k"))
+)
+EXPERTS = (
+    *norm(f"{LAYERS}.experts_norm", f"{BLOCK}.post_attention_layernorm"),
+    row(f"{LAYERS}.experts.router.weight", f"{BLOCK}.mlp.gate.weight", "routes embed"),
+    *experts(f"{LAYERS}.experts", f"{BLOCK}.mlp.experts.{{expert}}", "gate_proj", "up_proj", "down_proj"),
+)
+ONLY = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)}
+"""Keys that may have these values alone; a bias would be of query, key and value, and not of the output."""
+
+
+def _read_alike(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    return {**read_decoder(config), "mlp_size": config.get("intermediate_size"), "bias": False, "qk_norm": True}
+
+
+def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    return {**_read_alike(config, names), "head_dim": config.get("head_dim", 128), **head_settings(config)}
+
+
+def _read_experts(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    count = config.get("num_local_experts", config.get("num_experts", 128))
+    return {**_read_alike(config, names), "num_experts": count}
+
+
+def _write_alike(model: Model) -> dict[str, Any]:
+    return {**write_decoder(model), "attention_bias": False, "use_sliding_window": False, "head_dim": head_dim(model)}
+
+
+def _write(model: Model) -> dict[str, Any]:
+    return {**_write_alike(model), **head_json(model, "Qwen3", "Qwen3ForCausalLM")}
+
+
+def _write_experts(model: Model) -> dict[str, Any]:
+    # Version 5 of transformers calls their number num_local_experts.
+    count = {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
+    every = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": expert_size(model)}
+    return {**_write_alike(model), **count, **every}
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    table=table("qwen3", *ATTENTION, *HEADS, *MLP),
+    fields=FIELDS,
+    read=_read,
+    write=_write,
+    only=ONLY,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    table=table("qwen3_moe", *ATTENTION, *HEADS, *EXPERTS),
+    fields=(
+        *FIELDS,
+        Field("experts_top_k", "num_experts_per_tok", 8),
+        Field("expert_size", "moe_intermediate_size", 768),
+        Field("router_normalize", "norm_topk_prob", False),
+    ),
+    read=_read_experts,
+    write=_write_experts,
+    only=ONLY | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+)

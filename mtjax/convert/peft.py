@@ -1,0 +1,106 @@
+"""Adapters of a run as a folder that `peft` loads beside the weights that the run began with."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtjax.convert.families.registry import family_of_model
+from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.convert.parameters import Parameter
+from mtjax.convert.stream import Source
+from mtjax.convert.table import Tensor, name_of
+from mtjax.errors import UserError, require
+from mtjax.theory.adapters import ADAPTER, PARTS
+
+PREFIX = "base_model.model."
+"""What peft's names begin with."""
+
+
+def write_adapters(source: Source, folder: Path) -> int:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`; returns how many numbers the adapters have.
+
+    Raises:
+      UserError: the weights have no adapters, or are not of a decoder that writes text.
+    """
+    if not isinstance(source, MtjaxSource) or not source.adapters:
+        raise UserError(
+            "peft: takes the adapters of a run of mtjax finetune with --lora-rank, and these weights have none"
+        )
+    model = source.weights.config.model
+    if model.head != "language" or model.family not in ("gpt", "llama"):
+        raise UserError(
+            "peft: takes adapters of a gpt or llama that writes text; --to hf: merges those of a task's model"
+        )
+    family = family_of_model(source.origin.config.model)
+    selection = family.table.select(source.parameters)
+    is_transposed = family.model_type == "gpt2"  # transformers' Conv1D keeps [inputs, outputs]
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for weight, row in selection.rows:
+        module = weight.name.removesuffix(".weight")
+        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]
+        if names[0] not in source.adapters:
+            continue
+        a, b = (source.adapters[name] for name in names)
+        for layer, own_a, own_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
+            for tensor in row.tensors:
+                down, up = factors(tensor, (a, b), (own_a, own_b))
+                name = name_of(tensor, layer).removesuffix(".weight")
+                tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
+                ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
+    (folder / "adapter_config.json").write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
+    require("safetensors.numpy", "convert").save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return sum(array.size for array in tensors.values())
+
+
+def factors(
+    tensor: Tensor, names: tuple[Parameter, Parameter], layer: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """peft's A [rank, inputs] and B [outputs, rank] of one of transformers' matrices.
+
+    A matrix that holds several of ours, such as GPT-2's c_attn, has an adapter of their ranks together, whose B is 0
+    but for the blocks of each.
+    """
+    (a, b), (parameter, _) = layer, names
+    part = next((axis for axis in parameter.axes if axis in PARTS), None)
+    if part is None:
+        return _matrices(a, b)
+    each = [_matrices(np.take(a, i, axis=parameter.axes.index(part)), b[i]) for i in range(len(b))]
+    if tensor.part is not None:
+        return each[tensor.part[1]]
+    blocks = [up for _, up in each]
+    rows, columns = (sum(block.shape[i] for block in blocks) for i in (0, 1))
+    whole, at, beside = np.zeros((rows, columns), np.float32), 0, 0
+    for block in blocks:
+        whole[at : at + block.shape[0], beside : beside + block.shape[1]] = block
+        at, beside = at + block.shape[0], beside + block.shape[1]
+    return np.concatenate([down for down, _ in each]), whole
+
+
+def _matrices(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[*inputs, rank] and [rank, *outputs] as two matrices, transposed as torch keeps them."""
+    down, up = a.reshape(-1, a.shape[-1]).T, b.reshape(len(b), -1).T
+    return np.ascontiguousarray(down), np.ascontiguousarray(up)
+
+
+def _config(source: MtjaxSource, ranks: dict[str, int], is_transposed: bool) -> dict[str, Any]:
+    config = source.weights.config
+    rank, alpha = config.model.lora_rank, config.model.lora_alpha
+    other = {name: count for name, count in ranks.items() if count != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.training.init_from or "").removeprefix("hf:"),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.model.lora_dropout,
+        "bias": "none",
+        "target_modules": sorted(ranks),
+        "rank_pattern": other,
+        "alpha_pattern": {name: alpha * count / rank for name, count in other.items()},
+        "fan_in_fan_out": is_transposed,
+        "inference_mode": True,
+    }

@@ -1,0 +1,163 @@
+"""The teacher of a distillation: a model of the same vocabulary and task, on the student's mesh, that never changes."""
+
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+from jax import Array
+from jax.sharding import reshard
+
+from mtjax import config as configs
+from mtjax.config import Config
+from mtjax.convert.saved_model import Hints, SavedModel, without_training
+from mtjax.data import Tokenizer
+from mtjax.errors import UserError
+from mtjax.models.families.finetuned import GivesOutputs
+from mtjax.models.families.gpt import GPT
+from mtjax.models.placed import Batch, Placed, Tree
+from mtjax.models.trunk import TEACHER, TEACHER_TABLE, Stream
+from mtjax.sharding.axes import spec, use_rules
+from mtjax.theory.divisibility import num_microbatches
+from mtjax.theory.layout import is_sent_rounded
+from mtjax.train.step import Program
+
+DECODERS = ("gpt", "llama")
+
+
+class Teacher:
+    """Weights that know what a student learns.
+
+    Args:
+      name: as `--teacher` names them.
+      hints: how a vocabulary is padded for the mesh.
+    """
+
+    def __init__(self, name: str, hints: Hints) -> None:
+        self.name, self.hints = name, hints
+
+    @cached_property
+    def saved(self) -> SavedModel:
+        """The weights.
+
+        Raises:
+          UserError: there are none.
+        """
+        return SavedModel.open(self.name, self.hints, "--teacher")
+
+    def checked(self, config: Config, tokenizer: Tokenizer) -> Config:
+        """The student's config, with what it must know of the teacher.
+
+        Raises:
+          UserError: it can't learn from this teacher.
+        """
+        theirs, ours = self.saved.config.model, config.model
+        if config.optimizer.label_smoothing or config.optimizer.z_loss:
+            raise UserError(
+                "label_smoothing and z_loss don't go with --teacher, whose probabilities are learnt: leave them out"
+            )
+        if ours.head == "regression":
+            raise UserError("--teacher has probabilities to learn from, and regress learns numbers: leave it out")
+        if theirs.family != ours.family and {theirs.family, ours.family} - set(DECODERS):
+            self._refuse(f"is a {theirs.family}, which does not read what a {ours.family} reads")
+        if theirs.head != ours.head:
+            done = {"language": "predicts tokens"}.get(theirs.head, f"has a head for {theirs.head}")
+            wanted = "the next token" if ours.head == "language" else config.finetuning.task
+            self._refuse(f"{done}, and the student learns {wanted}: finetune it on the same task first")
+        if lacking := sorted(name for name in self.saved.source.origin.fresh if name.startswith("head.")):
+            self._refuse(f"has no {', '.join(lacking)}: finetune it on the same task first")
+        if theirs.vocab_size != ours.vocab_size:
+            self._refuse(
+                f"has a vocabulary of {theirs.vocab_size}, and the student's has {ours.vocab_size}: they must be one"
+            )
+        if theirs.position == "learned" and theirs.sequence_length < ours.sequence_length:
+            self._refuse(
+                f"reads at most {theirs.sequence_length} tokens, and rows have {ours.sequence_length}: lower "
+                "--sequence-length"
+            )
+        self._check_labels(config)
+        self._check_tokens(tokenizer)
+        return configs.replace(config, teacher_width=theirs.hidden_size if ours.head == "language" else None)
+
+    def _check_labels(self, config: Config) -> None:
+        theirs, ours = self.saved.config, config
+        if theirs.model.head not in ("classification", "choices"):
+            return
+        names, own = theirs.finetuning.labels, ours.finetuning.labels
+        if theirs.model.num_labels != ours.model.num_labels:
+            self._refuse(f"has {theirs.model.num_labels} labels, and the student has {ours.model.num_labels}")
+        if names and own and names != own:
+            self._refuse(
+                f"has the labels {', '.join(names)}, and the student has {', '.join(own)}: give --labels in its order"
+            )
+
+    def _check_tokens(self, tokenizer: Tokenizer) -> None:
+        """Weights without a tokenizer are believed."""
+        try:
+            _, theirs = self.saved.tokenizer()
+        except UserError:
+            return
+        if theirs.vocab_size != tokenizer.vocab_size:
+            self._refuse(f"has a tokenizer of {theirs.vocab_size} tokens, and the student's has {tokenizer.vocab_size}")
+        for index in range(theirs.vocab_size):
+            if theirs.token(index) != tokenizer.token(index):
+                both = f"{theirs.token(index)!r} there and {tokenizer.token(index)!r} here"
+                self._refuse(f"has another vocabulary: token {index} is {both}")
+
+    def _refuse(self, why: str) -> None:
+        raise UserError(f"the teacher {self.name} {why}")
+
+    def on(self, program: Program) -> "Lessons":
+        """The teacher on the mesh of a student.
+
+        Raises:
+          UserError: it does not divide over the mesh, is damaged, or can't be read.
+        """
+        ours, training = program.config, program.config.training
+        sizes = {"sequence_length": ours.model.sequence_length, "vocab_multiple": ours.model.vocab_multiple}
+        sizes |= {"global_batch_size": training.global_batch_size, "microbatch_size": training.microbatch_size}
+        settings = sizes | {"compute_dtype": training.compute_dtype, "layers_per_stage": None, "teacher": None}
+        try:
+            placed = Placed(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
+        except UserError as e:
+            raise UserError(f"the teacher {self.name} does not fit the run: {e}") from e
+        return Lessons(program, placed, self.saved.parameters(placed))
+
+
+class Lessons:
+    """What a teacher adds to batches of a student.
+
+    Args:
+      program: the student's.
+      placed: the teacher's model.
+      parameters: its own, float32, of which matrices are kept in the compute type.
+    """
+
+    def __init__(self, program: Program, placed: Placed, parameters: Tree) -> None:
+        self.program, self.placed = program, placed
+        dtype = placed.config.training.compute_dtype
+        cast = lambda record, a: a.astype(dtype) if is_sent_rounded(record.axes) else a  # noqa: E731
+        self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)
+        added = program.abstract_step_batch()
+        self._place = added[TEACHER].sharding
+        self._tables: dict[str, Array] = {}
+        if TEACHER_TABLE in added:
+            table = self.parameters.get("output", self.parameters["embedding"])
+            self._tables[TEACHER_TABLE] = jax.device_put(table, added[TEACHER_TABLE].sharding)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch, with what the teacher makes of it."""
+        read = {name: array for name, array in batch.items() if name != "sample_index"}
+        return {**batch, TEACHER: self.placed.on_mesh(self._compiled, self.parameters, read), **self._tables}
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._said, out_shardings=self._place)
+
+    def _said(self, parameters: Tree, batch: Batch) -> Array:
+        count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
+        with use_rules(self.placed.layout.rules):
+            model = self.placed.model_in_use(parameters)
+            stream = self.placed.final_stream(parameters, batch, count)
+            if isinstance(model, GPT):
+                return reshard(model.finished(stream), spec("batch", "seq", "embed"))
+            return cast(GivesOutputs, model).outputs(Stream(stream), batch)

@@ -1,0 +1,157 @@
+"""A mixture of experts (arXiv 1701.06538): MLPs of which a router chooses some for each token."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, expert_capacity, expert_size
+from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.dropout import jitter
+from mtjax.models.kernels.grouped import Blocks
+from mtjax.models.linear import constant, normal
+from mtjax.models.mixers.mixer import State
+from mtjax.models.mixers.mlp import MLP
+from mtjax.models.recompute import PRODUCT
+from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.experts import apply_experts
+
+JITTER_SITE = 5
+EPSILON = 1e-20
+"""Added to sums of scores that others are divided by."""
+
+BALANCE_LOSS, Z_LOSS, LOAD, LOST = "balance_loss", "router_z_loss", "expert_load", "lost_choices"
+"""What routers report, by the names that a step's metrics have."""
+COUNTS = (LOAD, LOST)
+"""What of this is counted for each layer."""
+
+
+ROUTER_BIAS = "experts.router.bias"
+"""What the names of routers' biases end with."""
+
+
+class Routes(NamedTuple):
+    """Where tokens go."""
+
+    experts: Int[Array, "batch act_seq chosen"]
+    gates: Float[Array, "batch act_seq chosen"]
+    """Weights of the experts' outputs, float32."""
+    report: dict[str, Array]
+    """Of each sample: the two losses, float32 [batch], and the tokens of each expert, [batch, routes]; where experts
+    have a capacity, also by how many choices it was exceeded, [batch]."""
+
+
+class Router(nnx.Module):
+    """Scores experts, and chooses those with the highest; in float32."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        self.weight = normal(key, {"embed": model.hidden_size, "routes": model.num_experts}, model.init_std)
+        self.bias = constant(0.0, {"routes": model.num_experts}) if model.router_bias else None
+        self.model = model
+
+    def __call__(self, x: Float[Array, "batch act_seq embed"], context: Context) -> Routes:
+        """The experts of each token.
+
+        The losses are means over a sample's tokens: E sum(f P) with f an expert's share of the chosen and P its mean
+        share of the scores (arXiv 2101.03961, section 2.2), and the squares of the logits' log-sums (arXiv 2202.08906).
+        """
+        model, place = self.model, spec("batch", "act_seq", None)
+        x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.places)
+        weight = varying_like(self.weight[...], x)
+        wide = x.astype(jnp.float32)
+        logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=place, precision=lax.Precision.HIGHEST)
+        logits = checkpoint_name(logits, PRODUCT)
+        scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
+        ranked = lax.stop_gradient(scores)
+        if self.bias is not None:
+            ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
+        chosen = lax.top_k(ranked, model.experts_top_k)[1]
+        # By a product: a gather would not stay on its shard.
+        hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
+        gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)
+        if model.router_normalize:
+            gates = gates / (gates.sum(-1, keepdims=True) + EPSILON)
+        load = hot.sum((1, 2))
+        share = (scores / (scores.sum(-1, keepdims=True) + EPSILON)).mean(1)
+        balance = model.num_experts * (load * share).sum(-1) / (x.shape[1] * model.experts_top_k)
+        z = jnp.square(jax.nn.logsumexp(logits, -1)).mean(1)
+        report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
+        if (capacity := expert_capacity(model, x.shape[1])) is not None:
+            report[LOST] = jnp.maximum(load - capacity, 0).sum(-1)
+        return Routes(chosen, gates * model.router_scale, report)
+
+
+class Matrices(nnx.Module):
+    """One matrix of every expert."""
+
+    def __init__(self, sizes: dict[str, int], std: float, key: Array) -> None:
+        self.weight = normal(key, sizes, std)
+
+    def cast(self, dtype: Any) -> tuple[Array, tuple[str, ...]]:
+        """With the logical names of its dimensions."""
+        return self.weight[...].astype(dtype), self.weight.get_metadata()["axes"]
+
+
+class Experts(nnx.Module):
+    """A router, experts, and perhaps an expert that all tokens go to; no biases."""
+
+    scope: ClassVar[str] = "mlp"
+    init_number: ClassVar[int] = 1
+    dropout_site: ClassVar[int] = 2
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        up, down, router, shared = jax.random.split(key, 4)
+        of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
+        gate = {"gate": 2} if model.activation in GATED else {}
+        self.router = Router(model, key=router)
+        self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up)
+        self.down = Matrices({**of_each, **inner, **embed}, output_std, down)
+        like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False)
+        self.shared = MLP(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
+        self.blocks = Blocks(model.activation, model.num_experts)
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Applies to each token; the state is what the router reports. While texts are written nothing is reported, and
+        experts take all tokens."""
+        with jax.named_scope("router"):
+            routes = self.router(x, context)
+        up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
+        writes = context.reading is not None
+        capacity = None if writes else expert_capacity(self.router.model, x.shape[1])
+        out = apply_experts(self.blocks, x, routes.gates, routes.experts, up, down, capacity)
+        if self.shared is not None:
+            out = out + self.shared(x, context, None)[0]
+        return out, None if writes else routes.report
+
+
+def router_reports(states: list[Any]) -> dict[str, Array]:
+    """What the routers of stacks' layers report, by names: each loss of a sample summed over layers, [batch], and what
+    is counted, [batch, layers] and [batch, layers, routes]; {} without experts.
+
+    Args:
+      states: of each stack's layers, stacked.
+    """
+    reports = [state["experts"] for state in states if state is not None and "experts" in state]
+    if not reports:
+        return {}
+    joined = {name: jnp.concatenate([report[name] for report in reports]) for name in reports[0]}
+    return {name: jnp.moveaxis(a, 0, 1) if name in COUNTS else a.sum(0) for name, a in joined.items()}
+
+
+def report_weights(model: Model, num_samples: int) -> dict[str, Array]:
+    """The weight in a step of what routers report of each of its samples, by names, float32 [batch]: those losses that
+    count, by the settings, and what is counted; {} without experts."""
+    if not model.num_experts:
+        return {}
+    each = jnp.ones(num_samples, jnp.float32)
+    counts = dict.fromkeys(COUNTS if model.capacity_factor else (LOAD,), each)
+    losses = {BALANCE_LOSS: model.balance_loss, Z_LOSS: model.router_z_loss}
+    return {name: each * (weight / num_samples) for name, weight in losses.items() if weight} | counts

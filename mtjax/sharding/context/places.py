@@ -1,0 +1,53 @@
+"""Where tokens stand: ranks of `context` share every sample, so that all have as much of causal attention to compute.
+
+A sample is cut into twice as many chunks as there are ranks, c, and rank i has chunks i and 2c-1-i: an early one, whose
+tokens see little, and a late one, whose tokens see much (zig-zag: arXiv 2405.07719, Llama 3's arXiv 2407.21783).
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int
+
+from mtjax.sharding.axes import rules_in_force
+from mtjax.theory.rules import Axes
+
+
+def rank_places(rank: Any, ways: int, length: int, xp: ModuleType = jnp) -> Any:
+    """Where a rank's tokens stand in a sample of `length` tokens: int32 [length / ways], of `xp`: jax's numpy or numpy.
+
+    Args:
+      rank: its number, which may be traced.
+      ways: ranks that share the sample.
+      length: a multiple of 2 * ways.
+      xp: whose array it is.
+    """
+    chunk = length // (2 * ways)
+    own = xp.arange(chunk, dtype=np.int32)
+    return xp.concatenate([own + rank * chunk, own + (2 * ways - 1 - rank) * chunk])
+
+
+def token_order(ways: int, length: int) -> np.ndarray:
+    """The tokens of a sample in the order of the ranks that have them."""
+    return np.concatenate([rank_places(rank, ways, length, np) for rank in range(ways)])
+
+
+def context_axes() -> Axes:
+    """The manual mesh axes that split samples' tokens here; () where a rank has all of them."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in rules_in_force().seq if axis in manual)
+
+
+def token_places(length: int) -> Int[Array, " seq"] | None:
+    """Where this rank's `length` tokens stand in their sample; None where they are all of it.
+
+    Call it outside of loops over layers: `lax.scan` would take the rank's number out of them, and of the manual region.
+    """
+    axes = context_axes()
+    if not axes:
+        return None
+    return rank_places(lax.axis_index(axes), lax.axis_size(axes), length * lax.axis_size(axes))

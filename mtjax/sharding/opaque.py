@@ -1,0 +1,23 @@
+"""A function that nothing looks into until it is lowered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+_opaque_p = Primitive("opaque")
+_opaque_p.multiple_results = True
+_opaque_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+mlir.register_lowering(
+    _opaque_p, mlir.lower_fun(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays), multiple_results=True)
+)
+
+
+def opaque(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function`, whole: the scan over layers takes constants even out of a nested map, which then does not lower."""
+    arrays, tree = jax.tree.flatten(arguments)
+    flat = lambda *arrays: function(*jax.tree.unflatten(tree, arrays))  # noqa: E731
+    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), _opaque_p.bind(*arrays, jaxpr=jaxpr))

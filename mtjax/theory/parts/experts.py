@@ -1,0 +1,199 @@
+"""Experts in the place of the MLP: a router sends each token to some of many (arXiv 1701.06538, 2006.16668).
+
+Symbols beside those of `mtjax.theory.parts.part`: E experts, k that a token goes to, f the inner width of one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
+from mtjax.theory.parts.mlp import MLP
+from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.sublayer import own_token_sums, own_vector_sums, sublayer_keeps, sublayer_sends
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import EXPERT
+
+
+@dataclass(frozen=True)
+class Experts(Part):
+    """A norm, a router, experts - each an MLP without biases - and perhaps one more that every token goes to."""
+
+    hidden: int
+    tokens: int
+    """Of a sample."""
+    count: int
+    """E: experts."""
+    top_k: int
+    """k: experts that a token goes to."""
+    inner: int
+    """f: inner width of an expert."""
+    is_gated: bool
+    norm: str
+    router_bias: bool = False
+    """Whether a bias of each expert's own takes part in choosing."""
+    shared: int = 0
+    """Inner width of the expert that every token goes to; 0 without one."""
+    capacity: int | None = None
+    """Tokens of a sample that an expert takes at most; None where it takes all that come."""
+
+    @property
+    def inputs(self) -> int:
+        """g: projections into the inner width."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def shared_expert(self) -> MLP | None:
+        """The expert that every token goes to, as the MLP that it is; its norm is that of all experts."""
+        if not self.shared:
+            return None
+        return MLP(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False)
+
+    @property
+    def weights(self) -> list[Weight]:
+        experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
+        gate = {"gate": 2} if self.is_gated else {}
+        found = [
+            *norm("experts_norm", self.norm, self.hidden),
+            weight("experts.router.weight", {**embed, "routes": self.count}),
+            weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
+            weight("experts.down.weight", {**experts, **inner, **embed}),
+        ]
+        if self.router_bias:
+            found.append(weight("experts.router.bias", {"routes": self.count}))
+        if self.shared:
+            found += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False)
+            found += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False)
+        return found
+
+    @property
+    def touched(self) -> Touched:
+        """The experts' inner widths are gone over as often as a token has experts."""
+        shared = self.shared_expert.touched.mlp if self.shared_expert else 0
+        return Touched(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
+
+    def products(self, model_ways: int = 1) -> list[Product]:
+        """Experts' backward pass computes again what is f wide, and needs no other result."""
+        inner, rows = self.inner / model_ways, self.tokens * self.top_k
+        if self.capacity is not None:
+            rows = min(rows, self.count * self.capacity)
+        return [
+            Product(self.tokens, self.hidden, self.count, is_repeated=True),
+            Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
+            Product(rows, inner, self.hidden, experts=self.count),
+            *(self.shared_expert.products(model_ways) if self.shared_expert else []),
+        ]
+
+    def keeps(self, plan: Plan) -> Mapping[str, float]:
+        """The router's logits, float32; nothing that is f wide, but of the shared expert."""
+        tokens = plan.rank_tokens(self.tokens) / (plan.mesh.model if plan.sequence_parallel else 1)
+        shared = {"MLP": self.shared_expert.keeps(plan)["MLP"]} if self.shared_expert else {}
+        return {**sublayer_keeps(self.tokens, self.hidden, plan), "routers' logits": 4 * tokens * self.count, **shared}
+
+    def working(self, plan: Plan) -> float:
+        """What all ranks over which experts are spread read, its gradient and that of the result, and float32 sums of
+        both and of the gradients of the experts here."""
+        everyone = plan.mesh.expert * plan.rank_tokens(self.tokens) * self.hidden
+        if self.capacity is not None:
+            everyone = plan.microbatch_size * self.count * self.capacity * self.hidden
+        matrices = self.count / plan.mesh.expert * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
+        shared = self.shared_expert.working(plan) if self.shared_expert else 0.0
+        return max((2 * plan.element_bytes + 4) * everyone + 4 * matrices, shared)
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self.capacity or 0}
+
+    def sends(self, stream: Stream) -> list[Expectation]:
+        """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
+        lines = split_sends(stream) if stream.split else whole_sends(stream)
+        if stream.split:
+            lines += sublayer_sends(stream, "the shared expert") if self.shared else []
+            lines += own_vector_sums(stream, self.norm, bias=False)
+            lines.append(own_token_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
+        return [*lines, *(gathers(stream) if self.capacity is None else exchanges(stream))]
+
+
+ROUTES = "batch*sequence*top_k"
+"""Numbers of a microbatch's experts, and how much each counts."""
+
+
+def whole_sends(stream: Stream) -> list[Expectation]:
+    """As any sublayer - a shared expert's sums go with the others' - and what ranks' parts of experts say of routes."""
+    why = "gradients of how much tokens' experts count"
+    line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, ROUTES, why, dtype="float32")
+    return [*sublayer_sends(stream, "the experts"), line]
+
+
+def split_sends(stream: Stream) -> list[Expectation]:
+    """Where sequences are split: as any sublayer, but that tokens are gathered by the backward pass itself; and with
+    them where they go. Routers choose among the scores of all tokens, and know a sample's mean load."""
+    times, again = stream.times, f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
+    lines: list[Expectation] = []
+
+    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
+        lines.append(over_model(phase, kind, count, elements, why, dtype=dtype))
+
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+        line(phase, "all-gather", count, stream.elements, "before the experts")
+        line(phase, "reduce-scatter", count, stream.elements, "after the experts")
+    line(LAYER_BACKWARD, "all-gather", f"2*{times}", stream.elements, "before the experts, and gradients behind them")
+    line(LAYER_BACKWARD, "reduce-scatter", times, stream.elements, "gradient of what the experts gathered")
+    for phase, count in (
+        (LAYER_FORWARD, stream.forward_times),
+        (LAYER_RECOMPUTE, _grouped(stream)),
+        (LAYER_BACKWARD, times),
+    ):
+        line(phase, "all-gather", count, ROUTES, "how much tokens' experts count", "float32")
+        line(phase, "all-gather", count, ROUTES, "which experts tokens go to", "int32")
+    line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of how much tokens' experts count", "float32")
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, again)):
+        line(phase, "all-gather", count, "batch*sequence*num_experts", "scores of experts", "float32")
+    line(LAYER_FORWARD, "all-reduce", f"2*{stream.forward_times}", "batch*num_experts", "a sample's load", "float32")
+    line(LAYER_RECOMPUTE, "all-reduce", times, "batch*num_experts", "a sample's load, again", "float32")
+    return lines
+
+
+def _grouped(stream: Stream) -> str:
+    """How often layers that are computed again in groups are so."""
+    return f"{stream.side}grouped_layers*{stream.turns}"
+
+
+def gathers(stream: Stream) -> list[Expectation]:
+    """What goes over `expert`: every rank has all ranks' tokens from a gather, and scatters what its experts say.
+
+    The backward pass gathers tokens and the gradients of results, and scatters the gradients of tokens; what a layer
+    that is computed again would send first, nobody needs, but in a group of layers.
+    """
+    every, routes = "expert_ways*batch*sequence*hidden", f"expert_ways*{ROUTES}"
+    lines: list[Expectation] = []
+
+    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
+        lines.append(Expectation(phase, kind, EXPERT, count, elements, dtype, why=why))
+
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+        line(phase, "all-gather", count, every, "tokens for the experts of all ranks")
+        line(phase, "all-gather", count, routes, "and how much each of their experts counts", "float32")
+        line(phase, "all-gather", count, routes, "and which these are", "int32")
+        line(phase, "reduce-scatter", count, every, "what experts say of them")
+    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", every, "tokens, and gradients of what experts said")
+    line(LAYER_BACKWARD, "all-gather", stream.times, routes, "how much each counts, once more", "float32")
+    line(LAYER_BACKWARD, "all-gather", stream.times, routes, "and which, once more", "int32")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, every, "gradients of tokens")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, routes, "gradients of how much each counts", "float32")
+    return lines
+
+
+def exchanges(stream: Stream) -> list[Expectation]:
+    """What goes over `expert` where every expert has so many places for each sample: places to the experts' ranks, and
+    back. The backward pass sends tokens once more, gradients of results there, and those of tokens back."""
+    places, lines = "batch*num_experts*capacity", []
+
+    def line(phase: str, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
+        lines.append(Expectation(phase, "all-to-all", EXPERT, count, elements, dtype, why=why))
+
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+        line(phase, f"2*{count}", f"{places}*hidden", "tokens to experts, and what these say back")
+        line(phase, count, places, "how much each counts", "float32")
+    line(LAYER_BACKWARD, f"3*{stream.times}", f"{places}*hidden", "tokens, gradients of what experts said, of tokens")
+    line(LAYER_BACKWARD, f"2*{stream.times}", places, "how much each counts, and its gradients", "float32")
+    return lines

@@ -1,0 +1,100 @@
+"""`mtjax train --evaluate ... --keep-best ...`: results beside those of `mtjax evaluate` on the same checkpoint."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from mtjax.config import Config, replace
+from mtjax.evaluate.__main__ import main as evaluate
+from mtjax.evaluate.during import evaluations_of
+from mtjax.train.__main__ import main as train
+from mtjax.train.watch.best import Goal
+from mtjax.train.watch.metrics import main_results, read_metrics
+from tests.end_to_end.runs import TINY
+
+TEXT = "the cat and the dog went on to the end of the road @-@ and there they rested . \n" * 40
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    jax.devices()  # all eight, before a command asks for as many as its mesh needs
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "short.txt").write_text(TEXT[:500])
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the cat and the dog went on to the road"}) + "\n")
+    return tmp_path
+
+
+def start(*words: str) -> int:
+    return train(["--config", "tiny.toml", "--data", "text.txt", "--split", "9,1,0", "--out", "run", *words])
+
+
+@pytest.mark.long
+def test_results_are_those_of_mtjax_evaluate_and_the_best_is_kept(folder, capsys) -> None:
+    """On stages, resumed: the losses fall, until a learning rate that is far too high lets them grow."""
+    asked = ["--evaluate", "wikitext103=short.txt", "lambada=lambada.jsonl", "--evaluate-every", "2"]
+    asked += ["--keep-best", "wikitext103/perplexity", "--mesh", "2x2x2", "--microbatch-size", "2"]
+    assert start(*asked, "--steps", "4") == 0
+    said = capsys.readouterr().out
+    entries = {entry["step"]: entry for entry in read_metrics(folder / "run" / "metrics.jsonl")}
+    assert [step for step, entry in entries.items() if "wikitext103/perplexity" in entry] == [2, 4]
+    assert main_results(entries[4]) == ["wikitext103/perplexity", "lambada/accuracy"]
+    before = entries[4]["wikitext103/perplexity"]
+    assert entries[2]["wikitext103/perplexity"] > before
+    assert f"wikitext103 perplexity {before:.4f}" in said
+    assert f"best wikitext103/perplexity {before:.4f} after step 4" in said
+
+    out = ["--mesh", "1x2", "--out", "ours.json"]
+    assert evaluate(["--task", "wikitext103", "--data", "short.txt", "--from", "run", *out]) == 0
+    results = json.loads((folder / "ours.json").read_text())["results"]
+    for name in ("perplexity", "token_perplexity", "loss"):
+        assert entries[4][f"wikitext103/{name}"] == pytest.approx(results[name], rel=1e-5)
+
+    worse = ["--learning-rate", "30", "--steps", "6"]
+    resumed = train(["--config", "run/config.toml", "--resume", *worse, "--out", "run"])
+    assert resumed == 0
+    last = read_metrics(folder / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 6 and last["wikitext103/perplexity"] > before
+    assert [path.name for path in (folder / "run" / "best").iterdir() if path.name.isdigit()] == ["4"]
+    assert f"best wikitext103/perplexity {before:.4f} after step 4" in capsys.readouterr().out
+    picture = (folder / "run" / "loss.png").read_bytes()
+    assert int.from_bytes(picture[20:24], "big") > 800  # two panels below the losses
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher_is_better"),
+    [("lambada/accuracy", True), ("lambada/perplexity", False), ("wikitext103/loss", False)],
+)
+def test_what_is_best(folder, metric: str, higher_is_better: bool) -> None:
+    asked = ("wikitext103=short.txt", "lambada=lambada.jsonl")
+    evaluations = evaluations_of(replace(Config(), evaluate=asked, keep_best=metric))
+    assert evaluations is not None and evaluations.goal == Goal(metric, higher_is_better)
+    by_loss = evaluations_of(replace(Config(), evaluate=asked, keep_best="valid_loss", valid_every=2))
+    assert by_loss is not None and by_loss.goal is None  # the objective's
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--evaluate", "lambada"], "--evaluate lambada is not TASK=FILE"),
+        (["--evaluate", "lamda=x"], "no task is called 'lamda' - did you mean 'lambada'?"),
+        (["--evaluate", "lambada=none.jsonl"], "--evaluate lambada: none.jsonl does not exist"),
+        (["--evaluate", "lambada=a", "lambada=b"], "names a task twice"),
+        (["--evaluate", "lambada=text.txt"], "text.txt, line 1 is not JSON"),
+        (["--evaluate", "lambada=lambada.jsonl", "--family", "bert"], "which a bert does not predict"),
+        (["--keep-best", "lambada/accuracy"], "--keep-best lambada/accuracy is not one of valid_loss"),
+        (["--keep-best", "valid_loss"], "needs validations, and valid_every is 0"),
+        (
+            ["--evaluate", "lambada=lambada.jsonl", "--keep-best", "lambada/acuracy"],
+            "lambada/perplexity - did you mean 'lambada/accuracy'?",
+        ),
+    ],
+)
+def test_wrong_input_is_one_sentence(folder, capsys, words: list[str], expected: str) -> None:
+    assert start(*words) == 2
+    *notes, said = capsys.readouterr().err.strip().splitlines()  # of a tokenizer that is trained for all cases
+    assert expected in said and said.startswith("error: ") and all("(once; kept in " in note for note in notes)
+    assert not (folder / "run").exists()

@@ -1,0 +1,74 @@
+"""What ranks with experts of their own send, in compiled programs: tokens to experts, and what these say of them.
+
+Gradients of experts are summed over data alone, those of all else over data and expert together.
+"""
+
+from typing import Any
+
+import pytest
+
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD
+from tests.inspect.steps import crossing_in_layers, needs_aot, tiny
+
+EXPERTS: dict[str, Any] = {"family": "llama", "num_experts": 4, "attention": "xla", "global_batch_size": 16}
+"""3 layers, microbatches of 2 samples of 64 tokens; each token goes to 2 of 4 experts."""
+GATHER = EXPERTS | {"mesh": "data=1,expert=4,model=2", "recompute": "none"}
+SPLIT = EXPERTS | {"mesh": "data=2,expert=2,model=2", "sequence_parallel": True}
+CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GATHER,
+        pytest.param(SPLIT | {"zero": 3, "qk_norm": True}, marks=pytest.mark.long),
+        pytest.param(CAPACITY, marks=pytest.mark.long),
+    ],
+    ids=["gather", "split sequences, ZeRO-3", "capacity"],
+)
+def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
+    assert inspect(tiny(**settings | {"num_layers": 2}), find_target("cpu")).verdict.violations == ()
+
+
+@needs_aot
+def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> None:
+    """2 microbatches: of 4 ranks' 2 samples each, with numbers of two experts a token and how much each counts."""
+    report = inspect(tiny(**GATHER), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    tokens, gates, numbers = "bf16[8,64,64]", "f32[8,64,2]", "s32[8,64,2]"
+    once = 3 * 2
+    assert crossing_in_layers(report, "expert") == {
+        (LAYER_FORWARD, "all-gather", tokens): once,
+        (LAYER_FORWARD, "all-gather", gates): once,
+        (LAYER_FORWARD, "all-gather", numbers): once,
+        (LAYER_FORWARD, "reduce-scatter", tokens): once,
+        (LAYER_BACKWARD, "all-gather", tokens): 2 * once,
+        (LAYER_BACKWARD, "all-gather", gates): once,
+        (LAYER_BACKWARD, "all-gather", numbers): once,
+        (LAYER_BACKWARD, "reduce-scatter", tokens): once,
+        (LAYER_BACKWARD, "reduce-scatter", gates): once,
+    }
+    assert report.flops.difference == 0
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SPLIT | {"zero": 3},
+        pytest.param(
+            EXPERTS
+            | {"mesh": "data=2,expert=2,model=2", "recompute": "selective", "zero": 1, "shared_expert_size": 64},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(CAPACITY, marks=pytest.mark.exhaustive),
+        SPLIT | {"zero": 2, "recompute": "none", "capacity_factor": 1.5, "shared_expert_size": 64},
+    ],
+    ids=["split sequences, ZeRO-3", "shared expert, ZeRO-1", "capacity", "capacity, split sequences, shared, ZeRO-2"],
+)
+def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:
+    report = inspect(tiny(**settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.flops.difference == 0

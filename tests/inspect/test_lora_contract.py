@@ -1,0 +1,43 @@
+"""Contracts of finetuning with low-rank adapters, on compiled programs: gradients of adapters alone are summed."""
+
+from typing import Any
+
+import pytest
+
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.targets import find_target
+from mtjax.theory.counts import learnt_counts
+from tests.inspect.steps import needs_aot, theory_of, tiny
+from tests.inspect.test_contract import sent
+
+LORA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176, "lora_rank": 4}
+
+
+def check(report: Report) -> None:
+    """The contract holds, and what is summed over data is as large as the adapters."""
+    assert report.verdict.violations == ()
+    assert report.contract.name.endswith("LoRA")
+    adapters = learnt_counts(*theory_of(report.config)).all
+    summed = sum(elements * n for (_, elements, _), n in sent(report, "gradients", ("data",)).items())
+    assert summed - adapters in range(3)
+    # With split sequences what comes from a row-parallel adapter is computed for a rank's own tokens only.
+    assert abs(report.flops.difference) < (0.06 if report.config.parallel.sequence_parallel else 0.01)
+
+
+@needs_aot
+@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4}])
+def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
+    check(inspect(tiny(**LORA | settings), find_target("h100x8")))
+
+
+@pytest.mark.long
+def test_only_adapters_travel_on_cpus() -> None:
+    check(inspect(tiny(**LORA, num_layers=2), find_target("cpu")))
+
+
+@pytest.mark.long
+def test_stages_send_each_other_no_gradients_of_what_is_frozen() -> None:
+    settings = {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "compute_dtype": "float32"}
+    report = inspect(tiny(**LORA | settings), find_target("cpu"))
+    assert report.verdict.violations == ()
+    assert not [e for _, e, _ in sent(report, "gradients", ("stage",)) if e > 64]

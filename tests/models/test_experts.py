@@ -1,0 +1,144 @@
+"""A mixture of experts beside every expert on every token: numpy's float64, and gradients by jax of plain products."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mtjax.config import validate
+from mtjax.config.sizes import expert_capacity
+from mtjax.errors import UserError
+from mtjax.models.context import Context
+from mtjax.models.kernels import grouped
+from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS, Experts
+from mtjax.sharding.axes import use_rules
+from mtjax.theory.layout import TENSOR_RULES
+from tests.tiny import mesh_of, tiny_config
+
+RULES = TENSOR_RULES.over(("data", "model")).with_whole_samples
+SOFTMAX: dict[str, Any] = {"num_experts": 6, "experts_top_k": 2, "expert_size": 20}
+DEEPSEEK: dict[str, Any] = {
+    "num_experts": 8,
+    "experts_top_k": 3,
+    "expert_size": 12,
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "router_scale": 2.5,
+    "shared_expert_size": 16,
+    "activation": "gelu",
+}
+"""All that DeepSeek's routers do, and experts without gates."""
+CAPACITY: dict[str, Any] = {"num_experts": 4, "capacity_factor": 0.75}
+PLAIN: dict[str, Any] = {"num_experts": 4, "experts_top_k": 1, "router_normalize": False}
+
+
+def mixer_of(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A mixer's graph and its parameters, none of them 0; to be called with a mesh and rules in force."""
+    config = tiny_config(family="llama", hidden_size=16, init_std=0.4, **settings)
+    validate(config)
+    mixer = Experts(config.model, output_std=0.4, key=jax.random.key(1))
+    if mixer.router.bias is not None:
+        mixer.router.bias[...] = jnp.linspace(-0.3, 0.3, config.model.num_experts)
+    graph, state = nnx.split(mixer)
+    return (config.model, graph, state), nnx.to_pure_dict(state)
+
+
+def apply(static: Any, parameters: Any, x: Any) -> tuple[Any, Any]:
+    """What the mixer adds to the stream, and its report."""
+    _, graph, state = static
+    nnx.replace_by_pure_dict(state, parameters)
+    return nnx.merge(graph, state)(x, Context(), None)
+
+
+def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
+    """Every expert on every token, weighted by gates that are 0 for those not chosen; by numpy or by jax."""
+
+    def act(hidden: Any) -> Any:
+        if model.activation == "swiglu":
+            return hidden[..., 0, :] / (1 + xp.exp(-hidden[..., 0, :])) * hidden[..., 1, :]
+        return 0.5 * hidden * (1 + xp.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+
+    logits = x @ p["router"]["weight"]
+    exps = xp.exp(logits)
+    scores = exps / exps.sum(-1, keepdims=True) if model.router_score == "softmax" else 1 / (1 + xp.exp(-logits))
+    ranked = scores + p["router"].get("bias", 0)
+    last = xp.sort(ranked, -1)[..., -model.experts_top_k, None]
+    hot = (ranked >= last) * 1.0
+    gates = scores * hot
+    if model.router_normalize:
+        gates = gates / gates.sum(-1, keepdims=True)
+    load, report = hot.sum(1), {}
+    if (capacity := expert_capacity(model, x.shape[1])) is not None:
+        is_taken = hot.cumsum(1) <= capacity
+        gates, report = gates * is_taken, {LOST: (hot * ~is_taken).sum((1, 2))}
+    out = 0
+    for e in range(model.num_experts):
+        hidden = act(xp.tensordot(x, p["up"]["weight"][e], 1))
+        out += model.router_scale * gates[..., e : e + 1] * (hidden @ p["down"]["weight"][e])
+    if "shared" in p:
+        out += act(xp.tensordot(x, p["shared"]["up"]["weight"], 1)) @ p["shared"]["down"]["weight"]
+    share = (scores / scores.sum(-1, keepdims=True)).mean(1)
+    balance = model.num_experts * (hot.mean(1) / model.experts_top_k * share).sum(-1)
+    return out, {BALANCE_LOSS: balance, Z_LOSS: (xp.log(exps.sum(-1)) ** 2).mean(1), LOAD: load, **report}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SOFTMAX, DEEPSEEK, pytest.param(PLAIN, marks=pytest.mark.long), pytest.param(CAPACITY, marks=pytest.mark.long)],
+    ids=["softmax", "deepseek", "switch", "capacity"],
+)
+def test_output_report_and_gradients_are_those_of_every_expert_on_every_token(settings, monkeypatch):
+    monkeypatch.setattr(grouped, "SHORTEST", 4)  # several blocks of an expert, the last not full
+    random = np.random.default_rng(0)
+    x, of_out, of_sample = (random.normal(size=size).astype(np.float32) for size in ((3, 16, 16), (3, 16, 16), (3,)))
+    with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
+        static, parameters = mixer_of(settings)
+
+        def loss(run: Any, p: Any, x: Any) -> tuple[Any, Any]:
+            out, report = run(p, x)
+            return (out * of_out).sum() + ((report[BALANCE_LOSS] + report[Z_LOSS]) * of_sample).sum(), (out, report)
+
+        ours = jax.jit(jax.grad(partial(loss, partial(apply, static)), argnums=(0, 1), has_aux=True))
+        gradients, (out, report) = ours(parameters, x)
+    numbers = jax.tree.map(np.asarray, parameters)
+    plain = jax.jit(jax.grad(partial(loss, partial(dense, static[0], xp=jnp)), argnums=(0, 1), has_aux=True))
+    known_gradients, _ = plain(numbers, x)
+    numbers = jax.tree.map(np.float64, numbers)
+    known, known_report = dense(static[0], numbers, x.astype(np.float64), np)
+    np.testing.assert_allclose(out, known, atol=1e-5 * np.abs(known).max())
+    assert set(report) == set(known_report)
+    assert known_report.get(LOST, np.ones(1)).sum() > 0
+    for name, value in known_report.items():
+        np.testing.assert_allclose(report[name], value, rtol=1e-5, err_msg=name)
+    for (path, value), (_, found) in zip(
+        jax.tree_util.tree_leaves_with_path(known_gradients),
+        jax.tree_util.tree_leaves_with_path(gradients),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, value, atol=1e-5 * np.abs(value).max(), err_msg=jax.tree_util.keystr(path))
+
+
+def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
+    rows = grouped.Blocks("swiglu", 8).rows
+    assert [rows(pairs) for pairs in (16, 8 * 8 * 64, 8 * 8 * 65, 10**9)] == [8, 64, 64, 1024]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts": 4, "experts_top_k": 5}, "experts_top_k 5 is above num_experts 4"),
+        ({"num_experts": 4, "family": "bert"}, "num_experts is 4, which is for gpt and llama, and family is bert"),
+        ({"num_experts": 4, "family": "t5"}, "num_experts is 4, which is for gpt and llama, and family is t5"),
+        ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
+        ({"num_experts": 4, "head": "classification"}, "num_experts is 4, which is for models of language"),
+        ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
+        ({"balance_loss": 0.5}, "balance_loss is 0.5, and num_experts is 0"),
+    ],
+)
+def test_what_experts_do_not_go_with_is_one_sentence(settings, message):
+    with pytest.raises(UserError, match=message):
+        validate(tiny_config(**settings))

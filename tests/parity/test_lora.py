@@ -1,0 +1,128 @@
+"""Low-rank adapters against peft, with transformers' models: five steps of AdamW, and both ways out of a run."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.convert.__main__ import main as convert
+from mtjax.finetune.__main__ import main as finetune
+from mtjax.sharding.placement import global_batch
+from mtjax.train.step import Program, State
+from tests.convert.hf_folders import small_tokenizer
+from tests.parity.test_chats import BATCH, LENGTH, chats, mean_loss, network_of, packed_batch
+from tests.parity.test_finetune import GPT2, LLAMA, check_steps, program_of
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
+peft = pytest.importorskip("peft", reason="needs the extra parity: pip install '.[parity]'")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks transformers for it
+RANK, ALPHA = 4, 6.0
+SHARED = LLAMA | {"num_key_value_heads": 2}
+TARGETS = {
+    "all": [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")],
+    "attention": [f"{x}_proj" for x in "qkvo"],
+}
+CASES = {
+    "all, heads and ways alike": ("all", LLAMA, "1x4", {}),
+    "fewer key heads than ways, split sequences, ZeRO-3": (
+        "all",
+        SHARED,
+        "2x4",
+        {"sequence_parallel": True, "zero": 3, "microbatch_size": 2, "recompute": "full"},
+    ),
+    "attention, stages": ("attention", SHARED, "data=2,stage=2,model=2", {"microbatch_size": 2}),
+}
+MODULES = {
+    "self_attn.o_proj": ("attention", "output", None, None),
+    "mlp.down_proj": ("mlp", "down", None, None),
+    "mlp.gate_proj": ("mlp", "up", None, 0),
+    "mlp.up_proj": ("mlp", "up", None, 1),
+}
+FUSED = {f"self_attn.{x}_proj": ("attention", "qkv", None, i) for i, x in enumerate("qkv")}
+GROUPED = {
+    "self_attn.q_proj": ("attention", "qkv", "query", None),
+    "self_attn.k_proj": ("attention", "qkv", "key_value", 0),
+    "self_attn.v_proj": ("attention", "qkv", "key_value", 1),
+}
+
+
+def adapters_of(parameters: Any, where: tuple[str, str, str | None, int | None], layer: int) -> tuple[np.ndarray, ...]:
+    """Ours of one of their products: [inputs, rank] and [rank, outputs]; `where` is module, product, part, place."""
+    mixer, product, part, place = where
+    module = parameters["stack"]["layers"][mixer][product]
+    lora = (module if part is None else module[part])["lora"]
+    a, b = np.asarray(lora["a"])[layer], np.asarray(lora["b"])[layer]
+    if place is not None:
+        a, b = a[..., place, :], b[place]
+    return a.reshape(-1, RANK), b.reshape(RANK, -1)
+
+
+def with_their_adapters(program: Program, state: State, network: Any, targets: str) -> State:
+    """Our A's in their model: there is nothing else that was drawn."""
+    grouped = "query" in state.parameters["stack"]["layers"]["attention"]["qkv"]
+    modules = {**(GROUPED if grouped else FUSED), **MODULES}
+    orders = [order.flat for order in program.layer_orders.values()] or [range(2)]
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if ".lora_A." not in name:
+                continue
+            words = name.split(".")
+            layer = list(orders[0]).index(int(words[words.index("layers") + 1]))
+            where = modules[".".join(words[words.index("layers") + 2 :][:2])]
+            a, b = adapters_of(state.parameters, where, layer)
+            assert not b.any()
+            parameter.copy_(torch.tensor(a.T))
+    return state
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_five_steps_are_those_of_peft(case, tmp_path):
+    targets, settings, mesh, fields = case
+    network, written = network_of("LlamaForCausalLM", settings), chats()
+    network.save_pretrained(tmp_path)
+    resets = {"reset_position_ids": True, "reset_attention_mask": True}
+    low = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets}
+    program, trunk = program_of(tmp_path, mesh, fields | resets | low)
+    trunk.check(program)
+    state, host = program.initialize(0, trunk.read(program)), packed_batch(written)
+    frozen = np.array(state.parameters["embedding"])
+    batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
+
+    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS[targets], lora_dropout=0.0)
+    network = peft.get_peft_model(network, options)
+    with_their_adapters(program, state, network, targets)
+    learnt = [p for p in network.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in learnt) == sum(r.size for r in jax.tree.leaves(state.optimizer[1][0].mu))
+    state = check_steps(program, state, batch, learnt, lambda: mean_loss(network, written))
+    np.testing.assert_array_equal(frozen, state.parameters["embedding"])
+
+
+@pytest.mark.parametrize("kind, settings", [("GPT2LMHeadModel", GPT2), ("LlamaForCausalLM", SHARED)])
+def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):
+    jax.devices()  # all eight, before a command asks for as many as its mesh needs
+    words = 300
+    network = network_of(kind, settings | {"vocab_size": words})
+    network.save_pretrained(tmp_path / "base")
+    small_tokenizer().save(str(tmp_path / "base" / "tokenizer.json"))
+    rows = [
+        {"prompt": "the cat", "completion": " and the dog"},
+        {"prompt": "the end", "completion": " of the road"},
+    ] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--task", "chat", "--data", str(tmp_path / "rows.jsonl"), "--init-from", f"hf:{tmp_path / 'base'}"]
+    low = ["--lora-rank", "4", "--lora-alpha", "6", "--learning-rate", "1e-2", "--epochs", "6"]
+    shape = ["--mesh", "1x1", "--global-batch-size", "4", "--compute-dtype", "float32", "--out", str(tmp_path / "run")]
+    assert finetune([*files, *low, *shape]) == 0
+    for place in ("peft", "hf"):
+        assert convert(["--from", f"mtjax:{tmp_path / 'run'}", "--to", f"{place}:{tmp_path / place}"]) == 0
+    ids = torch.tensor(np.random.default_rng(0).integers(0, words, (2, LENGTH)))
+    base = network.eval()(ids).logits.detach()
+    adapted = peft.PeftModel.from_pretrained(network, tmp_path / "peft").eval()(ids).logits.detach()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(ids).logits.detach()
+    scale = float((adapted - base).abs().max())
+    assert scale > 0.1  # there is something to compare
+    assert float((adapted - merged).abs().max()) < 1e-5 * float(merged.abs().max())

@@ -1,0 +1,106 @@
+"""Ranks that share the tokens of samples: the same losses, gradients and states as one device.
+
+Of the covering cases `tests/train/test_step.py` has one, with ring, split sequences and full recompute.
+"""
+
+import itertools
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.models.kernels import blocks
+from tests.tiny import batch_of, initial_state, program_of, run_steps
+
+LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+"""Rotary positions, and a key head that all queries share, with both dropouts."""
+DOCUMENTS: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
+
+# (mesh, model, what does not change the numbers)
+CASES: list[Any] = [
+    pytest.param(
+        "data=1,context=4,model=2",
+        {},
+        {"recompute": "selective", "sequence_parallel": True, "microbatch_size": 2},
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "data=2,context=2,model=2",
+        LLAMA | DOCUMENTS,
+        {"recompute": "full", "sequence_parallel": True, "microbatch_size": 1, "zero": 3},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=2,context=2,model=2",
+        LLAMA | DOCUMENTS,
+        {"context_method": "gather", "zero": 2, "microbatch_size": 2},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
+]
+PRODUCT = [
+    pytest.param(
+        mesh,
+        model,
+        {
+            "context_method": method,
+            "recompute": recompute,
+            "zero": zero,
+            "sequence_parallel": split,
+            "microbatch_size": 1 if recompute == "full" else None,
+        },
+        marks=pytest.mark.exhaustive,
+    )
+    for mesh, model, method, (recompute, zero), split in itertools.product(
+        ("data=1,context=2,model=1", "data=1,context=4,model=2", "data=2,context=2,model=2"),
+        ({}, DOCUMENTS, LLAMA, LLAMA | DOCUMENTS),
+        ("ring", "gather"),
+        (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
+        (False, True),
+    )
+]
+
+
+def results(program):
+    """The loss and gradients of a batch with dropout, its loss without, and the losses of three steps."""
+    state, batch = initial_state(program), batch_of(program, 0)
+    total, count = program.evaluate(state.parameters, batch)["loss"]
+    key = jax.random.wrap_key_data(state.random)
+    with jax.set_mesh(program.mesh):
+        loss, _, gradients = jax.jit(program.gradients)(state.parameters, batch, key)
+    found = {jax.tree_util.keystr(p): np.asarray(g) for p, g in jax.tree_util.tree_leaves_with_path(gradients)}
+    _, losses = run_steps(program, 2, state)
+    return found | {
+        "loss": np.asarray(loss),
+        "evaluated": np.asarray(total / count),
+        "steps": np.array([[m["loss"], m["grad_norm"]] for m in losses]),
+    }
+
+
+@cache
+def one_device(model):
+    return results(program_of("1x1", **dict(model)))
+
+
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PRODUCT])
+def test_losses_and_gradients_are_those_of_one_device(mesh, model, settings, monkeypatch):
+    """In float32, dropout on; where layers are computed again the kernel takes a few queries at a time."""
+    if settings.get("recompute") == "full":
+        monkeypatch.setattr(blocks, "QUERIES_AT_A_TIME", 3)
+    known = one_device(tuple(model.items()))
+    found = results(program_of(mesh, **model, **settings))
+    for name, value in known.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.long
+def test_a_state_goes_on_without_context():
+    """Two steps on ranks that share samples, and two more on one device, as if all four were there."""
+    program, alone = program_of("data=1,context=2,model=1", recompute="full", zero=1), program_of("1x1")
+    state, _ = run_steps(program, 2)
+    moved = jax.tree.map(lambda a, like: jax.device_put(np.asarray(a), like.sharding), state, alone.abstract_state)
+    _, losses = run_steps(alone, 2, moved)
+    _, known = run_steps(alone, 4)
+    np.testing.assert_allclose([m["loss"] for m in losses], [m["loss"] for m in known[2:]], rtol=1e-5)

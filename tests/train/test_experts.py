@@ -1,0 +1,121 @@
+"""Experts on ranks of their own: the same losses, gradients and states as one device."""
+
+import itertools
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS
+from mtjax.train.watch.expert_load import load_entries, load_in_words
+from tests.tiny import batch_of, initial_state, program_of
+
+EXPERTS: dict[str, Any] = {
+    "family": "llama",
+    "num_kv_heads": 4,
+    "num_experts": 8,
+    "mlp_size": 48,
+    "init_std": 0.1,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "balance_loss": 0.02,
+    "router_z_loss": 1e-3,
+}
+"""Softmax, the two best of eight, both losses and both dropouts."""
+DEEPSEEK: dict[str, Any] = {
+    "family": "gpt",
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "router_bias_rate": 0.05,
+    "router_jitter": 0.1,
+    "experts_top_k": 3,
+    "shared_expert_size": 16,
+}
+"""Biases that learn from the load, numbers that the router's input is multiplied by, and a shared expert."""
+
+CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
+"""Some tokens of each sample are lost."""
+
+# (mesh, model, what does not change the numbers)
+CASES: list[Any] = [
+    pytest.param(
+        "data=2,expert=2,model=2",
+        DEEPSEEK,
+        {"sequence_parallel": True, "zero": 3, "microbatch_size": 1, "recompute": "selective"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,expert=4,model=2",
+        CAPACITY,
+        {"sequence_parallel": True, "zero": 1, "microbatch_size": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("data=1,expert=4,model=1", {}, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
+]
+PRODUCT = [
+    pytest.param(
+        mesh,
+        model,
+        {"recompute": recompute, "zero": zero, "sequence_parallel": split, "microbatch_size": 1},
+        marks=pytest.mark.exhaustive,
+    )
+    for mesh, model, (recompute, zero), split in itertools.product(
+        ("data=1,expert=2,model=1", "data=1,expert=4,model=2", "data=2,expert=2,model=2", "2x4"),
+        ({}, DEEPSEEK, CAPACITY),
+        (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
+        (False, True),
+    )
+]
+
+
+def results(program: Any, *, evaluates: bool = True) -> dict[str, np.ndarray]:
+    """Metrics of two steps, the moments after the first, in which all gradients are, the routers' biases after both,
+    and the loss of a batch without dropout."""
+    state, found = initial_state(program), {}
+    if evaluates:
+        total, count = program.evaluate(state.parameters, batch_of(program, 0))["loss"]
+        found["evaluated"] = np.asarray(total / count)
+    for step in range(2):
+        state, metrics = program.step(state, batch_of(program, step))
+        names = ("loss", "grad_norm", BALANCE_LOSS, Z_LOSS, LOAD, LOST)
+        found |= {f"{name} {step}": np.asarray(metrics[name]) for name in names if name in metrics}
+        if step == 0:
+            moments = jax.tree_util.tree_leaves_with_path(state.optimizer)
+            found |= {jax.tree_util.keystr(path): np.asarray(a) for path, a in moments}
+    bias = state.parameters["stack"]["layers"]["experts"]["router"].get("bias")
+    return found if bias is None else found | {"biases": np.asarray(bias)}
+
+
+@cache
+def one_device(model: Any) -> dict[str, np.ndarray]:
+    return results(program_of("1x1", **dict(model)))
+
+
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PRODUCT])
+def test_steps_are_those_of_one_device(mesh, model, settings):
+    model = EXPERTS | model
+    known = one_device(tuple(model.items()))
+    found = results(program_of(mesh, **model, **settings))
+    for name, value in known.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+    assert known[f"{LOAD} 0"].sum() == 2 * 8 * 16 * model.get("experts_top_k", 2)
+    assert ("capacity_factor" in model) == (known.get(f"{LOST} 0", np.zeros(1)).sum() > 0)
+    if "biases" in known:
+        assert {-1, 0, 1} >= set(np.unique(np.round(known["biases"] / 0.05))) - {-2, 2}
+        assert np.abs(known["biases"]).max() > 0.04
+
+
+def test_the_load_in_metrics_and_in_words():
+    counts = np.array([[10, 30, 20, 20], [0, 80, 0, 0]], np.float32)
+    entries = load_entries(counts, None)
+    assert entries == {
+        "expert_load": [[0.5, 1.5, 1.0, 1.0], [0.0, 4.0, 0.0, 0.0]],
+        "expert_load_max": 4.0,
+        "dead_experts": 3,
+    }
+    named = "none for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"
+    assert load_in_words(entries) == f"busiest expert 4.00x, {named}"
+    assert load_in_words(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"
+    assert load_in_words({}) is None
