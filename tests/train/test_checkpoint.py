@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -136,6 +137,20 @@ def test_last_ones_and_every_kth_are_kept(tmp_path):
 
 def test_nothing_to_restore_is_none(tmp_path):
     assert restore(tmp_path / "checkpoints") is None
+
+
+def test_a_folder_that_vanishes_before_a_save_is_said_at_once(saved, tmp_path):
+    """Orbax can make folders while it writes; its writers then wait five minutes for one that can't be made."""
+    folder, program = tmp_path / "checkpoints", program_of("2x4")
+    checkpoints = Checkpoints(folder, keep_last=1)
+    folder.rmdir()
+    folder.write_bytes(b"what is in the way")
+    state, _ = run_steps(program, 1)
+    start = time.monotonic()
+    with pytest.raises(OSError, match="Not a directory"):
+        checkpoints.save(state, program.config, CONSUMED)
+        checkpoints.wait()
+    assert time.monotonic() - start < 100
 
 
 def data_files(step_folder):

@@ -78,7 +78,12 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep_last,
                 keep_period=keep_every,
-                async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT, barrier_sync_fn=SaveBarriers()),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=TIMEOUT,
+                    barrier_sync_fn=SaveBarriers(),
+                    # Those who write would wait five minutes for a folder that another thread could not make.
+                    create_directories_asynchronously=False,
+                ),
             ),
             item_handlers={"state": array_handler(), "page": _PageHandler()},
         )
