@@ -12,7 +12,7 @@ help:
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot, parity and megatron"
 	@echo "make test-newest  the contracts on the newest jax, where there is a Python 3.12 or newer; NEWEST=/path/to/python names it"
 	@echo "make test-faults  plants faults in a copy, one at a time, and shows that make test's tests notice them"
-	@echo "make test-layouts  every mesh x split sequences x ZeRO x recompute x accumulation: half an hour on 2 busy cores"
+	@echo "make test-layouts  every combination of settings where the other tests take a covering few: hours"
 	@echo "make check      ruff and pyright"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and what tools left behind"

@@ -54,7 +54,7 @@ def first_steps(run: Finished, last: int) -> dict[int, float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["1x8", "8x1", "4x2"])
+@pytest.mark.parametrize("mesh", ["1x8", "4x2"])
 def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
     """1x8 puts one model-parallel group over both processes, each of which loads every sample."""
     one = launcher.train_here(f"one-{mesh}", "--steps", "5", "--mesh", mesh)
@@ -98,7 +98,7 @@ def from_weights(folder: Path, mesh: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["2x4", "1x8"])
+@pytest.mark.parametrize("mesh", ["1x8"])
 def test_two_processes_start_from_converted_weights_like_one(mesh: str, launcher: Launcher, converted: Path) -> None:
     one = launcher.train_here(f"from-one-{mesh}", *from_weights(converted, mesh))
     two = launcher.train_together(f"from-two-{mesh}", *from_weights(converted, mesh))

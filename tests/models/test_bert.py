@@ -12,7 +12,7 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
-MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
+MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.exhaustive), pytest.param("1x8", marks=pytest.mark.long))
 POST = {"norm_placement": "post", "norm_epsilon": 1e-12}
 
 
@@ -68,7 +68,11 @@ def test_the_loss_is_the_sum_of_two_means():
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [{"zero": 1}, {"zero": 2, "microbatch_size": 2}, {"zero": 3, "sequence_parallel": True, "recompute": "full"}],
+    [
+        pytest.param({"zero": 1}, marks=pytest.mark.exhaustive),
+        {"zero": 2, "microbatch_size": 2},
+        {"zero": 3, "sequence_parallel": True, "recompute": "full"},
+    ],
     ids=str,
 )
 def test_split_sequences_and_zero_change_nothing(layout):

@@ -13,7 +13,7 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
-MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.long), pytest.param("1x8", marks=pytest.mark.long))
+MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.exhaustive), pytest.param("1x8", marks=pytest.mark.long))
 RELATIVE = {"decoder_sequence_length": 8, "num_decoder_layers": 3, "relative_buckets": 8, "relative_max_distance": 12}
 MEGATRON = {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True}
 MEGATRON |= {"decoder_sequence_length": 24}
@@ -40,7 +40,11 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [{"zero": 1}, {"zero": 2, "microbatch_size": 2}, {"zero": 3, "sequence_parallel": True, "recompute": "full"}],
+    [
+        pytest.param({"zero": 1}, marks=pytest.mark.exhaustive),
+        {"zero": 2, "microbatch_size": 2},
+        {"zero": 3, "sequence_parallel": True, "recompute": "full"},
+    ],
     ids=str,
 )
 def test_split_sequences_and_zero_change_nothing(layout):

@@ -13,11 +13,11 @@ MESHES = ("1x1", "1x2", "8x1", "1x8", "2x4")
 MORE_MESHES = ("2x1", "2x2", "4x2")
 RECOMPUTE = ("none", "full")
 MICROBATCH = (None, 1)
-# Programs that other tests run as well, and both options together without ZeRO and split sequences; `make test-all`
-# takes the full product, on more meshes.
+# Programs that other tests run as well, and both options together without ZeRO and split sequences; the full product,
+# on more meshes, is exhaustive.
 COVERING = [(mesh, "none", None) for mesh in MESHES] + [(mesh, "full", 1) for mesh in ("1x1", "2x4")]
 PRODUCT = [case for case in itertools.product(MESHES + MORE_MESHES, RECOMPUTE, MICROBATCH) if case not in COVERING]
-CASES = COVERING + [pytest.param(*case, marks=pytest.mark.long) for case in PRODUCT]
+CASES = COVERING + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT]
 
 # (mesh, sequence_parallel, zero, recompute, microbatch): every two values meet, but for what one way rules out.
 LAYOUTS = [
