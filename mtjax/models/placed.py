@@ -18,7 +18,7 @@ from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import Stream, run_sections
 from mtjax.sharding import placement
 from mtjax.sharding.axes import partition_spec, rules_in_force, use_rules
-from mtjax.sharding.gradients import distributed_losses, distributed_output, outputs_in_turns
+from mtjax.sharding.gradients import distributed_losses, distributed_output
 from mtjax.sharding.records import dotted, parameter_records, places, unsplit_names
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
@@ -163,16 +163,13 @@ class Placed:
         With `microbatches` each rank runs its own samples, so many parts of them one after the other; stages know how
         many by themselves.
         """
-        rules, schedule = rules_in_force(), self.microbatch_schedule(1)
+        rules, schedule = rules_in_force(), self.microbatch_schedule(microbatches or 1)
         region = dataclasses.replace(self.region, rules=rules)
-        if isinstance(schedule, Staged) or (rules.seq and microbatches is None):
+        if isinstance(schedule, Staged) or rules.seq or microbatches is not None:
             place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
             part = (batch, {}, None)
             return distributed_output(self.cut(self.loss_options), parameters, part, region, schedule, place).x
-        if microbatches is None:
-            return run_sections(self.model_in_use(parameters), batch, None)[0].x
-        run = lambda parameters, part: run_sections(self.model(parameters), part, None)[0].x  # noqa: E731
-        return outputs_in_turns(run, parameters, batch, region, microbatches, partition_spec(rules, RESIDUAL))
+        return run_sections(self.model_in_use(parameters), batch, None)[0].x
 
     def cut(self, options: LossOptions) -> Cut:
         """The model as schedules run it, with these losses."""

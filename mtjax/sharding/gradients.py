@@ -1,10 +1,8 @@
 """Gradients of a global batch: a schedule computes them inside the manual region, a reduction sums them over ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from mtjax.sharding.axes import of_first_rank, sum_ranks
@@ -13,7 +11,6 @@ from mtjax.sharding.records import places
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import Region, vary_with
 from mtjax.sharding.schedules.schedule import CutModel, Schedule, Sums
-from mtjax.sharding.zero import for_use
 
 Tree = Any
 
@@ -70,20 +67,3 @@ def distributed_output(
         return jax.tree.map(lambda a: of_first_rank(a, region.rules.shared_work), wire)
 
     return region.map(local, parameters, batch, places)
-
-
-def outputs_in_turns(
-    run: Callable[[Tree, Tree], Array], parameters: Tree, batch: Tree, region: Region, count: int, place: PartitionSpec
-) -> Array:
-    """What a model puts out for a global batch, placed as `place` says; nothing is differentiated.
-
-    Each rank runs `count` microbatches, one after the other.
-    """
-
-    def local(parameters: Tree, batch: Tree) -> Array:
-        used = for_use(region.records, vary_with(parameters, batch))
-        parts = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
-        out = lax.map(lambda part: run(used, part), parts)
-        return out.reshape(-1, *out.shape[2:])
-
-    return region.map(local, parameters, batch, place)

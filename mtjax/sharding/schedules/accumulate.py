@@ -33,7 +33,7 @@ class Accumulate:
         apart = self._apart(records, wrapped)
         sums = self._zeros(records, differentiable(wrapped), differentiable(apart))
         wrapped, parts = apart, differentiable(apart)
-        microbatches = jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
+        microbatches = self._microbatches(batch)
 
         def loss_by_parts(parts: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
             parameters = accumulating(records, with_parts(wrapped, parts), sums, self._adds_up)
@@ -52,8 +52,16 @@ class Accumulate:
         return model.loss_sums(for_use(records, parameters), batch)
 
     def output(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """As `Schedule.output` says; the batch is one microbatch."""
-        return model.output(for_use(records, parameters), batch)
+        """As `Schedule.output` says."""
+        used = for_use(records, parameters)
+        if self.num_microbatches == 1:
+            return model.output(used, batch)
+        outputs = lax.map(lambda microbatch: model.output(used, microbatch), self._microbatches(batch))
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
+
+    def _microbatches(self, batch: Tree) -> Tree:
+        """Arrays [microbatches, samples, ...] of those that are [samples, ...]."""
+        return jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
 
     def _apart(self, records: Tree, wrapped: Tree) -> Tree:
         """Wrapped parameters; those of layers without a loop, layer by layer."""
