@@ -191,6 +191,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "attention": time.attention,
         "element-wise": time.element_wise,
         "logits and loss": time.logits,
+        "copies of loops over layers": time.copies,
         "model ways, exposed": time.model_axis,
         "stages, exposed": time.stage_axis,
         "context ways, exposed": time.context_axis,

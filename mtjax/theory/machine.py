@@ -72,6 +72,10 @@ class Machine:
         """Seconds to move `size` bytes through memory."""
         return size / (self.gpu.bandwidth * self.constants.memory * self.constants.training)
 
+    def kernel(self, size: float) -> float:
+        """Seconds of a kernel that moves `size` bytes and does nothing else."""
+        return max(self.passes(size), self.constants.launch)
+
     def flash(self, flops: float) -> float:
         """Seconds of a flash-attention kernel that computes `flops`."""
         sustained = self.peak * self.constants.flash_attention * self.constants.training

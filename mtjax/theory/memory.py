@@ -210,6 +210,11 @@ def _kept(stack: Stack, plan: Plan) -> dict[str, float]:
     return {LAYER_INPUTS: inputs} | {name: (layers - again) * size for name, size in rest.items()}
 
 
+def kept_in_turn(stack: Stack, plan: Plan) -> dict[str, float]:
+    """What loops over a rank's layers of a stack keep of a microbatch, by kind; on stages those over a chunk's."""
+    return _kept_in_chunk(stack, plan) if plan.is_staged else _kept(stack, plan)
+
+
 def _stream_bytes(stack: Stack, plan: Plan) -> float:
     """The residual stream of a microbatch, between sublayers."""
     return plan.element_bytes * plan.microbatch_size * _stream_elements(stack, plan)

@@ -17,9 +17,11 @@ class Software:
     """Gradients are reduced during the backward pass, parameters gathered during the forward pass."""
     drops_last_reduction: bool = True
     recomputes_logits: bool = False
+    loops_over_layers: bool = False
+    """Whether layers are iterations of a compiled loop, with the copies of `mtjax.theory.copies`."""
 
 
-MTJAX = Software("mtjax", FUSED, recomputes_logits=True)
+MTJAX = Software("mtjax", FUSED, recomputes_logits=True, loops_over_layers=True)
 """XLA fuses element-wise work; one reduction of the gradients after the last microbatch."""
 MEGATRON_2019 = Software("Megatron-LM of 2019", UNFUSED, drops_last_reduction=False)
 """PyTorch kernels one by one; gradients all-reduced after the backward pass (`USE_TORCH_DDP = False`)."""

@@ -19,6 +19,7 @@ from mtjax.theory.contract import (
     LOSS_FORWARD,
     PARAMETERS,
 )
+from mtjax.theory.copies import Copy, copies, copies_in_step, copies_in_turn
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
@@ -48,6 +49,8 @@ class StepTime:
     data_axis: float
     """Gradients and parameters, also where they cross `context` with it."""
     optimizer: float
+    copies: float = 0.0
+    """What loops over layers copy: `mtjax.theory.copies`."""
     contention: float = 0.0
     """What computing takes longer because collectives run beside it."""
     context_axis: float = 0.0
@@ -59,7 +62,7 @@ class StepTime:
 
     @property
     def compute(self) -> float:
-        """All but communication, bubble and optimizer."""
+        """All but copies, communication, bubble and optimizer."""
         return self.products + self.attention + self.element_wise + self.logits
 
     @property
@@ -67,7 +70,7 @@ class StepTime:
         """The step."""
         sent = self.model_axis + self.stage_axis + self.context_axis + self.expert_axis + self.data_axis
         sent += self.contention
-        return self.compute + sent + self.bubble + self.optimizer
+        return self.compute + self.copies + sent + self.bubble + self.optimizer
 
 
 _machine = cache(Machine)
@@ -110,6 +113,7 @@ def step_time(
         bubble=per_step * megatron_bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
+        copies=_copies(copies(anatomy, plan), machine, software),
         contention=slowed,
         context_axis=exposed[CONTEXT],
         expert_axis=exposed[EXPERT],
@@ -129,9 +133,10 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * stacks)
     alike, layers = _alike(plan), [layers_in_chunk(stack.layers, plan) for stack in anatomy.stacks]
     each = [_layer(stack, alike, machine, software) for stack in anatomy.stacks]
-    chunks = [[n * seconds for seconds in layer] for n, layer in zip(layers, each, strict=True)]
-    products, attention, element_wise = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(3))
-    work = products + attention + element_wise
+    turns = [_copies(copies_in_turn(stack, anatomy.model, plan), machine, software) for stack in anatomy.stacks]
+    chunks = [[n * s for s in (*layer, turn)] for n, layer, turn in zip(layers, each, turns, strict=True)]
+    products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
+    work = products + attention + element_wise + copied
     longest = max(sum(chunk) for chunk in chunks)
     ahead = layers[-1] * _layer_forward(anatomy.stacks[-1], alike, machine, software)
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
@@ -149,6 +154,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         bubble=ticks * longest - work + (on_layers + turns) * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
+        copies=copied + _copies(copies_in_step(anatomy, plan), machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
         hidden={STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns, DATA: 0.0, MODEL: 0.0},
@@ -332,6 +338,11 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     again = _forward(logits, plan, machine) if software.recomputes_logits else 0
     columns = plan.rank_tokens(logits.tokens) * logits.outer
     return seconds + again + machine.passes(columns * software.kernels.logits)
+
+
+def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
+    """Seconds of copies, where layers are in loops."""
+    return sum(copy.times * machine.kernel(copy.size) for copy in found) if software.loops_over_layers else 0.0
 
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:

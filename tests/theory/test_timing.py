@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from mtjax import config
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.copies import copies_in_step
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_2H, DGX_H100
 from mtjax.theory.machine import Constants, Machine
@@ -13,7 +15,7 @@ from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
 from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timetable import timetable
-from mtjax.theory.timing import members_inside, step_time
+from mtjax.theory.timing import StepTime, members_inside, step_time
 from mtjax.theory.traffic import Transfer, transfers
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
@@ -79,6 +81,7 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
         time.attention,
         time.element_wise,
         time.logits,
+        time.copies,
         time.model_axis,
         time.data_axis,
         time.optimizer,
@@ -129,13 +132,20 @@ def test_faster_hardware_is_faster():
     assert step_time(GPT_8B, PLAN, slow).compute == step_time(GPT_8B, PLAN, DGX_H100).compute
 
 
+def in_ticks(time: StepTime, anatomy: Anatomy, plan: Plan) -> float:
+    """Seconds of the copies that are made in every tick."""
+    machine = Machine(DGX_H100)
+    return time.copies - sum(copy.times * machine.kernel(copy.size) for copy in copies_in_step(anatomy, plan))
+
+
 def test_a_step_on_stages_takes_the_ticks_of_its_timetable():
     plan = Plan(parse_mesh("1x4x1"), 12, 1, recompute="none")
     time, one = (step_time(GPT_8B, dataclasses.replace(plan, global_batch_size=n), DGX_H100) for n in (12, 1))
     assert time.compute == pytest.approx(12 * one.compute)
     table = timetable("1f1b", 4, 12)
-    tick = one.products + one.attention + one.element_wise
-    assert time.compute - time.logits + time.bubble == pytest.approx(table.forward_ticks * tick)
+    tick = one.products + one.attention + one.element_wise + in_ticks(one, GPT_8B, plan)
+    spent = time.compute - time.logits + in_ticks(time, GPT_8B, plan) + time.bubble
+    assert spent == pytest.approx(table.forward_ticks * tick)
     assert time.logits > 0 and time.model_axis == 0
 
 
@@ -145,7 +155,7 @@ def test_idle_halves_send_too(schedule, chunks):
     time, table = step_time(GPT_8B, plan, DGX_H100), timetable(schedule, 4, 32, chunks)
     on_layers = [t for t in transfers(GPT_8B, plan) if t.axis == MODEL and t.phase.startswith(("layer", "stages"))]
     seconds = sum(Machine(DGX_H100).transfer(t, 8) for t in on_layers)
-    work = time.products + time.attention + time.element_wise
+    work = time.products + time.attention + time.element_wise + in_ticks(time, GPT_8B, plan)
     assert time.bubble == pytest.approx(table.bubble * work + (1 - 1 / (1 + table.bubble)) * seconds)
     assert time.model_axis > seconds / (1 + table.bubble)
 
@@ -175,6 +185,7 @@ def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():
 
 def test_a_tick_of_t5_waits_for_the_slower_stack():
     anatomy = anatomy_of(config.load("t5-11b").model)
-    time = step_time(anatomy, Plan(parse_mesh("1x4x1"), 32, 1), DGX_H100)
-    work = time.products + time.attention + time.element_wise
+    plan = Plan(parse_mesh("1x4x1"), 32, 1)
+    time = step_time(anatomy, plan, DGX_H100)
+    work = time.products + time.attention + time.element_wise + in_ticks(time, anatomy, plan)
     assert time.bubble > timetable("1f1b", 4, 32, 2).bubble * work
