@@ -45,7 +45,9 @@ class TimeReport:
     hfu: float
     """FLOPs of the program over the peak."""
     by_plan: float
-    """Seconds by the planner's formulas, which know no copies, and no kernels but those of the model."""
+    """Seconds by the planner's formulas: the kernels of the model, and what loops over layers copy."""
+    copies_by_plan: float
+    """Of them, those of the copies."""
     between: tuple[float, float]
     """Seconds that runs took at least and at most for which as many were predicted."""
     layers: Mapping[str, tuple[Event, ...]]
@@ -74,6 +76,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
         total.add(spent)
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
+    by_plan = step_time(step.anatomy, step.plan, server)
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(
         server=server,
@@ -83,7 +86,8 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
         exposed=total.exposed,
         hidden=total.hidden,
         contention=total.contention,
-        by_plan=step_time(step.anatomy, step.plan, server).total,
+        by_plan=by_plan.total,
+        copies_by_plan=by_plan.copies,
         between=accuracy_on(server).around(walked.seconds),
         exposed_by_axes={axes: spent.exposed for axes, spent in walked.by_axes.items()},
         hidden_by_axes={axes: spent.hidden for axes, spent in walked.by_axes.items()},

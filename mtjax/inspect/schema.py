@@ -181,6 +181,7 @@ def _time(time: TimeReport) -> dict[str, Any]:
         "contention": time.contention,
         "between": list(time.between),
         "by_plan": time.by_plan,
+        "copies_by_plan": time.copies_by_plan,
         "exposed_by_axes": dict(time.exposed_by_axes),
         "hidden_by_axes": dict(time.hidden_by_axes),
         "phases": {phase: asdict(spent) for phase, spent in time.phases.items()},

@@ -272,8 +272,9 @@ def time_lines(report: Report) -> str:
         f"waiting for collectives {duration(t.exposed)} = {t.exposed_share:.1%} ({waits or 'none'}); "
         f"collectives behind compute {duration(t.hidden)}, which slow it down by {duration(t.contention)}",
         f"  between {duration(t.between[0])} and {duration(t.between[1])}: {accuracy_on(t.server).in_words}",
-        f"  the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}); they know the "
-        "kernels of the model, and not the copies, casts and order of this program",
+        f"  the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}), "
+        f"{duration(t.copies_by_plan)} of them what loops over layers copy; "
+        "they know the kernels of the model, and not what else this program copies, nor its order",
         f"  {t.tflops:.1f} TFLOP/s of the model per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
