@@ -650,6 +650,13 @@ FAULTS = (
         "test_a_full_queue",
     ),
     Fault(
+        "serve: what other processes write behind the end of a text is told",
+        "if not told and request.on_token(token):",
+        "if request.on_token(token):",
+        "serve",
+        "test_a_remote_replica",
+    ),
+    Fault(
         "serve: what is under way at SIGTERM is cut off",
         "await self._host.idle.wait()",
         "pass",

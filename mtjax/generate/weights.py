@@ -62,23 +62,27 @@ class LoadedModel:
 
 
 def load_model(
-    source: str, mesh: str = "1x1", dtype: str | None = None, tokenizer: str | None = None, processes: int = 1
+    source: str,
+    mesh: str = "1x1",
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    devices: Mesh | None = None,
 ) -> LoadedModel:
-    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices, or of all processes'.
+    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices, or of those given.
 
     Args:
       source: a folder of `mtjax train` or `mtjax convert`, or a checkpoint; hf:DIR and megatron:DIR for others'.
       mesh: DATAxMODEL.
       dtype: of matrices and activations; bfloat16 on GPUs and float32 on CPUs when None.
       tokenizer: how `--tokenizer` names one; the weights' own when None.
-      processes: that share the mesh.
+      devices: the mesh of this shape, whatever processes share it.
 
     Raises:
       UserError: there are no such weights, they have no tokenizer or no head of language, or don't fit the mesh.
     """
     shape = parse_mesh(mesh)
     check_whole_samples(shape)
-    devices = attach_devices(shape, processes)
+    devices = devices or attach_devices(shape)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     if lacking := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the head that fills masks: it has no {', '.join(lacking)}")

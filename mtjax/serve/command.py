@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtjax.config import Parallel
@@ -15,12 +15,11 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.weights import LoadedModel, config_in_words, load_model
 from mtjax.serve.host import Host
 from mtjax.serve.options import KEYS, Options
+from mtjax.serve.replicas import Asked, Replica, as_asked, replicas_on, work
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
-from mtjax.serve.together import Leader, follow
 from mtjax.serve.tokens import Tokens
-from mtjax.sharding.mesh import attach_devices, replicas_of
-from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.mesh import check_whole_samples, parse_mesh
 from mtjax.train.compile_cache import CompileCache
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.processes.peers import Peers
@@ -40,39 +39,55 @@ def run(options: Options) -> None:
         if this_process():
             for number in (signal.SIGTERM, signal.SIGINT):  # process 0 says when it is over
                 signal.signal(number, signal.SIG_IGN)
-            (engine,), _ = load(options, peers.count)
-            return follow(engine)
+            served = load(options, peers.count)
+            return work(served.own, served.engines, this_process())
         with listen(options.host, options.port) as bound:
-            engines, model = load(options, peers.count)
-            serve(options, keys, [Leader(engines[0])] if peers.count > 1 else engines, model, bound)
+            served = load(options, peers.count)
+            serve(options, keys, as_asked(served.replicas, served.engines, options.batch), served.model, bound)
     return None
 
 
-def load(options: Options, processes: int) -> tuple[list[Engine], LoadedModel]:
-    """An engine for each data way - of several processes one, for all of them -, and the model without its weights.
+@dataclass(frozen=True)
+class Loaded:
+    """What a process serves with."""
+
+    replicas: list[Replica]
+    """All of them."""
+    own: list[Replica]
+    """Those that this process works on."""
+    engines: list[Engine]
+    """Of each of these."""
+    model: LoadedModel
+    """Without its weights."""
+
+
+def load(options: Options, processes: int) -> Loaded:
+    """An engine for each replica that this process works on.
 
     Raises:
-      UserError: the weights are wrong.
+      UserError: the weights are wrong, or the mesh does not divide over the processes.
     """
     shape = parse_mesh(options.mesh)
-    rows = [None] if processes > 1 or shape == shape.of_replica else replicas_of(attach_devices(shape))
-    one = options.mesh if len(rows) == 1 else str(shape.of_replica)
-    model = load_model(options.source, one, options.dtype, options.tokenizer, processes)
+    check_whole_samples(shape)
+    replicas = replicas_on(shape, processes)
+    own = [replica for replica in replicas if this_process() in replica.processes]
+    given = (str(shape.of_replica), options.dtype, options.tokenizer)
+    model = load_model(options.source, *given, devices=own[0].mesh)
     if this_process() == 0:
-        replicas = f" ({len(rows)} replicas)" if len(rows) > 1 else ""
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}{replicas}")
+        count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
+        say(f"model   {config_in_words(model.placed.config, model.parameters)}{count}")
     engines = []
-    for row in rows:
-        own = model if row is None else model.on(row)
-        decoder = Decoder(own.placed, own.parameters, own.start_id, int8=options.weights_dtype == "int8")
+    for replica in own:
+        placed = model if replica is own[0] else model.on(replica.mesh)
+        decoder = Decoder(placed.placed, placed.parameters, placed.start_id, int8=options.weights_dtype == "int8")
         engines.append(Engine(decoder, options.batch))
-    return engines, replace(model, parameters=None)  # their memory is free again
+    return Loaded(replicas, own, engines, replace(model, parameters=None))  # their memory is free again
 
 
 def serve(
     options: Options,
     keys: Sequence[str],
-    engines: Sequence[Engine | Leader],
+    engines: Sequence[Asked],
     model: LoadedModel,
     bound: socket.socket,
 ) -> None:

@@ -16,7 +16,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.serve.metrics import Metrics
 from mtjax.serve.refused import Refused
-from mtjax.serve.together import Leader
+from mtjax.serve.replicas import Asked
 
 STOPPING = "the server stops: try again later"
 GRACE = 10.0
@@ -101,7 +101,7 @@ class Host:
       most_waiting: texts that wait at most, beyond those that are being written.
     """
 
-    def __init__(self, engines: Sequence[Engine | Leader], sequences: int, most_waiting: int) -> None:
+    def __init__(self, engines: Sequence[Asked], sequences: int, most_waiting: int) -> None:
         self._engines, self._engine = tuple(engines), engines[0]
         self._most = sequences * len(engines) + most_waiting
         self.metrics = Metrics([lambda engine=engine: engine.load for engine in engines], sequences)
@@ -139,8 +139,9 @@ class Host:
           on_failure: called in the loop when the device fails.
         """
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
-        for engine in self._engines:
+        for engine in self._engines:  # those of other processes begin at once
             engine.submit(Request((0,), Sampling(max_tokens=2)))
+        for engine in self._engines:
             engine.run()
         self.idle.set()
         for thread in self._threads:
@@ -213,7 +214,7 @@ class Host:
 
     @property
     def decoder(self) -> Decoder | None:
-        """What searches beams: the first replica's; None in several processes, which only know requests."""
+        """What searches beams: the first replica's; None where several processes share it, which only know requests."""
         return self._engine.decoder if isinstance(self._engine, Engine) else None
 
     def cancel(self, ticket: Ticket) -> None:
@@ -263,7 +264,7 @@ class Host:
         if not self._open:
             self.idle.set()
 
-    def _run(self, engine: Engine | Leader) -> None:
+    def _run(self, engine: Asked) -> None:
         try:
             engine.run(self._stopped)
         except BaseException as e:  # of the device: every client hears of it, and the process ends

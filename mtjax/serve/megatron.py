@@ -105,7 +105,9 @@ async def beams_of(
     """
     host, words = service.host, service.tokens
     if host.decoder is None:
-        raise Refused(400, "a server in several processes searches no beams: leave beam_width out", "beam_width")
+        raise Refused(
+            400, "a replica that several processes share searches no beams: leave beam_width out", "beam_width"
+        )
     try:
         ends = frozenset([beams.stop_token])
         search = BeamSearch(host.decoder, beams.width, beams.length_penalty, ends, as_megatron=True)

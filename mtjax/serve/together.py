@@ -1,34 +1,41 @@
-"""Several processes with one engine: process 0 tells the others what to do before each step.
+"""Several processes with one replica: the first of them tells the others what to do before each step.
 
 Each process runs an `Engine` of its own over the mesh that they share. Engines that are asked for the same requests in
-the same order, and cancel the same ones before the same steps, run the same programs. So process 0, which speaks with
-clients, leaves a plan for every step at jax's coordination service: requests that join, and those that end. What ends a
-text by its words is known in process 0 alone; there it ends at once, and everywhere with the next plan.
+the same order, and cancel the same ones before the same steps, run the same programs. So the first process leaves a
+plan for every step at jax's coordination service: requests that join, and those that end. What ends a text by its words
+is known there alone; there it ends at once, and everywhere with the next plan.
 """
 
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.serve.letters import letters
 from mtjax.train.processes.exchange import service
 
-PLANS = "mtjax/serve/plan"
 KEPT = 64
 """Plans that stay: none is behind by more steps, since steps are collective."""
-PATIENCE_MS = 5000
-"""Of one look for a plan; then comes another."""
+
+
+def plans(replica: int) -> str:
+    """Where a replica's plans are left."""
+    return f"mtjax/serve/{replica}/plan"
 
 
 class Leader:
-    """The engine of process 0, as `Host` uses one; what is not a request, like a search for beams, it does not do."""
+    """The engine of a replica's first process, as `Host` uses one; a search for beams it does not do.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+      engine: nobody else calls it.
+      replica: the number of the one that the processes share.
+    """
+
+    def __init__(self, engine: Engine, replica: int) -> None:
+        self._place = plans(replica)
         self._engine, self.max_context, self.reads_text = engine, engine.max_context, engine.reads_text
         self._changed = threading.Condition()
         self._joining: list[Request] = []
@@ -84,7 +91,7 @@ class Leader:
     def _step(self, joining: list[Request], ending: list[Request]) -> bool:
         for request in joining:
             self._numbers[request], self._count = self._count, self._count + 1
-            self._followed[request] = self._as_followed(request)
+            self._followed[request] = told_once(request, self._forget, self.cancel)
         ends = [request for request in ending if request in self._numbers]
         plan = {
             "join": [[self._numbers[request], as_words(request)] for request in joining],
@@ -97,41 +104,52 @@ class Leader:
             self._engine.cancel(self._followed[request])
         return self._engine.step()
 
-    def _as_followed(self, request: Request) -> Request:
-        """A request that ends with a plan where its listener would end it, and tells no more."""
-        told = False
-
-        def on_end(why: ENDED) -> None:
-            nonlocal told
-            del self._numbers[request], self._followed[request]
-            if not told:
-                request.on_end(why)
-
-        def on_token(token: Token) -> bool:
-            nonlocal told
-            if not told and request.on_token(token):
-                told = True
-                request.on_end("stop")
-                self.cancel(request)
-            return False
-
-        return dataclasses.replace(request, on_token=on_token, on_end=on_end)
+    def _forget(self, request: Request) -> None:
+        del self._numbers[request], self._followed[request]
 
     def _tell(self, plan: dict[str, Any]) -> None:
-        service().key_value_set(f"{PLANS}/{self._plans}", json.dumps(plan))
+        service().key_value_set(f"{self._place}/{self._plans}", json.dumps(plan))
         if self._plans >= KEPT:
-            service().key_value_delete(f"{PLANS}/{self._plans - KEPT}")
+            service().key_value_delete(f"{self._place}/{self._plans - KEPT}")
         self._plans += 1
 
 
-def follow(engine: Engine) -> None:
-    """Does what process 0 says, until that stops."""
+def told_once(request: Request, forget: Callable[[Request], None], end: Callable[[Request], None]) -> Request:
+    """A request that others end later than its listener does, and of which nothing is told in between.
+
+    Args:
+      request: whose listener may end it.
+      forget: called when the others have ended it.
+      end: asks them to.
+    """
+    told = False
+
+    def on_end(why: ENDED) -> None:
+        nonlocal told
+        forget(request)
+        if not told:
+            told = True
+            request.on_end(why)
+
+    def on_token(token: Token) -> bool:
+        nonlocal told
+        if not told and request.on_token(token):
+            told = True
+            request.on_end("stop")
+            end(request)
+        return False
+
+    return dataclasses.replace(request, on_token=on_token, on_end=on_end)
+
+
+def follow(engine: Engine, replica: int) -> None:
+    """Does what the first process of a replica says, until that stops."""
     requests: dict[int, Request] = {}
-    for plan in _plans():
+    for plan in letters(plans(replica)):
         if "stop" in plan:
             return
         for number, words in plan["join"]:
-            requests[number] = request = from_words(words, lambda why, number=number: requests.pop(number))
+            requests[number] = request = from_words(words, on_end=lambda why, number=number: requests.pop(number))
             engine.submit(request)
         for number in plan["end"]:
             if number in requests:
@@ -139,21 +157,8 @@ def follow(engine: Engine) -> None:
         engine.step()
 
 
-def _plans() -> Iterator[dict[str, Any]]:
-    count = 0
-    while True:
-        try:
-            words = service().blocking_key_value_get(f"{PLANS}/{count}", PATIENCE_MS)
-        except jax.errors.JaxRuntimeError as e:
-            if "DEADLINE_EXCEEDED" not in str(e):
-                raise
-            continue
-        yield json.loads(words)
-        count += 1
-
-
 def as_words(request: Request) -> dict[str, Any]:
-    """What the other processes need of a request."""
+    """What other processes need of a request."""
     return {
         "prompt": request.prompt,
         "sampling": dataclasses.asdict(request.sampling),
@@ -163,8 +168,8 @@ def as_words(request: Request) -> dict[str, Any]:
     }
 
 
-def from_words(words: dict[str, Any], on_end: Any) -> Request:
-    """The request that `as_words` wrote."""
+def from_words(words: dict[str, Any], **listeners: Any) -> Request:
+    """The request that `as_words` wrote, with these listeners."""
     sampling, stop_ids = Sampling(**words["sampling"]), frozenset(words["stop_ids"])
     prompt, told = tuple(words["prompt"]), {"logprobs": words["logprobs"], "echo": words["echo"]}
-    return Request(prompt, sampling, stop_ids, **told, on_end=on_end)
+    return Request(prompt, sampling, stop_ids, **told, **listeners)

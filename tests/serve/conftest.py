@@ -60,8 +60,8 @@ def live(folder) -> Iterator[Live]:
 @contextmanager
 def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     """A server of these weights, in a thread."""
-    engines, model = load(Options(f"hf:{folder}", mesh=mesh, batch=sequences), processes=1)
-    host = Host(engines, sequences, WAITING)
+    loaded = load(Options(f"hf:{folder}", mesh=mesh, batch=sequences), processes=1)
+    host, model = Host(loaded.engines, sequences, WAITING), loaded.model
     limits = Limits(BODY, host.max_context, 60)
     tokens = Tokens(model.tokenizer, model.folder, model.prompt_ids)
     service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))

@@ -1,0 +1,76 @@
+"""Which process works on which replica of a mesh, and how process 0 speaks with each."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from mtjax.errors import UserError
+from mtjax.generate.engine import Engine
+from mtjax.serve.remote import Remote, answer
+from mtjax.serve.together import Leader, follow
+from mtjax.sharding.mesh import attach_devices, replicas_of
+from mtjax.theory.mesh import MeshShape
+
+Asked = Engine | Leader | Remote
+"""What process 0 asks for a replica's texts."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A data way of the mesh."""
+
+    number: int
+    mesh: Mesh
+    """Of its devices."""
+
+    @property
+    def processes(self) -> list[int]:
+        """Whose devices it has; the first leads the others."""
+        return sorted({device.process_index for device in self.mesh.devices.flat})
+
+
+def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
+    """All replicas of a mesh over this machine's devices, or over those of all processes.
+
+    Raises:
+      UserError: there are too few devices, or a process would have parts of several replicas.
+    """
+    meshes = replicas_of(attach_devices(shape, processes))
+    own, each = shape.size // processes, shape.of_replica.size
+    if own % each and each % own:
+        raise UserError(
+            f"mesh {shape} gives each of {processes} processes {own} devices, and a replica has {each}: one must be a "
+            "multiple of the other"
+        )
+    return [Replica(number, mesh) for number, mesh in enumerate(meshes)]
+
+
+def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[Asked]:
+    """What process 0 asks, for each replica; `own` are the engines of those that it works on, the first ones."""
+    asked: list[Asked] = []
+    for replica in replicas:
+        if replica.number >= len(own):
+            asked.append(Remote(replica.number, own[0], sequences))
+        else:
+            asked.append(led(replica, own[replica.number]))
+    return asked
+
+
+def led(replica: Replica, engine: Engine) -> Engine | Leader:
+    """The engine of the first process of a replica, which others may follow."""
+    return Leader(engine, replica.number) if len(replica.processes) > 1 else engine
+
+
+def work(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:
+    """What a process does that is not process 0: works on its replicas, until process 0 lets it go."""
+    jobs: list[Callable[[], None]] = []
+    for replica, engine in zip(replicas, engines, strict=True):
+        if process > replica.processes[0]:
+            jobs.append(lambda engine=engine, number=replica.number: follow(engine, number))
+        else:
+            jobs.append(lambda replica=replica, engine=engine: answer(led(replica, engine), replica.number))
+    threads = ThreadPoolExecutor(len(jobs), "replica")  # not waited for when one fails: the process ends
+    for done in as_completed([threads.submit(job) for job in jobs]):
+        done.result()

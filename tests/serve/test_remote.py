@@ -1,0 +1,113 @@
+"""A replica of other processes, here in threads: process 0 hears what an engine of its own would have told it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve: pip install '.[serve]'")
+
+from mtjax.errors import UserError
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.request import Request, Sampling, Token
+from mtjax.models.placed import Placed
+from mtjax.serve import letters, together
+from mtjax.serve.remote import Remote, answer
+from mtjax.serve.replicas import replicas_on
+from mtjax.serve.together import Leader, follow
+from mtjax.theory.mesh import parse_mesh
+from tests.tiny import mesh_of, tiny_config
+
+
+class Service:
+    """jax's coordination service, as far as letters need it."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, word: str) -> None:
+        with self._changed:
+            assert key not in self.words
+            self.words[key] = word
+            self._changed.notify_all()
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            del self.words[key]
+
+    def blocking_key_value_get(self, key: str, patience_ms: int) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.words, patience_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self.words[key]
+
+
+@dataclass
+class Heard:
+    """What a client hears of a text."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+    def request(self, ids: tuple[int, ...], sampling: Sampling, last: Callable[[int], bool], **asked: Any) -> Request:
+        def on_token(token: Token) -> bool:
+            self.tokens.append(token)
+            return last(len(self.tokens))
+
+        listeners = {"on_token": on_token, "on_prompt": self.prompt.extend, "on_end": self.ends.append}
+        return Request(ids, sampling, **asked, **listeners)
+
+
+def ask(engine: Engine | Remote) -> list[Heard]:
+    """Five texts: drawn, with log-probabilities of all, ended by the listener, by a stop id, and by the client."""
+    told = [Heard() for _ in range(5)]
+    drawn = Sampling(12, temperature=1.5, seed=3)
+    never, third = (lambda count: False), (lambda count: count == 3)
+    engine.submit(told[0].request((5, 6, 7), drawn, never))
+    engine.submit(told[1].request((8, 9), Sampling(4), never, logprobs=True, echo=True))
+    engine.submit(told[2].request((5, 6), drawn, third))
+    engine.submit(told[3].request((7,), Sampling(40, 1.5, seed=1), never, stop_ids=frozenset(range(0, 250, 3))))
+    engine.submit(left := told[4].request((1, 2, 3), Sampling(60), never))
+    engine.cancel(left)
+    engine.run()
+    return told
+
+
+def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatch) -> None:
+    placed = Placed(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
+    decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
+    for module in (letters, together):
+        monkeypatch.setattr(module, "service", lambda: service)
+    monkeypatch.setattr(letters, "PATIENCE_MS", 200)
+    own, first, second = (Engine(decoder, 2, chunks=(8,), shortest_cache=64) for _ in range(3))
+    expected = ask(own)
+    assert [heard.ends for heard in expected] == [["length"], ["length"], ["stop"], ["stop"], ["cancelled"]]
+    led = threading.Thread(target=answer, args=(Leader(first, 1), 1), daemon=True)
+    following = threading.Thread(target=follow, args=(second, 1), daemon=True)
+    for thread in (led, following):
+        thread.start()
+    remote, stopped = Remote(1, own, 2), threading.Event()
+    for _ in range(2):
+        assert ask(remote) == expected
+        assert remote.load == first.load == (0, 0)
+    with pytest.raises(UserError, match="the prompt has the id 999, and the vocabulary ends at 249"):
+        remote.submit(Request((999,)))
+    stopped.set()
+    remote.wake()
+    remote.run(stopped)
+    for thread in (led, following):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert second.load == (0, 0) and not [key for key in service.words if "plan" not in key]
+
+
+def test_a_process_has_whole_replicas_or_parts_of_one() -> None:
+    assert [replica.processes for replica in replicas_on(parse_mesh("2x4"), 1)] == [[0], [0]]
+    with pytest.raises(UserError, match="mesh 3x2 gives each of 2 processes 3 devices"):
+        replicas_on(parse_mesh("3x2"), 2)
