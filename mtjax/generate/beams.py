@@ -15,7 +15,7 @@ from mtjax.generate.decoder import Cache, Decoder, Sequences, filled_text, promp
 from mtjax.generate.engine import draws_of
 from mtjax.generate.request import Sampling
 from mtjax.generate.sampling import MOST_LIKELY, Drawn
-from mtjax.generate.shapes import chunk_length, doubled
+from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BeamSearch:
     beams: int
     length_penalty: float = 1.0
     stop_ids: frozenset[int] = frozenset()
-    chunks: tuple[int, ...] = (16, 64, 256)
+    chunks: tuple[int, ...] = CHUNKS
     shortest_cache: int = 128
     as_megatron: bool = False
     """The search ends when the best candidate of a step, if only one that ends there, is no better than the worst

@@ -2,7 +2,8 @@
 
 Layers are not a stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
 copies a layer's weights out of it for every token, which on CPUs takes twice as long as the products
-(docs/generate.md). Matrices are in the compute type, and those of grouped queries, keys and values are assembled.
+(docs/generate.md). Matrices are in the compute type, those of grouped queries, keys and values are assembled, and on a
+CPU they lie turned.
 
 A T5's encoder, which reads a text once, stays a stack; its decoder's layers keep keys and values of that text.
 
@@ -10,21 +11,21 @@ Every device of a mesh works on all sequences; heads, MLP, vocabulary and cache 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
+from mtjax.generate.matrices import Keeping, with_matrices
 from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
 from mtjax.models.cache import EncodedText, KeyValues, Reading
 from mtjax.models.families.registry import WRITERS
@@ -34,7 +35,6 @@ from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.placed import Placed
 from mtjax.sharding.axes import spec, use_rules, ways
 from mtjax.sharding.int8 import to_int8
-from mtjax.theory.layout import is_sent_rounded
 from mtjax.theory.mesh import check_whole_samples
 
 Tree = Any
@@ -129,9 +129,12 @@ class Decoder:
         self.reads_text = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
+        alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
+        self._keeping = Keeping(self.dtype, int8, alone_on_cpu)
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
         self._call = jax.eval_shape if is_abstract else _call
-        self.weights = self._prepared(parameters)
+        # Programs take the weights as a list: flax's modules take half a millisecond to flatten, for each step.
+        self._leaves, self._structure = jax.tree.flatten(self._prepared(parameters))
 
     @classmethod
     def abstract(cls, placed: Placed, *, int8: bool = False) -> "Decoder":
@@ -163,7 +166,7 @@ class Decoder:
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """A cache with room for `length` tokens of each of some sequences, none of which is being written."""
         with self._traced():
-            return jax.jit(self._empty, static_argnums=(0, 1))(sequences, length)
+            return self._compiled_empty(sequences, length)
 
     def resized(self, cache: Cache, length: int) -> Cache:
         """The cache with room for `length` tokens of each sequence."""
@@ -178,12 +181,12 @@ class Decoder:
           `scored`, how likely its target was.
         """
         with self._traced():
-            return self._compiled_read(self.weights, cache, sequences, chunk, scored)
+            return self._compiled_read(self._leaves, cache, sequences, chunk, scored)
 
     def read_text(self, cache: Cache, sequences: Sequences, text: TextToRead, chunk: PromptChunk) -> tuple[Any, ...]:
         """Reads the text that a sequence answers, and then as `read`, without scores."""
         with self._traced():
-            return self._compiled_read_text(self.weights, cache, sequences, text, chunk)
+            return self._compiled_read_text(self._leaves, cache, sequences, text, chunk)
 
     def copied(self, cache: Cache, source: int, target: int) -> Cache:
         """The cache, in the memory of the one given, with a sequence as a copy of another."""
@@ -200,14 +203,14 @@ class Decoder:
     ) -> tuple[Cache, Sequences, Drawn]:
         """Reads the newest token of each active sequence and draws the next; in the memory of those given."""
         with self._traced():
-            return self._compiled_step(self.weights, cache, sequences, active)
+            return self._compiled_step(self._leaves, cache, sequences, active)
 
     def lower_step(self, sequences: int, length: int) -> jax.stages.Lowered:
         """The program of `step`."""
         with self._traced():
             cache, state = jax.eval_shape(partial(self._empty, sequences, length))
             active = jax.ShapeDtypeStruct((sequences,), jnp.bool_)
-            return self._compiled_step.lower(self.weights, cache, state, active)
+            return self._compiled_step.lower(self._leaves, cache, state, active)
 
     # --- what is compiled
 
@@ -216,17 +219,26 @@ class Decoder:
         with jax.set_mesh(self.placed.mesh), use_rules(self.rules):
             yield
 
+    def _of_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of weights as one of their leaves."""
+
+        @wraps(function)
+        def of_leaves(leaves: list[Array], *arguments: Any) -> Any:
+            return function(jax.tree.unflatten(self._structure, leaves), *arguments)
+
+        return of_leaves
+
     @cached_property
     def _compiled_step(self) -> Any:
-        return jax.jit(self._step, donate_argnums=(1, 2))
+        return jax.jit(self._of_leaves(self._step), donate_argnums=(1, 2))
 
     @cached_property
     def _compiled_read(self) -> Any:
-        return jax.jit(self._read, donate_argnums=(1, 2), static_argnums=4)
+        return jax.jit(self._of_leaves(self._read), donate_argnums=(1, 2), static_argnums=4)
 
     @cached_property
     def _compiled_read_text(self) -> Any:
-        return jax.jit(self._read_text, donate_argnums=(1, 2))
+        return jax.jit(self._of_leaves(self._read_text), donate_argnums=(1, 2))
 
     @cached_property
     def _compiled_copy(self) -> Any:
@@ -242,6 +254,10 @@ class Decoder:
             return cache, dataclasses.replace(state, tokens=tokens)
 
         return jax.jit(follow, donate_argnums=(0, 1))
+
+    @cached_property
+    def _compiled_empty(self) -> Any:
+        return jax.jit(self._empty, static_argnums=(0, 1))
 
     @cached_property
     def _compiled_resize(self) -> Any:
@@ -331,29 +347,15 @@ class Decoder:
         for mixer in (getattr(layer, name) for name in layer.mixers):
             if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
                 mixer.qkv = mixer.qkv.assembled()
-        return self._cast(layer, self.int8)
+        return with_matrices(layer, self._keeping)
 
     def _outside(self, model: Any) -> Any:
         """What is not in the layers. In 8 bits, a table that is also that of the lookups has a scale for each row."""
         table = model.output_table[...]
-        model = self._cast(model, False)
+        model = with_matrices(model, lambda matrix, _: matrix.astype(self.dtype))
         if self.int8:
             model.output_table.set_value(to_int8(table, (1,)))
         return model
-
-    def _cast(self, module: Any, int8: bool) -> Any:
-        """Matrices in the compute type, or in 8 bits; of each, the residual stream is all inputs or all outputs."""
-
-        def cast(variable: Any) -> Any:
-            names, value = variable.get_metadata()["axes"], variable[...]
-            if not is_sent_rounded(names):
-                return variable
-            if not int8:
-                return variable.replace(value.astype(self.dtype))
-            inputs = tuple(range(len(names) - 1)) if names[-1] == "embed" else (0,)
-            return variable.replace(to_int8(value, inputs))
-
-        return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def prompt_chunk(

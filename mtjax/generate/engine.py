@@ -19,7 +19,7 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
 from mtjax.generate.request import ENDED, Request, Sampling, Token
 from mtjax.generate.sampling import Drawn, Draws, Warping
-from mtjax.generate.shapes import chunk_length, doubled
+from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
 
 LOOKAHEAD = 128
 """Tokens that a request will write, as far as the cache makes room ahead."""
@@ -81,7 +81,7 @@ class Engine:
         sequences: int = 8,
         *,
         most_waiting: int | None = None,
-        chunks: tuple[int, ...] = (16, 64, 256),
+        chunks: tuple[int, ...] = CHUNKS,
         read_between: int = 512,
         shortest_cache: int = 128,
     ) -> None:

@@ -189,8 +189,9 @@ class _Ranks:
 
     def best(self, scores_BV: Array) -> tuple[Array, Array]:
         """The highest score of each row and its column: the first of several, as argmax of the gathered row has it."""
-        own = scores_BV.argmax(-1)
-        value = jnp.take_along_axis(scores_BV, own[:, None], axis=1)[:, 0]
+        value, last = scores_BV.max(-1), scores_BV.shape[1] - 1
+        # Not argmax, of which XLA for CPUs makes a loop over single numbers.
+        own = jnp.where(scores_BV == value[:, None], jnp.arange(last + 1), last).min(-1)
         top = lax.pmax(value, self.places.rows)
         column = jnp.where(value == top, self.column_V[own], jnp.iinfo(jnp.int32).max)
         return top, lax.pmin(column.astype(jnp.int32), self.places.rows)

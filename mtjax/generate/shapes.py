@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+CHUNKS = (16, 64, 128, 256)
+"""Of a prompt's chunks."""
+
 
 def doubled(length: int, least: int) -> int:
     """`length`, doubled until it is at least `least`."""

@@ -120,8 +120,11 @@ def _written(kept: Array, new: Array, reading: Reading) -> Array:
     if reading.sequence is not None:
         block = new.transpose(0, 2, 1, 3)
         return lax.dynamic_update_slice(kept, block, (reading.sequence, 0, reading.positions[0, 0], 0))
-    each = kept.at[jnp.arange(kept.shape[0]), :, reading.positions[:, 0]]
-    return each.set(new[:, 0], mode="drop", unique_indices=True)
+    rows, at, new = jnp.arange(kept.shape[0]), reading.positions[:, 0], new[:, 0]
+    if kept.shape[0] == 1:  # of a single row XLA makes an update that copies the cache: the second one is dropped
+        nowhere = jnp.full_like(at, kept.shape[2])
+        rows, at, new = jnp.tile(rows, 2), jnp.concatenate([at, nowhere]), jnp.concatenate([new, new])
+    return kept.at[rows, :, at].set(new, mode="drop", unique_indices=True)
 
 
 def _resized(kept: Array, length: int) -> Array:

@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
+from mtjax.models.turned import Turned
 from mtjax.sharding.axes import merge, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
 
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | Int8Matrix,
+    weight: Array | Int8Matrix | Turned,
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
@@ -30,7 +31,7 @@ def project(
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; in 8 bits for products that are not differentiated.
+      weight: [*inputs, *outputs]; in 8 bits or turned for products that are not differentiated.
       bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it enters the residual stream.
@@ -43,8 +44,11 @@ def project(
     )
     place = spec("batch", sequence, *outputs)
     is_int8 = isinstance(weight, Int8Matrix)
-    matrix = weight.values if is_int8 else weight
-    product: Any = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
+    if isinstance(weight, Turned):
+        product: Any = weight.product(x, num_inputs, place)
+    else:
+        matrix = weight.values if is_int8 else weight
+        product = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
     if is_kept:
         product = checkpoint_name(product, PRODUCT)
     if bias is None and not is_int8:

@@ -1,6 +1,8 @@
 """Greedy and drawn texts: as transformers', whatever the mesh, the batch and the neighbours; and what a step sends."""
 
 import dataclasses
+import math
+import re
 import threading
 from functools import cache
 from typing import Any
@@ -197,6 +199,14 @@ def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
     for memory, heads in ((alone, 2), (report.memory, 1)):
         cache = config.model.num_layers * 2 * sequences * heads * length * 4 * 4
         assert memory.aliased >= cache > memory.temporaries
+
+
+def test_a_step_for_one_text_copies_neither_its_cache_nor_a_matrix() -> None:
+    """Of a cache with one sequence XLA likes to make a copy, and products on CPUs like to turn matrices first."""
+    config, compiled = tiny_config(), decoder_of("gpt", "1x1").lower_step(1, 64).compile()
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|transpose)\(", compiled.as_text())
+    smallest_matrix = config.model.hidden_size**2
+    assert max(math.prod(map(int, filter(None, shape.split(",")))) for shape in copied) < smallest_matrix
 
 
 @pytest.mark.aot
