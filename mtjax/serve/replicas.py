@@ -37,14 +37,13 @@ def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
     Raises:
       UserError: there are too few devices, or a process would have parts of several replicas.
     """
-    meshes = replicas_of(attach_devices(shape, processes))
     own, each = shape.size // processes, shape.of_replica.size
-    if own % each and each % own:
+    if not shape.size % processes and own % each and each % own:
         raise UserError(
             f"mesh {shape} gives each of {processes} processes {own} devices, and a replica has {each}: one must be a "
             "multiple of the other"
         )
-    return [Replica(number, mesh) for number, mesh in enumerate(meshes)]
+    return [Replica(number, mesh) for number, mesh in enumerate(replicas_of(attach_devices(shape, processes)))]
 
 
 def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[Asked]:
