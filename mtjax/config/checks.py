@@ -38,7 +38,7 @@ def validate(config: Config) -> None:
     check_positions(config.model)
     check_experts(config)
     check_recompute(config.model, config.training)
-    check_adapters(config.model, config.training)
+    check_adapters(config.model)
     check_loss_scale(config.training)
     check_deterministic(config)
     check_schedule(config.optimizer)
@@ -225,11 +225,11 @@ def check_deterministic(config: Config) -> None:
         )
 
 
-def check_adapters(model: Model, training: Training) -> None:
+def check_adapters(model: Model) -> None:
     """Checks that low-rank adapters are asked for where there are any.
 
     Raises:
-      UserError: there are none for dropout, the family has none, or layers have no loop.
+      UserError: there are none for dropout, or the family has none.
     """
     if model.lora_dropout and not model.lora_rank:
         raise UserError(
@@ -237,8 +237,6 @@ def check_adapters(model: Model, training: Training) -> None:
         )
     if model.lora_rank and model.family == "t5":
         raise UserError(f"lora_rank is {model.lora_rank}, and the family t5 has no adapters: leave it out")
-    if model.lora_rank and training.unroll_layers:
-        raise UserError(f"lora_rank {model.lora_rank} and unroll_layers don't go together: leave out unroll_layers")
 
 
 def check_recompute(model: Model, training: Training) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mtjax.cli import Command, argument, parse, run_main
@@ -48,16 +49,17 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     from mtjax.train.loop import train  # seconds to import: not before the options are right
 
     config, show, choose_mesh = command.config, None, None
+    named = config.finetuning.teacher
+    teacher = Teacher(named, hints_of(config.parallel.mesh)) if named else None
     if command.options.inspect:
         from mtjax.inspect.hook import show_program as show
     if config.parallel.mesh == AUTO:
-        from mtjax.plan.auto import fastest_mesh as choose_mesh
+        from mtjax.plan.auto import fastest_mesh
+
+        choose_mesh = partial(fastest_mesh, teacher=teacher.beside(config) if teacher else None)
     init_from, task = config.training.init_from, config.finetuning.task
     trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
     name = command.name if argument(words, "--config") else task
-
-    named = config.finetuning.teacher
-    teacher = Teacher(named, hints_of(config.parallel.mesh)) if named else None
 
     def learnt() -> "OnPretrained":
         return Chatting(trunk, teacher) if task == CHAT else FineTuning(TASKS[task], trunk, teacher)

@@ -1,5 +1,6 @@
 """The teacher of a distillation: a model of the same vocabulary and task, on the student's mesh, that never changes."""
 
+import dataclasses
 from functools import cached_property
 from typing import Any, cast
 
@@ -8,8 +9,8 @@ from jax import Array
 from jax.sharding import reshard
 
 from mtjax import config as configs
-from mtjax.config import Config
-from mtjax.convert.saved_model import Hints, SavedModel, without_training
+from mtjax.config import Config, Model
+from mtjax.convert.saved_model import NO_HINTS, Hints, SavedModel, model_of, without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.models.families.finetuned import GivesOutputs
@@ -50,7 +51,38 @@ class Teacher:
         Raises:
           UserError: it can't learn from this teacher.
         """
-        theirs, ours = self.saved.config.model, config.model
+        self._check_models(self.saved.config.model, config)
+        if lacking := sorted(name for name in self.saved.source.origin.fresh if name.startswith("head.")):
+            self._refuse(f"has no {', '.join(lacking)}: finetune it on the same task first")
+        self._check_labels(config)
+        self._check_tokens(tokenizer)
+        return _with_width(config, self.saved.config.model)
+
+    def described(self, config: Config) -> tuple[Config, Model]:
+        """The same, and the teacher's model as it reads the student's batches, for those who plan without weights.
+
+        Raises:
+          UserError: there are no such weights, or the student can't learn from them.
+        """
+        self._check_models(self.model, config)
+        return _with_width(config, self.model), self.beside(config)
+
+    def beside(self, config: Config) -> Model:
+        """The teacher's model as it reads the batches of this student."""
+        sizes = {"sequence_length": config.model.sequence_length, "vocab_multiple": config.model.vocab_multiple}
+        return dataclasses.replace(self.model, **sizes)
+
+    @cached_property
+    def model(self) -> Model:
+        """What the weights say of themselves.
+
+        Raises:
+          UserError: there are none.
+        """
+        return model_of(self.name, "--teacher", self.hints)
+
+    def _check_models(self, theirs: Model, config: Config) -> None:
+        ours = config.model
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
             raise UserError(
                 "label_smoothing and z_loss don't go with --teacher, whose probabilities are learnt: leave them out"
@@ -63,8 +95,6 @@ class Teacher:
             done = {"language": "predicts tokens"}.get(theirs.head, f"has a head for {theirs.head}")
             wanted = "the next token" if ours.head == "language" else config.finetuning.task
             self._refuse(f"{done}, and the student learns {wanted}: finetune it on the same task first")
-        if lacking := sorted(name for name in self.saved.source.origin.fresh if name.startswith("head.")):
-            self._refuse(f"has no {', '.join(lacking)}: finetune it on the same task first")
         if theirs.vocab_size != ours.vocab_size:
             self._refuse(
                 f"has a vocabulary of {theirs.vocab_size}, and the student's has {ours.vocab_size}: they must be one"
@@ -74,9 +104,6 @@ class Teacher:
                 f"reads at most {theirs.sequence_length} tokens, and rows have {ours.sequence_length}: lower "
                 "--sequence-length"
             )
-        self._check_labels(config)
-        self._check_tokens(tokenizer)
-        return configs.replace(config, teacher_width=theirs.hidden_size if ours.head == "language" else None)
 
     def _check_labels(self, config: Config) -> None:
         theirs, ours = self.saved.config, config
@@ -121,6 +148,21 @@ class Teacher:
         except UserError as e:
             raise UserError(f"the teacher {self.name} does not fit the run: {e}") from e
         return Lessons(program, placed, self.saved.parameters(placed))
+
+
+def taught(config: Config) -> tuple[Config, Model | None]:
+    """A config with what its teacher's weights say of themselves, and the teacher's model; None without one.
+
+    Raises:
+      UserError: there are no such weights, or the student can't learn from them.
+    """
+    if config.finetuning.teacher is None:
+        return config, None
+    return Teacher(config.finetuning.teacher, NO_HINTS).described(config)
+
+
+def _with_width(config: Config, theirs: Model) -> Config:
+    return configs.replace(config, teacher_width=theirs.hidden_size if config.model.head == "language" else None)
 
 
 class Lessons:

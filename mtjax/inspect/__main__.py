@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from mtjax import cli
+from mtjax.config import replace
 from mtjax.inspect.options import Options
 
 DESCRIPTION = """Compile the train step of a config for devices that you need not have, and show what it sends.
@@ -22,11 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.options.check()
         # These import jax, for seconds: not before the options are right.
         if command.options.generate:
-            from mtjax.generate.inspected import run
-        else:
-            from mtjax.inspect.command import run
+            from mtjax.generate.inspected import run as run_generating
 
-        return run(command.config, command.options)
+            return run_generating(command.config, command.options)
+        from mtjax.finetune.teacher import taught
+        from mtjax.inspect.command import run
+
+        named = command.options.teacher
+        config = replace(command.config, teacher=named) if named else command.config
+        return run(config, command.options, taught)
 
     return cli.run_main(body)
 

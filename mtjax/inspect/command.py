@@ -22,14 +22,15 @@ from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
+from mtjax.plan.command import Taught
 from mtjax.theory.contract import Contract
 from mtjax.theory.hardware import GB, Server
 
 
-def run(config: Config, options: Options) -> int:
-    """Compiles and prints; returns the exit code, 1 where a program breaks its contract."""
+def run(config: Config, options: Options, taught: Taught) -> int:
+    """Compiles and prints; returns the exit code, 1 where a program breaks its contract. `taught` knows teachers."""
     quiet = options.json == Path("-")
-    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout))
+    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), taught)
     config = job.with_vocabulary(config)
     trace = find_trace(options.measured) if options.measured is not None else None  # before seconds of compiling
     reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
@@ -49,9 +50,10 @@ class Job:
     contract: Contract | None
     console: Console
     verbose: bool
+    taught: Taught
 
     @classmethod
-    def of(cls, options: Options, console: Console) -> "Job":
+    def of(cls, options: Options, console: Console, taught: Taught) -> "Job":
         """The job that the options describe."""
         links = (_bytes(options.intra_bandwidth), _bytes(options.inter_bandwidth))
         on_other = options.time_on is not None
@@ -60,7 +62,7 @@ class Job:
             raise UserError(f"--time-on {options.time_on} needs a program for GPUs, and --target is {options.target}")
         time_on = find_target(options.time_on, *links).server if options.time_on else None
         contract = load_contract(options.contract) if options.contract else None
-        return cls(target, time_on, contract, console, options.json != Path("-"))
+        return cls(target, time_on, contract, console, options.json != Path("-"), taught)
 
     def with_vocabulary(self, run_config: Config) -> Config:
         """GPT-2's vocabulary where the config has none."""
@@ -68,7 +70,8 @@ class Job:
 
     def inspect(self, run_config: Config) -> Report:
         """Compiles and reports."""
-        return inspect(run_config, self.target, self.contract, self.time_on)
+        run_config, teacher = self.taught(run_config)
+        return inspect(run_config, self.target, self.contract, self.time_on, teacher)
 
     def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
         """One report, or two side by side."""

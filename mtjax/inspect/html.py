@@ -166,7 +166,7 @@ def _memory(report: Report) -> str:
     m, f = report.memory, report.memory.formula
     kinds = ("parameters", "optimizer", "gradients", "activations and workspace", "other arguments", "new outputs")
     compiled = (m.parameters, m.optimizer, m.gradients, m.activations, m.other_arguments, m.outputs - m.aliased)
-    formula = (f.weights, f.optimizer, f.gradients, f.kept + f.working + f.logits, 0, 0)
+    formula = (f.weights, f.optimizer, f.gradients, f.kept + f.working + f.logits, f.teacher, 0)
     rows = [
         Bar(name, [Part(kind, value) for kind, value in zip(kinds, values, strict=True) if value > 0])
         for name, values in (("compiled", compiled), ("formula", formula))

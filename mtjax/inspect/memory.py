@@ -1,10 +1,12 @@
 """Bytes per device: what the compiler planned, split as far as the program shows, and the formulas."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
 from mtjax.theory.memory import Memory, stage_memory
+from mtjax.theory.teaching import table_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,22 @@ class MemoryReport:
     """Bytes that the target's device has; None when unknown."""
     formula: Memory
     """What the formulas say about the same plan."""
+    beside: int = 0
+    """Weights of a teacher that lie there without being the step's, by formula."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the capacity; None when that is unknown."""
-        return None if self.capacity is None else self.peak <= self.capacity
+        """Whether the peak, with what lies beside it, is within the capacity; None when that is unknown."""
+        return None if self.capacity is None else self.peak + self.beside <= self.capacity
 
 
-def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
+def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | None = None) -> MemoryReport:
     """The memory of a compiled step.
 
     Args:
       step: any compiled step.
       capacity: bytes of the device that will run it, or None.
+      teacher: whose output table alone the step reads.
     """
     stats = step.memory
     arguments = argument_arrays(step.module)
@@ -66,6 +71,7 @@ def memory_report(step: CompiledStep, capacity: int | None) -> MemoryReport:
         activations=stats.temporaries - gradients,
         capacity=capacity,
         formula=stage_memory(step.anatomy, plan),
+        beside=round(weight_bytes(replace(plan, teacher=teacher)) - table_bytes(step.anatomy, plan)) if teacher else 0,
     )
 
 

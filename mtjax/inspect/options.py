@@ -37,6 +37,8 @@ class Options:
     """Price of one GPU for one hour: the page says what the run costs."""
     dump: Path | None = None
     """Write the program's HLO text into this folder."""
+    teacher: str | None = None
+    """Weights of a model that the run learns from, as mtjax finetune names them: the step beside it."""
     generate: bool = False
     """Inspect the step of decoding that mtjax generate runs instead of the train step."""
     sequences: int = at_least(1, 8, most=4096)
@@ -63,7 +65,16 @@ class Options:
         self._check_generate()
 
     def _check_generate(self) -> None:
-        of_training = ("time_on", "intra_bandwidth", "inter_bandwidth", "contract", "sweep", "measured", "html")
+        of_training = (
+            "time_on",
+            "intra_bandwidth",
+            "inter_bandwidth",
+            "contract",
+            "sweep",
+            "measured",
+            "html",
+            "teacher",
+        )
         given = [name for name in (*of_training, "vs") if getattr(self, name) not in (None, ())]
         if self.generate and given:
             raise UserError(f"--{given[0].replace('_', '-')} is of train steps: leave it out with --generate")

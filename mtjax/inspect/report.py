@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import NamedSharding
 
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
@@ -94,7 +94,13 @@ class Report:
         return self.step.target
 
 
-def inspect(config: Config, target: Target, contract: Contract | None = None, time_on: Server | None = None) -> Report:
+def inspect(
+    config: Config,
+    target: Target,
+    contract: Contract | None = None,
+    time_on: Server | None = None,
+    teacher: Model | None = None,
+) -> Report:
     """Compiles the train step of a config and reports on it.
 
     Args:
@@ -103,14 +109,20 @@ def inspect(config: Config, target: Target, contract: Contract | None = None, ti
       contract: what the program should send; its layout's own when None.
       time_on: servers on which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
+      teacher: the model of the config's teacher, whose weights lie beside the step.
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be worked out.
     """
-    return report(compile_step(config, target), contract, time_on)
+    return report(compile_step(config, target), contract, time_on, teacher)
 
 
-def report(step: CompiledStep, contract: Contract | None = None, time_on: Server | None = None) -> Report:
+def report(
+    step: CompiledStep,
+    contract: Contract | None = None,
+    time_on: Server | None = None,
+    teacher: Model | None = None,
+) -> Report:
     """The report on a step that is compiled already."""
     start = time.perf_counter()
     server = time_on or step.target.server
@@ -131,7 +143,7 @@ def report(step: CompiledStep, contract: Contract | None = None, time_on: Server
         collectives=tuple(collectives),
         rows=tuple(table(collectives)),
         verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
-        memory=memory_report(step, server.gpu.memory if server else None),
+        memory=memory_report(step, server.gpu.memory if server else None, teacher),
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, collectives, counted, server) if server else None,
         stages=stages_report(step),

@@ -138,6 +138,7 @@ def _formula(memory: Memory) -> dict[str, Any]:
         "gradients": memory.gradients,
         "activations": memory.kept + memory.working,
         "logits": memory.logits,
+        "teacher": memory.teacher,
         "total": memory.total,
     }
 

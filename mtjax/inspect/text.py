@@ -240,7 +240,7 @@ def memory_lines(report: Report) -> str:
     verdict = ""
     if m.capacity is not None:
         word = "[green]fits[/]" if m.fits else "[red]does not fit[/]"
-        verdict = f"  {word}: {size(m.peak)} of {size(m.capacity)}"
+        verdict = f"  {word}: {size(m.peak + m.beside)} of {size(m.capacity)}"
     return (
         f"[bold]Memory of a device[/]{verdict}\n"
         f"  compiled: arguments {size(m.arguments)}, outputs {size(m.outputs)} ({size(m.aliased)} of them in place of "
@@ -248,7 +248,10 @@ def memory_lines(report: Report) -> str:
         f"  of which: parameters {size(m.parameters)}, optimizer {size(m.optimizer)}, "
         f"gradients {size(m.gradients)} (counted), activations and workspace {size(m.activations)} (the rest)\n"
         f"  formula:  parameters {size(f.weights)}, optimizer {size(f.optimizer)}, gradients {size(f.gradients)}, "
-        f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, together {size(f.total)}"
+        f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, "
+        + (f"of a teacher {size(f.teacher)}, " if f.teacher else "")
+        + f"together {size(f.total)}"
+        + (f"\n  beside it: {size(m.beside)} of a teacher's weights, by formula" if m.beside else "")
     )
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from rich.console import Console
 
 from mtjax import cli
-from mtjax.config import Config
+from mtjax.config import Config, Model, replace
 from mtjax.plan.options import Options
 
 DEFAULT = "gpt2-8.3b"
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.options.check()
         from mtjax.plan.command import run  # not before the options are right: tables and formulas take time to import
 
-        run(command.config, command.options, _source(argv) or DEFAULT, _verify)
+        named = command.options.teacher
+        config = replace(command.config, teacher=named) if named else command.config
+        run(config, command.options, _source(argv) or DEFAULT, _verify, _taught)
 
     return cli.run_main(body)
 
@@ -36,6 +38,14 @@ def _verify(console: Console, config: Config, target: str) -> None:
     from mtjax.inspect.verify import print_verification  # compiles: all else here needs no jax
 
     print_verification(console, config, target)
+
+
+def _taught(config: Config) -> tuple[Config, Model | None]:
+    if config.finetuning.teacher is None:
+        return config, None
+    from mtjax.finetune.teacher import taught  # reads what a teacher's weights say of themselves: needs jax
+
+    return taught(config)
 
 
 def _source(argv: Sequence[str] | None) -> str | None:

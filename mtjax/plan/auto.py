@@ -1,6 +1,6 @@
 """`--mesh auto`: the fastest mesh of a run, by the scaling model, on the devices that it has."""
 
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.config.sizes import divisors
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
@@ -15,7 +15,7 @@ from mtjax.theory.plans import Plan
 from mtjax.theory.timing import step_time
 
 
-def fastest_mesh(config: Config, devices: int, kind: str) -> MeshShape:
+def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None = None) -> MeshShape:
     """The mesh of all devices on which a step of the run, with its own recompute and ZeRO, takes the least time.
 
     On devices that the planner does not know, like CPUs, it is the one with the most data ways, which sends the least.
@@ -24,6 +24,7 @@ def fastest_mesh(config: Config, devices: int, kind: str) -> MeshShape:
       config: the run; its `mesh` is not read.
       devices: of all processes.
       kind: jax's name for such a device.
+      teacher: of the run, where it has one.
 
     Raises:
       UserError: no mesh divides model and batch, or none fits the memory; says what each would take.
@@ -33,7 +34,7 @@ def fastest_mesh(config: Config, devices: int, kind: str) -> MeshShape:
     server = SERVERS.get(gpu.name) if gpu else None
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
     meshes = [mesh for shape in shapes for mesh in expert_meshes(anatomy.model.num_experts, shape)]
-    plans = [Plan.of(config, mesh) for mesh in meshes]
+    plans = [Plan.of(config, mesh, teacher=teacher) for mesh in meshes]
     reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}
     possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]
     if not possible:

@@ -18,7 +18,7 @@ from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
 from mtjax.theory import target
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.divisibility import check_config
+from mtjax.theory.divisibility import check, check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import fullest_stage
@@ -27,9 +27,11 @@ from mtjax.theory.plans import Plan
 
 Verify = Callable[[Console, config.Config, str], None]
 """Compiles a config for a target and prints the error of each formula."""
+Taught = Callable[[config.Config], tuple[config.Config, config.Model | None]]
+"""A config with what the weights of its teacher say of themselves, and the teacher's model; None without one."""
 
 
-def run(asked: config.Config, options: Options, source: str, verify: Verify) -> None:
+def run(asked: config.Config, options: Options, source: str, verify: Verify, taught: Taught) -> None:
     """Prints what the options ask for.
 
     Args:
@@ -37,19 +39,20 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify) -> 
       options: the planner's own.
       source: the config's name or path as typed, for the command that a search prints.
       verify: called with --verify.
+      taught: asked for the teacher.
     """
     console = make_console()
     if options.published:
         print_published(console)
         return
-    run_config = with_vocabulary(asked, console.print)
+    run_config, teacher = taught(with_vocabulary(asked, console.print))
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
     _check_imbalance(anatomy, options)
     if options.gpus is not None or options.days is not None:
-        plan = _search(console, anatomy, run_config, server, options, asked, source)
+        plan = _search(console, anatomy, run_config, teacher, server, options, asked, source)
     else:
-        plan = _report(console, anatomy, run_config, server, options)
+        plan = _report(console, anatomy, _planned(run_config, teacher), server, options)
     if options.inference:
         print_inference(console, anatomy, server, plan.model_ways, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
@@ -76,9 +79,9 @@ def _imbalance(anatomy: Anatomy, options: Options) -> float:
     return min(options.expert_imbalance, max(anatomy.model.capacity_factor or math.inf, 1.0))
 
 
-def _report(console: Console, anatomy: Anatomy, run_config: config.Config, server: Server, options: Options) -> Plan:
+def _report(console: Console, anatomy: Anatomy, planned: Plan, server: Server, options: Options) -> Plan:
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
-    plan = replace(_planned(run_config), expert_imbalance=_imbalance(anatomy, options))
+    plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
     print_report(console, anatomy, plan, server, options)
     limit = options.usable * server.gpu.memory
@@ -94,27 +97,30 @@ def _report(console: Console, anatomy: Anatomy, run_config: config.Config, serve
     return plan
 
 
-def _planned(run_config: config.Config) -> Plan:
-    """The config's plan.
+def _planned(run_config: config.Config, teacher: config.Model | None) -> Plan:
+    """The config's plan, with its teacher.
 
     Raises:
       UserError: it does not divide, or asks for a recompute that times and traffic have no formula for.
     """
     mesh = parse_mesh(run_config.parallel.mesh)
     check_config(run_config, mesh)
+    plan = Plan.of(run_config, mesh, teacher=teacher)
+    check(run_config.model, plan)
     asked = sizes.describe_recompute(run_config.training)
     if asked not in ("no recompute", "selective recompute", "full recompute"):
         raise UserError(
             "the planner's formulas know none, selective, and full of every layer on its own, and the config "
             f"asks for {asked}; mtjax inspect compiles it"
         )
-    return Plan.of(run_config, mesh)
+    return plan
 
 
 def _search(
     console: Console,
     anatomy: Anatomy,
     run_config: config.Config,
+    teacher: config.Model | None,
     server: Server,
     options: Options,
     asked: config.Config,
@@ -126,6 +132,7 @@ def _search(
         "chunks": 1,
         "layers_per_stage": None,
         "expert_imbalance": _imbalance(anatomy, options),
+        "teacher": teacher,
     }
     base = Plan.of(run_config, MeshShape(), **settings)
     gpus = options.gpus

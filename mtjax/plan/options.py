@@ -34,6 +34,8 @@ class Options:
     """Load of the rank whose experts have most tokens, beside the mean: the others wait for it."""
     serial_share: float = 0.0005
     """Share of the work that no GPU can share with another: sets Amdahl's bound."""
+    teacher: str | None = None
+    """Weights of a model that the run learns from, as mtjax finetune names them: what it takes counts too."""
     verify: bool = False
     """Compile the step for the target, without GPUs, and print the error of each formula."""
     inference: bool = False

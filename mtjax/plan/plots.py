@@ -47,6 +47,7 @@ def memory_parts(memory: Memory) -> dict[str, float]:
         "kept activations": memory.kept,
         "layer at work": memory.working,
         "logits": memory.logits,
+        **({"teacher": memory.teacher} if memory.teacher else {}),
     }
     return {name: size / 2**30 for name, size in parts.items()}
 

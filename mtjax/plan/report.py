@@ -20,6 +20,7 @@ from mtjax.theory.memory import fullest_stage, stage_memory
 from mtjax.theory.plans import Plan
 from mtjax.theory.schedules import bubble, slots
 from mtjax.theory.software import MTJAX
+from mtjax.theory.teaching import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
 from mtjax.theory.timing import StepTime, members_inside, step_time
 
@@ -81,6 +82,8 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
     held = counts.fullest_counts(anatomy, plan).all
     result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
+    if teacher := teacher_of(plan):
+        result.add_row("the teacher's, which learns nothing", f"{counts.parameters(teacher.anatomy):,}", MODEL)
     return result
 
 
@@ -96,6 +99,8 @@ def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
     row("model, causal half of attention", flops.model_flops(anatomy, causal=True))
     row(f"hardware, recompute {plan.recompute}, full (HFU)", flops.hardware_flops(anatomy, plan.recompute))
     row("hardware, as XLA compiles it, full", flops.compiled_flops(anatomy, plan))
+    if plan.teacher:
+        row("the teacher's forward pass, beside the step", teacher_flops(plan))
     return result
 
 
@@ -111,6 +116,8 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
         **{f"kept: {kind}": size for kind, size in memory.activations.items()},
         "layer at work": memory.working,
         "logits": memory.logits,
+        **({"teacher: weights, and what it says of the batch": memory.teacher} if memory.teacher else {}),
+        **({"teacher: its forward pass, before the step": memory.teaching} if memory.teaching else {}),
         **({"gradients, reduced or stacked": memory.finishing} if memory.finishing else {}),
         "total": memory.total,
     }
@@ -146,7 +153,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
         note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: time if nothing hides it",
     )
     machine = Machine(server, plan.element_bytes)
-    for c in traffic.transfers(anatomy, plan):
+    for c in [*traffic.transfers(anatomy, plan), *traffic.teacher_transfers(plan)]:
         alone = machine.transfer(c, members_inside(plan, c.axis, server))
         axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
@@ -200,6 +207,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
         "data ways, exposed": time.data_axis,
         "slower beside collectives": time.contention,
         "optimizer": time.optimizer,
+        "the teacher's forward pass": time.teacher,
     }
     return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda kv: -kv[1]))
 

@@ -110,7 +110,8 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
       run: the config with the changes of the command line.
       source: the config's name or path, as typed.
     """
-    words = ["mtjax train", f"--config {shlex.quote(source)}"]
+    is_finetuned = run.finetuning.task != "none" or run.finetuning.teacher is not None
+    words = ["mtjax finetune" if is_finetuned else "mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size}
     chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
     chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}

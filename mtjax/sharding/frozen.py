@@ -12,7 +12,7 @@ from jax import Array
 
 from mtjax.sharding.parameters import Frozen
 from mtjax.sharding.records import ParameterRecord
-from mtjax.sharding.schedules.schedule import CutModel, Sums
+from mtjax.sharding.schedules.schedule import CutModel, Schedule, Sums
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
 
 Tree = Any
@@ -53,20 +53,21 @@ class WithFrozen:
     frozen: Tree
 
     @classmethod
-    def of(cls, model: CutModel, records: Tree, parameters: Tree) -> CutModel:
+    def of(cls, model: CutModel, records: Tree, parameters: Tree, schedule: Schedule) -> CutModel:
         """The model with its frozen parameters, as they are used; itself where it has none.
 
         Args:
           model: by all parameters.
           records: of all parameters.
           parameters: all of a rank's.
+          schedule: how layers take those of stacks.
         """
         own = frozen(records, records)
         if not own:
             return model
         used = materialize_outside_stacks(own, wrap_for_use(own, frozen(records, parameters)))
         mark = lambda record, leaf: Frozen(leaf) if record.is_stacked else leaf  # noqa: E731
-        return cls(model, jax.tree.map(mark, own, used))
+        return cls(model, schedule.apart(own, jax.tree.map(mark, own, used)))
 
     @property
     def sections(self) -> Any:

@@ -37,7 +37,7 @@ def distributed_gradients(
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
         batch = region.on_stages(batch)
         parameters = vary_with(parameters, batch)
-        whole = WithFrozen.of(model, records, parameters)
+        whole = WithFrozen.of(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(whole, learnt(records, parameters), batch, reduction)
         with jax.named_scope("gradients"):
             return jax.tree.map(sum_ranks, losses), reduction.finish(gradients)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.sharding.parameters import Reduced
+from mtjax.sharding.parameters import Frozen, Reduced
 from mtjax.sharding.records import ParameterRecord
 
 Tree = Any
@@ -37,6 +37,8 @@ def take_apart(record: ParameterRecord, stack: Any, dtype: str) -> Rows:
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
+        if isinstance(stack, Frozen):
+            return Frozen(row(stack.parameter, i))
         if isinstance(stack, Reduced):
             part = jax.lax.index_in_dim(stack.part, i, keepdims=False)
             return replace(stack, array=row(stack.array, i), part=part)

@@ -32,7 +32,7 @@ from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Across, Plan
 from mtjax.theory.rules import MODEL, STAGE
 from mtjax.theory.stages import layers_in_chunk
-from mtjax.theory.timetable import num_ticks
+from mtjax.theory.timetable import num_ticks, timetable
 
 
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
@@ -80,7 +80,9 @@ def _contract(
     lines = [line for part in anatomy.outside for line in part.sends(common)]
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
-        lines += part.sends(replace(common, side=stack.side, needed_again=needed))
+        before = stack.parts[: stack.parts.index(part)]
+        learns = _learns_below(anatomy) or any(is_learnt(anatomy.model, w.name) for p in before for w in p.weights)
+        lines += part.sends(replace(common, side=stack.side, needed_again=needed, learns_before=learns))
     sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
     ranks = JOINED.join(sharing)
     lines += over_ranks_lines(layout.zero, bool(pipeline), wire, ranks, adapts=anatomy.model.lora_rank > 0)
@@ -106,10 +108,8 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
       wire: type in which gradients travel.
     """
     lines = []
-    outside = [weight.name for part in anatomy.outside for weight in part.weights]
-    is_any_learnt = any(is_learnt(anatomy.model, name) for name in outside)
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
-    dropped: dict[str, Any] = {} if is_any_learnt else {"pooled": True, "hoisted": True}
+    dropped: dict[str, Any] = {} if _learns_below(anatomy) else {"pooled": True, "hoisted": True}
     for stack in anatomy.stacks:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
@@ -119,8 +119,14 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
             whole = "the stream, which travelled in parts"
             lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"
+    outside = [weight for part in anatomy.outside for weight in part.weights]
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
-    return [*lines, shared] if is_any_learnt else lines
+    return [*lines, shared] if any(is_learnt(anatomy.model, weight.name) for weight in outside) else lines
+
+
+def _learns_below(anatomy: Anatomy) -> bool:
+    """Whether anything below the layers is trained."""
+    return any(is_learnt(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
 
 
 def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str) -> list[Expectation]:
@@ -209,9 +215,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if plan.teacher_width:
         table = teacher_table(model, plan.teacher_width)
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
-    staged = plan.is_staged
+    staged, chunks = plan.is_staged, plan.chunks * len(anatomy.stacks)
     if staged:
-        chunks = plan.chunks * len(anatomy.stacks)
         symbols |= {
             "ticks": num_ticks(plan.mesh.stage, plan.microbatches, chunks),
             "model_ways": plan.mesh.model,
@@ -236,10 +241,23 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
+            f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols
     return symbols
+
+
+def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
+    """Turns in which a compiler sees that nobody reads the gradient of what the first of `layers` layers reads, where
+    nothing below it is trained: a layer that is in no loop with others; on stages, whose backward halves send this
+    gradient on, in the last tick, if that is in no loop with others either."""
+    if layers > 1 and not plan.unrolled:
+        return 0
+    if not plan.is_staged:
+        return plan.microbatches
+    last = timetable(plan.schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
+    return int(last.stop - last.start == 1)
 
 
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:

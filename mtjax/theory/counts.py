@@ -174,9 +174,10 @@ def largest_part(anatomy: Anatomy, stack: Stack, layout: Layout, mesh: MeshShape
 
 
 def largest_stack(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements that a device holds of the parameter of the layers that has most, before ZeRO splits it."""
-    layout, stacked = plan.layout(anatomy.model), (w for w in stage_weights(anatomy, plan) if w.names[0] == LAYERS)
-    return max(on_device(weight, layout, plan.mesh) for weight in stacked)
+    """Elements that a device holds of the trained parameter of the layers that has most, before ZeRO splits it."""
+    layout, weights = plan.layout(anatomy.model), stage_weights(anatomy, plan)
+    learnt = (w for w in weights if w.names[0] == LAYERS and is_learnt(anatomy.model, w.name))
+    return max(on_device(weight, layout, plan.mesh) for weight in learnt)
 
 
 def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:

@@ -20,6 +20,7 @@ from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import balanced_layers
+from mtjax.theory.teaching import teacher_of
 
 
 def check(model: Model, plan: Plan) -> None:
@@ -67,6 +68,9 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _unrolled_problems(model, plan)
     if plan.zero not in range(4):
         yield f"ZeRO has stages 0 to 3, not {plan.zero}"
+    if teacher := teacher_of(plan):
+        theirs = _problems(teacher.anatomy.model, teacher.plan, microbatch)
+        yield from (f"the teacher does not fit the run: {reason}" for reason in theirs)
 
 
 def _model_problems(model: Model, plan: Plan) -> Iterator[str]:

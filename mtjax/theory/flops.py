@@ -44,6 +44,19 @@ def logit_flops(anatomy: Anatomy) -> float:
     return max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
 
 
+def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
+    """FLOPs of a teacher's logits, for a sample, which a step makes of its hidden states: where they come chunk by
+    chunk, forward and again backward; 0 without a teacher, or of a task."""
+    if not plan.teacher_width:
+        return 0.0
+    once = logit_flops(anatomy) * plan.teacher_width / anatomy.model.hidden_size
+    return 2 * once if _is_in_chunks(anatomy, plan) else once
+
+
+def _is_in_chunks(anatomy: Anatomy, plan: Plan) -> bool:
+    return plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks)) > (plan.loss_chunk or math.inf)
+
+
 def outside_flops(anatomy: Anatomy) -> float:
     """Forward FLOPs of everything outside the layers, for a sample."""
     return sum(product.flops for part in anatomy.outside for product in part.products())
@@ -115,9 +128,8 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     if plan.is_staged:
         return _staged_flops(computed_over(anatomy, plan.mesh.model), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh.model)
-    flops = model_flops(anatomy, causal=causal)
-    tokens = plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks))
-    if tokens > (plan.loss_chunk or math.inf):
+    flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
+    if _is_in_chunks(anatomy, plan):
         flops += logit_flops(anatomy)
     for stack in anatomy.stacks:
         again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
@@ -141,11 +153,12 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
 
 def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     """Every tick runs a chunk forward, and backward - full recompute: forward once more - and the losses."""
-    is_full, tokens = plan.recompute == "full", plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks))
+    is_full = plan.recompute == "full"
     tick = (
         3 * outside_flops(anatomy)
         - frozen_outside_flops(anatomy)
-        + (logit_flops(anatomy) if tokens > (plan.loss_chunk or math.inf) else 0)
+        + taught_flops(anatomy, plan)
+        + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
     for stack in anatomy.stacks:
         whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)

@@ -15,10 +15,13 @@ from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
 from mtjax.theory.schedules import megatron_in_flight, slots
 from mtjax.theory.stages import layers_in_chunk
+from mtjax.theory.teaching import forward_bytes, said_bytes, table_bytes, weight_bytes
 
 LAYER_INPUTS = "layer inputs"
 GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
 MATRICES = "matrices in the compute type"
+TAUGHT = "a teacher's hidden states"
+TABLE = "a teacher's output table, gathered"
 STAGE_INPUTS = "inputs of stages"
 STAGE_OUTPUTS = "outputs of stages"
 
@@ -68,11 +71,18 @@ class Memory:
     gradients are put into, one after the other."""
     deferred: float = 0.0
     """Of the gradients, what comes as activations go: where layers have no loop and there is one microbatch, theirs."""
+    teacher: float = 0.0
+    """Beside the student's: a teacher's weights - of one that nobody has asked, the output table alone, which the step
+    reads - and what it says of the batch."""
+    teaching: float = 0.0
+    """What the teacher's forward pass needs, before the step."""
 
     @property
     def total(self) -> float:
-        """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced."""
-        return self.states + max(self.kept + max(self.working, self.logits) - self.deferred, self.finishing)
+        """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced, and
+        there are no gradients while a teacher is at work."""
+        most = self.gradients + max(self.kept + max(self.working, self.logits) - self.deferred, self.finishing)
+        return self.weights + self.optimizer + self.teacher + max(most, self.teaching)
 
     @property
     def states(self) -> float:
@@ -93,6 +103,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
     if whole_gradients := _whole_outside(plan, own):
         kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
+    kept.update(_kept_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     if plan.unrolled:
         kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
     states = [_states(plan, counts.shared, own.shared, plan.zero_ways)]
@@ -114,7 +125,18 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
         finishing=max(sum(state.sums for state in states) + (outside if plan.is_staged else 0), stacked),
         deferred=gradients * own.in_layers if later else 0.0,
+        teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + said_bytes(anatomy, plan),
+        teaching=forward_bytes(plan),
     )
+
+
+def _kept_of_teacher(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
+    """What a step has of a teacher beside what it was given: its microbatch's part of that, and with ZeRO-3 the whole
+    table; where a loop over microbatches reads it, as it was gathered and in the order in which it is read."""
+    part = said_bytes(anatomy, plan) / plan.microbatches if plan.microbatches > 1 else 0.0
+    copies = 2 if plan.microbatches > 1 else 1
+    kept = {TAUGHT: part, TABLE: copies * table_bytes(anatomy, plan, gathered=True)}
+    return {name: size for name, size in kept.items() if size}
 
 
 @dataclass(frozen=True)

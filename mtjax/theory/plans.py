@@ -77,8 +77,10 @@ class Plan:
     """Whether what low-rank adapters read has masks of dropout."""
     label_smoothing: bool = False
     teacher_width: int = 0
-    """Of a teacher's hidden states, whose probabilities of tokens are learnt; 0 without one. The teacher's own memory
-    and time are in no formula."""
+    """Of a teacher's hidden states, whose probabilities of tokens are learnt; 0 without one."""
+    teacher: Model | None = None
+    """The teacher itself, where its weights have been asked what they are: what it holds and computes beside the step
+    counts too (`mtjax.theory.teaching`)."""
     expert_imbalance: float = 1.0
     """Load of the rank whose experts have most, beside the mean; formulas of time know it alone."""
     loss_chunk: int | None = None

@@ -8,6 +8,7 @@ the alpha-beta model of a ring. Times of kernels and collectives are a `Machine`
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import (
@@ -31,8 +32,9 @@ from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 from mtjax.theory.schedules import full_ticks, megatron_bubble
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import layers_in_chunk
+from mtjax.theory.teaching import teacher_of
 from mtjax.theory.timetable import num_ticks
-from mtjax.theory.traffic import Transfer, transfers
+from mtjax.theory.traffic import Transfer, teacher_transfers, transfers
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class StepTime:
     """Keys and values of other ranks, and their gradients."""
     expert_axis: float = 0.0
     """Tokens for the experts of other ranks, and what these say."""
+    teacher: float = 0.0
+    """The forward pass of a teacher before the step, with what it sends, which nothing hides."""
     hidden: dict[str, float] = field(default_factory=dict)
     """Communication that computation hides, by mesh axis."""
 
@@ -70,7 +74,7 @@ class StepTime:
         """The step."""
         sent = self.model_axis + self.stage_axis + self.context_axis + self.expert_axis + self.data_axis
         sent += self.contention
-        return self.compute + self.copies + sent + self.bubble + self.optimizer
+        return self.compute + self.copies + sent + self.bubble + self.optimizer + self.teacher
 
 
 _machine = cache(Machine)
@@ -117,6 +121,7 @@ def step_time(
         contention=slowed,
         context_axis=exposed[CONTEXT],
         expert_axis=exposed[EXPERT],
+        teacher=_teacher(plan, machine, software),
         hidden=hidden,
     )
 
@@ -157,6 +162,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         copies=copied + _copies(copies_in_step(anatomy, plan), machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
+        teacher=_teacher(plan, machine, software),
         hidden={STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns, DATA: 0.0, MODEL: 0.0},
     )
 
@@ -239,7 +245,24 @@ def _alike(plan: Plan) -> Plan:
     """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
     ways = {axis: plan.mesh.ways((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
     mesh = MeshShape(stage=min(plan.mesh.stage, 2), **ways)
-    return replace(plan, mesh=mesh, global_batch_size=1, zero=0, schedule="1f1b", chunks=1, layers_per_stage=None)
+    same: dict[str, Any] = {"zero": 0, "schedule": "1f1b", "chunks": 1, "layers_per_stage": None, "teacher": None}
+    return replace(plan, mesh=mesh, global_batch_size=1, **same)
+
+
+def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of the forward pass of a teacher, of all microbatches or in all ticks."""
+    teacher = teacher_of(plan)
+    if teacher is None:
+        return 0.0
+    (anatomy, own), turns = teacher, plan.microbatches
+    if own.is_staged:
+        turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.stacks))
+    layers = [
+        layers_in_chunk(stack.layers, own) * _layer_forward(stack, _alike(own), machine, software)
+        for stack in anatomy.stacks
+    ]
+    sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
+    return turns * sum(layers) + sum(sent)
 
 
 @cache
@@ -331,12 +354,14 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 
 @cache
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of output projection and loss of a microbatch; with stages, on the last one only."""
+    """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
     sizes = [product for part in anatomy.head for product in part.products(plan.mesh.model)]
     seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
     logits = max(sizes, key=lambda product: product.flops)
-    again = _forward(logits, plan, machine) if software.recomputes_logits else 0
-    columns = plan.rank_tokens(logits.tokens) * logits.outer
+    made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
+    seconds += sum(_forward(product, plan, machine) for product in made[1:])
+    again = sum(_forward(product, plan, machine) for product in made) if software.recomputes_logits else 0
+    columns = len(made) * plan.rank_tokens(logits.tokens) * logits.outer
     return seconds + again + machine.passes(columns * software.kernels.logits)
 
 

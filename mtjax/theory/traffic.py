@@ -1,13 +1,23 @@
 """What a GPU sends in a step, by mesh axis and purpose: the contract's lines for a plan, and the stages."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.contract import GRADIENTS, JOINED, PARAMETERS, Expectation, requirements
+from mtjax.theory.contract import (
+    EMBEDDING_FORWARD,
+    GRADIENTS,
+    JOINED,
+    LAYER_FORWARD,
+    PARAMETERS,
+    STAGES,
+    Expectation,
+    requirements,
+)
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.theory.teaching import teacher_of
 
 AXIS_NAMES = {
     DATA: "data ways",
@@ -83,6 +93,20 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
         if required.elements
     ]
     return sent if plan.is_staged else [*sent, *_between_stages(anatomy, plan)]
+
+
+def teacher_transfers(plan: Plan) -> list[Transfer]:
+    """What a GPU sends for the forward pass of a teacher that the plan knows: of a step's permutes and gathers of
+    ZeRO-3 half."""
+    teacher = teacher_of(plan)
+    if teacher is None:
+        return []
+    halves = {EMBEDDING_FORWARD: 1.0, LAYER_FORWARD: 1.0, STAGES: 0.5} | ({PARAMETERS: 0.5} if plan.zero == 3 else {})
+    return [
+        replace(entry, count=entry.count * halves[entry.phase], purpose=f"teacher, {entry.purpose}")
+        for entry in transfers(*teacher)
+        if entry.phase in halves
+    ]
 
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:

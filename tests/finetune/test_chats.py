@@ -219,7 +219,6 @@ def test_the_validation_loss_is_a_mean_over_tokens_of_answers_whatever_the_batch
         (["--chat-template", "nowhere"], "the chat template nowhere can't be read"),
         (["--sequence-length", "1"], "no answer of the training rows begins within 1 tokens: raise --sequence-length"),
         (["--data", "nowhere"], "nowhere can't be read"),
-        (["--lora-rank", "2", "--unroll-layers"], "lora_rank 2 and unroll_layers don't go together"),
     ],
 )
 def test_wrong_input_ends_with_one_sentence(words, message, folder, tmp_path, capsys):

@@ -36,6 +36,20 @@ def test_only_adapters_travel_on_cpus() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": "2x2", "num_layers": 1, "lora_targets": "attention", "sequence_parallel": True},
+        {"mesh": "data=2,stage=2,model=2", "num_layers": 2, "head": "classification"},
+        {"mesh": "data=2,stage=2,model=2", "num_layers": 2, "lora_targets": "mlp", "sequence_parallel": True},
+    ],
+)
+def test_nobody_makes_gradients_that_nobody_reads(settings: dict[str, Any]) -> None:
+    fields = {"recompute": "none", "compute_dtype": "float32"}
+    assert inspect(tiny(**LORA | fields | settings), find_target("cpu")).verdict.violations == ()
+
+
+@pytest.mark.long
 def test_stages_send_each_other_no_gradients_of_what_is_frozen() -> None:
     settings = {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "compute_dtype": "float32"}
     report = inspect(tiny(**LORA | settings), find_target("cpu"))

@@ -31,6 +31,7 @@ LLAMA = {
                 ("1x1", {"compute_dtype": "bfloat16"}),
                 ("2x2", LLAMA | {"zero": 2}),
                 ("2x2", {"family": "bert", "norm_placement": "post"}),
+                ("2x2", LLAMA | {"zero": 1, "microbatch_size": 2, "lora_rank": 4, "lora_dropout": 0.1}),
             ]
         ),
     ],

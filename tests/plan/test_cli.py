@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import numpy as np
 import pytest
 
 from mtjax import cli, config
@@ -10,6 +11,7 @@ from mtjax.plan.__main__ import main
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.__main__ import Options as TrainOptions
+from tests.convert.hf_folders import GPT2_CONFIG, SEQUENCE, VOCAB, gpt2_shapes, random_tensors, write_folder
 
 
 def run(capsys, *argv: str) -> str:
@@ -28,6 +30,23 @@ def test_reports_on_the_papers_mesh(capsys):
     assert re.search(r"300 Gtokens = 572,205 steps +\d", out)
     assert "cost at 2 per GPU and hour" in out
     assert "MFU" in out and "HFU" in out and "Amdahl" in out
+
+
+def test_a_teacher_s_memory_work_and_traffic_are_counted(tmp_path, capsys):
+    write_folder(tmp_path / "teacher", random_tensors(gpt2_shapes()), GPT2_CONFIG)
+    size = {"--vocab-size": VOCAB, "--sequence-length": SEQUENCE, "--num-layers": 2, "--hidden-size": 64}
+    words = [str(word) for pair in size.items() for word in pair] + ["--num-heads", "4", "--global-batch-size", "64"]
+    words += ["--vocab-multiple", str(VOCAB)]
+    student = ("--config", "gpt2-small", "--mesh", "4x2", "--microbatch-size", "8", *words)
+    alone, taught = run(capsys, *student), run(capsys, *student, "--teacher", f"hf:{tmp_path / 'teacher'}")
+    assert "teacher" not in alone
+    held = sum(int(np.prod(shape)) for shape in gpt2_shapes().values())
+    assert re.search(rf"the teacher's, which learns nothing +{held:,} ", taught)
+    assert f"loss forward: max, sum, target logit {7 * 2}" in re.sub(" +", " ", taught)  # in two microbatches
+    for row in ("the teacher's forward pass, beside the step", "teacher: weights", "teacher, layer forward: g"):
+        assert row in taught
+    assert main([*student, "--vocab-size", "999", "--teacher", f"hf:{tmp_path / 'teacher'}"]) == 2
+    assert f"has a vocabulary of {VOCAB}, and the student's has 999" in capsys.readouterr().err
 
 
 def test_every_row_of_figures_says_its_source(capsys):

@@ -89,6 +89,20 @@ def test_compiled_memory_is_as_planned(mesh, changes):
         assert name not in checks or checks[name].error == pytest.approx(0, abs=0.01)
 
 
+@pytest.mark.aot
+@pytest.mark.long
+def test_compiled_memory_beside_a_teacher_is_as_planned():
+    settings = SMALL | {"num_layers": 2, "microbatch_size": None, "attention": "xla", "recompute": "none"}
+    taught = {"teacher": "a test", "teacher_width": 1024, "mesh": "2x4"}
+    report = inspect(config.replace(config.load("gpt2-small"), **settings, **taught), find_target("h100x8"))
+    checks = errors(report)
+    assert checks["FLOPs of a step"].error == pytest.approx(0, abs=1e-3)
+    assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
+    assert checks["sent over model ways"].error == pytest.approx(0, abs=0.01)
+    planned = report.memory.formula
+    assert planned.weights + planned.optimizer + planned.teacher == pytest.approx(report.memory.arguments, rel=0.01)
+
+
 SHIPPED = [
     ("bert-base", {}),
     rare("bert-336m", {}),

@@ -30,7 +30,7 @@ class Accumulate:
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
-        apart = self._apart(records, wrapped)
+        apart = self.apart(records, wrapped)
         sums = self._zeros(records, differentiable(wrapped), differentiable(apart))
         wrapped, parts = apart, differentiable(apart)
         microbatches = self._microbatches(batch)
@@ -47,6 +47,13 @@ class Accumulate:
         gradients, losses = lax.scan(accumulate, sums, microbatches)
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), put_together(gradients)
 
+    def apart(self, records: Tree, wrapped: Tree) -> Tree:
+        """As `Schedule.apart` says."""
+        if not self.unrolled:
+            return wrapped
+        one = lambda record, leaf: take_apart(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
+        return jax.tree.map(one, records, wrapped)
+
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says; the batch is one microbatch."""
         return model.loss_sums(for_use(records, parameters), batch)
@@ -62,13 +69,6 @@ class Accumulate:
     def _microbatches(self, batch: Tree) -> Tree:
         """Arrays [microbatches, samples, ...] of those that are [samples, ...]."""
         return jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
-
-    def _apart(self, records: Tree, wrapped: Tree) -> Tree:
-        """Wrapped parameters; those of layers without a loop, layer by layer."""
-        if not self.unrolled:
-            return wrapped
-        one = lambda record, leaf: take_apart(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
-        return jax.tree.map(one, records, wrapped)
 
     def _zeros(self, records: Tree, stacked: Tree, apart: Tree) -> Tree:
         """Zeros to which gradients are added: of matrices as they are used, so that products add; of vectors stacked,

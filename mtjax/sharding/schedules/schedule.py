@@ -71,6 +71,10 @@ class Schedule(Protocol):
         """
         ...
 
+    def apart(self, records: Tree, wrapped: Tree) -> Tree:
+        """Parameters as layers take them; those of layers without a loop layer by layer, in arrays of their own."""
+        ...
+
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """The losses alone; parameters are this rank's, placed as `stored`."""
         ...

@@ -56,6 +56,10 @@ class Staged:
         run = _Run(model, reduction.records, wrapped, _microbatches(batch, self.training.microbatches), self.training)
         return run.gradients(keeps_inputs=self.keeps_inputs, in_order=self.in_order)
 
+    def apart(self, records: Tree, wrapped: Tree) -> Tree:
+        """As `Schedule.apart` says: a chunk's layers are in a loop."""
+        return wrapped
+
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says."""
         return self._evaluation_run(model, parameters, batch, records).losses()

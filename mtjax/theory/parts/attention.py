@@ -124,7 +124,8 @@ class Attention(_Heads):
         return {"key_width": self.kv_size, "head_width": self.head_dim}
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        lines = [*sublayer_sends(stream, "attention"), *across_sends(stream)]
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = [*sublayer_sends(stream, "attention", learns=learns), *across_sends(stream)]
         shared = f"2*key_width*{'(hidden + 1)' if self.bias else 'hidden'}"
         if stream.is_frozen:
             if self.rank and stream.shares_heads:

@@ -35,7 +35,7 @@ class Output(Part):
         """float32 logits of the tokens that are alive at a time, with their gradients.
 
         Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside
-        them lies the table in the compute type.
+        them lies the table in the compute type, and as many logits of a teacher.
         """
         rows = plan.rank_tokens(self.tokens)
         tokens = min(rows, plan.loss_chunk or rows)
@@ -43,7 +43,8 @@ class Output(Part):
         if plan.residuals == "megatron":
             return 2 * 4 * tokens * columns
         gradients = plan.element_bytes * tokens * columns if tokens < rows else 0
-        return 4 * tokens * columns + gradients + plan.element_bytes * columns * self.hidden
+        logits = (2 if plan.teacher_width else 1) * 4 * tokens * columns
+        return logits + gradients + plan.element_bytes * columns * self.hidden
 
     def sends(self, stream: Stream) -> list[Expectation]:
         tokens = f"batch*{self.side}sequence"

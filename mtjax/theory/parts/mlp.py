@@ -78,5 +78,9 @@ class MLP(Part):
         return plan.element_bytes * plan.rank_tokens(self.tokens) * self.inner / plan.mesh.model
 
     def sends(self, stream: Stream) -> list[Expectation]:
-        lines = [*sublayer_sends(stream, "the MLP"), *adapters_send(stream, "the MLP", self.inputs, self.rank)]
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = [
+            *sublayer_sends(stream, "the MLP", learns=learns),
+            *adapters_send(stream, "the MLP", self.inputs, self.rank),
+        ]
         return [*lines, *own_vector_sums(stream, self.norm, self.bias)] if stream.split else lines

@@ -152,6 +152,9 @@ class Stream:
     is_frozen: bool = False
     """Whether only adapters and a task's head are trained: other weights have no gradients, and no layer below the
     first has one to give."""
+    learns_before: bool = True
+    """Whether something before the part, in its own layer or below the layers, is trained: else nobody reads the
+    gradient of what the first layer's reads."""
     turns: str = "microbatches"
     """Formula: how often a step goes through the part and back. Stages of a pipeline do it once in every tick, whether
     it counts or not."""
@@ -174,6 +177,12 @@ class Stream:
     def forward_times(self) -> str:
         """The same, forward."""
         return f"{self.side}layers*{self.forward_turns}"
+
+    @property
+    def input_gradients(self) -> str:
+        """How often a step makes the gradient of what the part reads. The compiler leaves it out where nobody reads it
+        and the first layer stands in no loop with others: `unread_gradients` times."""
+        return self.times if self.learns_before else f"({self.times} - {self.side}unread_gradients)"
 
 
 def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:

@@ -18,28 +18,35 @@ def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     }
 
 
-def sublayer_sends(stream: Stream, name: str) -> list[Expectation]:
+def sublayer_sends(stream: Stream, name: str, *, learns: bool = True) -> list[Expectation]:
     """What every sublayer sends: Figure 4 of arXiv 1909.08053, or, split, Figure 5 of arXiv 2205.05198.
 
     `g` sums what the row-parallel product gives, `f` the gradient of what the column-parallel product reads. Full
-    recompute repeats g where its result is needed, and in a group of layers everywhere.
+    recompute repeats g where its result is needed, and in a group of layers everywhere. Where a sublayer `learns`
+    nothing, its backward pass needs what it gathered for what is computed again alone.
     """
     again = f"{stream.side}{'recomputed' if stream.needed_again else 'grouped'}_layers*{stream.turns}"
     if not stream.split:
         return [
             over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, stream.elements, f"g after {name}"),
             over_model(LAYER_RECOMPUTE, "all-reduce", again, stream.elements, f"g after {name}, again"),
-            over_model(LAYER_BACKWARD, "all-reduce", stream.times, stream.elements, f"f before {name}"),
+            over_model(LAYER_BACKWARD, "all-reduce", stream.input_gradients, stream.elements, f"f before {name}"),
         ]
-    gathered_again = f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
+    read_again = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
+    gathered_again = f"({read_again} + {stream.side}grouped_layers)*{stream.turns}"
+    scattered = stream.times if learns else stream.input_gradients
     return [
         over_model(LAYER_FORWARD, "all-gather", stream.forward_times, stream.elements, f"before {name}"),
         over_model(LAYER_FORWARD, "reduce-scatter", stream.forward_times, stream.elements, f"after {name}"),
         over_model(LAYER_RECOMPUTE, "all-gather", gathered_again, stream.elements, f"before {name}, again"),
         over_model(LAYER_RECOMPUTE, "reduce-scatter", again, stream.elements, f"after {name}, again"),
-        over_model(LAYER_BACKWARD, "all-gather", stream.times, stream.elements, f"gradient of what {name} scattered"),
+        over_model(LAYER_BACKWARD, "all-gather", scattered, stream.elements, f"gradient of what {name} scattered"),
         over_model(
-            LAYER_BACKWARD, "reduce-scatter", stream.times, stream.elements, f"gradient of what {name} gathered"
+            LAYER_BACKWARD,
+            "reduce-scatter",
+            stream.input_gradients,
+            stream.elements,
+            f"gradient of what {name} gathered",
         ),
     ]
 
