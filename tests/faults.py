@@ -143,6 +143,13 @@ FAULTS = (
         "models",
         "test_numbers_are_those_of_the_loop",
     ),
+    Fault(
+        "models: a token keeps a group of experts fewer than it should",
+        "ahead = ((theirs > own) | ((theirs == own) & earlier)).sum(-1)",
+        "ahead = (theirs >= own).sum(-1)",
+        "models",
+        "test_output_report_and_gradients_are_those_of_every_expert_on_every_token",
+    ),
     # --- train
     Fault(
         "train: each who holds a part of a lost disk gives it, and they add up",

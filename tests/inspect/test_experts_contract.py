@@ -23,7 +23,7 @@ CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
     "settings",
     [
         GATHER,
-        pytest.param(SPLIT | {"zero": 3, "qk_norm": True}, marks=pytest.mark.long),
+        pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
     ],
     ids=["gather", "split sequences, ZeRO-3", "capacity"],
@@ -64,7 +64,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(CAPACITY, marks=pytest.mark.exhaustive),
-        SPLIT | {"zero": 2, "recompute": "none", "capacity_factor": 1.5, "shared_expert_size": 64},
+        SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
     ],
     ids=["split sequences, ZeRO-3", "shared expert, ZeRO-1", "capacity", "capacity, split sequences, shared, ZeRO-2"],
 )

@@ -31,9 +31,12 @@ DEEPSEEK: dict[str, Any] = {
     "router_bias_rate": 0.05,
     "router_jitter": 0.1,
     "experts_top_k": 3,
+    "expert_groups": 4,
+    "expert_groups_kept": 2,
     "shared_expert_size": 16,
 }
-"""Biases that learn from the load, numbers that the router's input is multiplied by, and a shared expert."""
+"""Biases that learn from the load, groups of which two are kept, numbers that the router's input is multiplied by, and
+a shared expert."""
 
 CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 """Some tokens of each sample are lost."""
