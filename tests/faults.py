@@ -150,6 +150,13 @@ FAULTS = (
         "models",
         "test_output_report_and_gradients_are_those_of_every_expert_on_every_token",
     ),
+    Fault(
+        "models: layers behind those without experts count from 0 again",
+        "own = first_layer(model, record.name) + np.arange(record.shape[0])",
+        "own = np.arange(record.shape[0])",
+        "finetune",
+        "test_layers_with_experts_count_on_from_those_without",
+    ),
     # --- train
     Fault(
         "train: each who holds a part of a lost disk gives it, and they add up",

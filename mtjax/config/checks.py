@@ -202,6 +202,11 @@ def check_experts(config: Config) -> None:
         raise UserError(
             f"experts_top_k {chosen} is above num_experts {count}: a token goes to each expert once at most"
         )
+    if model.first_dense_layers >= model.num_layers:
+        raise UserError(
+            f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
+            "take fewer, or num_experts 0"
+        )
     check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
@@ -282,7 +287,14 @@ def check_recompute(model: Model, training: Training) -> None:
         return
     if training.recompute_method == "block" and number > layers:
         raise UserError(f"recompute_num_layers {number} is above num_layers {layers}, with recompute_method block")
+    if training.recompute_method == "block" and model.first_dense_layers:
+        raise UserError(
+            f"recompute_method block is for layers that are alike, and first_dense_layers is "
+            f"{model.first_dense_layers}: take uniform"
+        )
     stacks = {"num_layers": layers}
+    if dense := model.first_dense_layers:
+        stacks = {"first_dense_layers": dense, "num_layers - first_dense_layers": layers - dense}
     if "num_decoder_layers" in FAMILIES[model.family].own:
         stacks["num_decoder_layers"] = decoder_layers(model)
     for name, count in stacks.items():

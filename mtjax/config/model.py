@@ -59,6 +59,8 @@ class Model:
     num_experts: int = at_least(0, 0, most=HEADS)
     """gpt and llama: experts in the place of each layer's MLP, of which a router chooses some for each token; 0 for an
     MLP. Experts have no biases."""
+    first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
+    """Of num_layers, the first ones that have an MLP and no experts."""
     experts_top_k: int = at_least(1, 2, most=HEADS, shapes=WITH_EXPERTS)
     """Experts that a token goes to."""
     expert_size: int | None = at_least(1, None, most=INNER_WIDTH, shapes=WITH_EXPERTS)

@@ -159,6 +159,21 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             {"num_experts": 4, "expert_groups": 4, "expert_groups_kept": 2, "router_score": "sigmoid"},
             "expert_groups 4 of 4 experts have one each",
         ),
+        ({"num_experts": 4, "first_dense_layers": 2}, "first_dense_layers 2 leaves none of num_layers 2 with experts"),
+        (
+            {"num_experts": 4, "first_dense_layers": 1, "recompute": "full", "recompute_method": "block"},
+            "block is for layers that are alike, and first_dense_layers is 1: take uniform",
+        ),
+        (
+            {
+                "num_experts": 4,
+                "num_layers": 5,
+                "first_dense_layers": 2,
+                "recompute": "full",
+                "recompute_num_layers": 2,
+            },
+            "num_layers - first_dense_layers 3 is not a multiple of recompute_num_layers 2",
+        ),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
         ({"balance_loss": 0.5}, "balance_loss is 0.5, and num_experts is 0"),
     ],
