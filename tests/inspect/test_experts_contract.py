@@ -57,7 +57,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        SPLIT | {"zero": 3, "first_dense_layers": 1},
+        SPLIT | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
         pytest.param(
             EXPERTS
             | {"mesh": "data=2,expert=2,model=2", "recompute": "selective", "zero": 1, "shared_expert_size": 64},
@@ -67,7 +67,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
         SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
     ],
     ids=[
-        "split sequences, ZeRO-3, a layer without",
+        "split sequences, ZeRO-3, biases, a layer without",
         "shared expert, ZeRO-1",
         "capacity",
         "capacity, split sequences, shared, ZeRO-2",
