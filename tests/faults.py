@@ -143,6 +143,20 @@ FAULTS = (
         "models",
         "test_numbers_are_those_of_the_loop",
     ),
+    Fault(
+        "models: a token keeps a group of experts fewer than it should",
+        "ahead = ((theirs > own) | ((theirs == own) & earlier)).sum(-1)",
+        "ahead = (theirs >= own).sum(-1)",
+        "models",
+        "test_output_report_and_gradients_are_those_of_every_expert_on_every_token",
+    ),
+    Fault(
+        "models: layers behind those without experts count from 0 again",
+        "own = first_layer(model, record.name) + np.arange(record.shape[0])",
+        "own = np.arange(record.shape[0])",
+        "finetune",
+        "test_layers_with_experts_count_on_from_those_without",
+    ),
     # --- train
     Fault(
         "train: each who holds a part of a lost disk gives it, and they add up",

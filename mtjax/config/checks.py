@@ -202,6 +202,12 @@ def check_experts(config: Config) -> None:
         raise UserError(
             f"experts_top_k {chosen} is above num_experts {count}: a token goes to each expert once at most"
         )
+    if model.first_dense_layers >= model.num_layers:
+        raise UserError(
+            f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
+            "take fewer, or num_experts 0"
+        )
+    check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
     if model.head != "language":
@@ -210,6 +216,33 @@ def check_experts(config: Config) -> None:
         )
     if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
         raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
+
+
+def check_expert_groups(model: Model) -> None:
+    """Checks that groups of experts are of equal size, and those that are kept large enough.
+
+    Raises:
+      UserError: they are not; says what would fit.
+    """
+    count, groups, kept = model.num_experts, model.expert_groups, model.expert_groups_kept
+    if count % groups:
+        raise UserError(
+            f"num_experts {count} does not divide into {groups} expert_groups; the nearest numbers of groups that "
+            f"divide it are {nearest_divisors(count, groups)}"
+        )
+    if kept > groups:
+        raise UserError(f"expert_groups_kept {kept} is above expert_groups {groups}: a token keeps each once at most")
+    each, chosen = count // groups, model.experts_top_k
+    if chosen > kept * each:
+        raise UserError(
+            f"experts_top_k {chosen} is above the {kept * each} experts of {kept} expert_groups_kept: take "
+            f"{-(-chosen // each)} or more"
+        )
+    if groups > 1 and each < 2 and model.router_score == "sigmoid":
+        raise UserError(
+            f"expert_groups {groups} of {count} experts have one each, and router_score sigmoid chooses groups by the "
+            "two best of each: take fewer groups"
+        )
 
 
 def check_deterministic(config: Config) -> None:
@@ -252,7 +285,14 @@ def check_recompute(model: Model, training: Training) -> None:
         return
     if training.recompute_method == "block" and number > layers:
         raise UserError(f"recompute_num_layers {number} is above num_layers {layers}, with recompute_method block")
+    if training.recompute_method == "block" and model.first_dense_layers:
+        raise UserError(
+            f"recompute_method block is for layers that are alike, and first_dense_layers is "
+            f"{model.first_dense_layers}: take uniform"
+        )
     stacks = {"num_layers": layers}
+    if dense := model.first_dense_layers:
+        stacks = {"first_dense_layers": dense, "num_layers - first_dense_layers": layers - dense}
     if "num_decoder_layers" in FAMILIES[model.family].own:
         stacks["num_decoder_layers"] = decoder_layers(model)
     for name, count in stacks.items():

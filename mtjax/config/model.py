@@ -59,6 +59,8 @@ class Model:
     num_experts: int = at_least(0, 0, most=HEADS)
     """gpt and llama: experts in the place of each layer's MLP, of which a router chooses some for each token; 0 for an
     MLP. Experts have no biases."""
+    first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
+    """Of num_layers, the first ones that have an MLP and no experts."""
     experts_top_k: int = at_least(1, 2, most=HEADS, shapes=WITH_EXPERTS)
     """Experts that a token goes to."""
     expert_size: int | None = at_least(1, None, most=INNER_WIDTH, shapes=WITH_EXPERTS)
@@ -67,6 +69,12 @@ class Model:
     """Inner width of an expert that all tokens go to beside those chosen for them; 0 for none."""
     router_score: Literal["softmax", "sigmoid"] = setting("softmax", shapes=WITH_EXPERTS)
     """What a router makes of its logits, and chooses the highest of: softmax over all experts, or sigmoid of each."""
+    expert_groups: int = at_least(1, 1, most=HEADS, shapes=WITH_EXPERTS)
+    """Groups of equal size that experts are divided into, in their order: a router first chooses the best groups for a
+    token, and experts among theirs. A group is as good as its best expert, with sigmoid as its two best together (arXiv
+    2405.04434, 2412.19437)."""
+    expert_groups_kept: int = at_least(1, 1, most=HEADS, shapes=WITH_EXPERTS)
+    """Groups that are chosen for a token."""
     router_normalize: bool = setting(True, shapes=WITH_EXPERTS)
     """Divide the scores of a token's experts by their sum; with softmax, that is softmax over the chosen ones alone."""
     router_scale: float = above_zero(1.0, shapes=WITH_EXPERTS)

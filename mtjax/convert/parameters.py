@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from mtjax.config import Config, Parallel
+from mtjax.config import Config, Model, Parallel
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.records import ParameterRecord
 from mtjax.theory.mesh import MeshShape
+from mtjax.theory.stages import first_layer
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Parameter:
     """Of one layer's slice."""
     num_layers: int | None
     """None when it is not stacked."""
+    first: int = 0
+    """Number of its first layer in the model."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -39,7 +42,7 @@ class Parameter:
 
     @property
     def layers(self) -> Iterator[int | None]:
-        """The number of each slice; None alone when it is not stacked."""
+        """The number of each slice, from 0 on; None alone when it is not stacked."""
         return iter([None] if self.num_layers is None else range(self.num_layers))
 
     @property
@@ -56,12 +59,13 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
     """
     alone = dataclasses.replace(config, parallel=Parallel())
     placed = Placed(alone, make_mesh(MeshShape(), jax.devices("cpu")))
-    return {record.name: _parameter(record) for record in jax.tree.leaves(placed.records)}
+    return {record.name: _parameter(record, config.model) for record in jax.tree.leaves(placed.records)}
 
 
-def _parameter(record: ParameterRecord) -> Parameter:
+def _parameter(record: ParameterRecord, model: Model) -> Parameter:
     distinct: list[str] = []
     for axis in record.used_axes:
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
     num_layers = record.shape[0] if record.is_stacked else None
-    return Parameter(record.name, tuple(distinct), record.shape[record.is_stacked :], num_layers)
+    first = first_layer(model, record.name)
+    return Parameter(record.name, tuple(distinct), record.shape[record.is_stacked :], num_layers, first)

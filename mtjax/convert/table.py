@@ -58,6 +58,8 @@ class Tensor:
     """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
     expert: int | None = None
     """The expert that this tensor is of, where there is one for each."""
+    first: int = 0
+    """What the names of its layers count from."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the tensor that it is or is a part of, from the sizes of the parameter's dimensions."""
@@ -152,6 +154,11 @@ class Row:
     untied: tuple[Tensor, ...] = ()
     """The tensors instead, if any, in a model whose output is not tied to the embedding."""
 
+    def counted_from(self, first: int) -> "Row":
+        """With names of layers that begin with this number."""
+        count = lambda tensors: tuple(replace(tensor, first=first) for tensor in tensors)  # noqa: E731
+        return replace(self, tensors=count(self.tensors), untied=count(self.untied)) if first else self
+
     def fits(self, parameter: Parameter) -> bool:
         """Whether its tensors have the parameter's dimensions: a gated MLP's has one more, and is another row's."""
         return all(tensor.axes == set(parameter.axes) for tensor in self.tensors)
@@ -180,7 +187,11 @@ class Table:
         Raises:
           UserError: a parameter of the model has no row: lists all such.
         """
-        rows = {row.ours: row for row in self.rows if row.ours in parameters and row.fits(parameters[row.ours])}
+        rows = {
+            row.ours: row.counted_from(parameters[row.ours].first)
+            for row in self.rows
+            if row.ours in parameters and row.fits(parameters[row.ours])
+        }
         if OUTPUT in parameters:
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         homeless = [name for name in parameters if name not in rows]
@@ -222,7 +233,7 @@ class Selection:
 
 def name_of(tensor: Tensor, layer: int | None) -> str:
     """The full name of a tensor in one layer."""
-    return tensor.name if layer is None else tensor.name.format(layer=layer)
+    return tensor.name if layer is None else tensor.name.format(layer=tensor.first + layer)
 
 
 def with_vocab(array: np.ndarray, parameter: Parameter, rows: int) -> np.ndarray:

@@ -336,9 +336,10 @@ class Decoder:
     def _prepared(self, parameters: Tree) -> DecoderWeights:
         with self._traced():
             model: Any = self.placed.model_in_use(parameters)
-            stack, model.written_stack.layers = model.written_stack.layers, None
-            take = jax.jit(self._layer)
-            layers = [self._call(take, stack, np.int32(i)) for i in range(decoder_layers(self.config.model))]
+            take, layers = jax.jit(self._layer), []
+            for stack in model.written_stacks:
+                stacked, stack.layers = stack.layers, None
+                layers += [self._call(take, stacked, np.int32(i)) for i in range(len(stack.order.flat))]
             return DecoderWeights(self._call(jax.jit(self._outside), model), layers)
 
     def _layer(self, stack: Layer, number: Array) -> Layer:

@@ -31,7 +31,7 @@ class Chunk:
 
 
 class Stack(nnx.Module):
-    """`num_layers` layers of one kind, whose parameters are stacked along `layers`, in the order of `layer_order`."""
+    """Layers of one kind, whose parameters are stacked along `layers`, in the order of `layer_order`."""
 
     def __init__(
         self,
@@ -42,11 +42,25 @@ class Stack(nnx.Module):
         recompute: Recompute,
         parallel: Parallel,
         key: Array,
+        layers: range | None = None,
     ) -> None:
-        self.order = layer_order(model.num_layers, ways("layers"), parallel.chunks, parallel.layers_per_stage)
+        """Draws the parameters.
+
+        Args:
+          model: sizes.
+          dtype: of the products.
+          kind: in `KINDS`.
+          recompute: what each layer saves for its backward pass.
+          parallel: which layers each stage has.
+          key: of all layers of the model, which have one each.
+          layers: their numbers, where the model has other stacks before or behind; all `num_layers` when None.
+        """
+        own = layers or range(model.num_layers)
+        share = (ways("layers"), parallel.chunks, parallel.layers_per_stage)
+        self.order = layer_order(len(own), *share, first=own.start)
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
-        if not self.order.is_plain:
+        if not self.order.is_plain or len(own) < model.num_layers:
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.counts import met_share, on_device, parameters
 from mtjax.theory.hardware import Server
 from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
@@ -31,15 +31,20 @@ they are warped, over the temperature, in their order as integers, probabilities
 def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     """FLOPs to generate one token: 2 per parameter that it meets, and `4Lq` a layer for attention over the context.
 
-    It meets the layers of the last stack - an encoder has read its text before - and the output projection; of other
-    tables only a row is read.
+    It meets all layers but an encoder's, which has read its text before, and the output projection; of other tables
+    only a row is read.
     """
-    stack, tied = anatomy.stacks[-1], anatomy.model.tie_embeddings
+    tied = anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
-    layer = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
-    met = stack.layers * sum(w.size * met_share(anatomy.model, w) for w in layer) + sum(w.size for w in head)
+    layers = sum(stack.layers * _layer_flops(anatomy, stack, context) for stack in anatomy.written_stacks)
+    return layers + 2 * sum(w.size for w in head)
+
+
+def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
+    weights = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
-    return 2 * met + 4 * stack.layers * context * sum(s.heads * s.width for s in scores)
+    met = sum(w.size * met_share(anatomy.model, w) for w in weights)
+    return 2 * met + 4 * context * sum(s.heads * s.width for s in scores)
 
 
 def weight_bytes(anatomy: Anatomy, precision: str) -> float:
@@ -49,8 +54,9 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
     """Bytes of keys and values: `2 l k L` elements per sequence; of a decoder also those of the text it reads."""
-    stack = anatomy.stacks[-1]
-    return stack.layers * sum(part.cached(context) for part in stack.parts) * batch * element_bytes
+    stacks = anatomy.written_stacks
+    elements = sum(stack.layers * part.cached(context) for stack in stacks for part in stack.parts)
+    return elements * batch * element_bytes
 
 
 @dataclass(frozen=True)
@@ -95,19 +101,21 @@ def decoding_memory(
             weights += elements + 4 * elements / _inputs(weight, layout, mesh)
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
-    stack, cached = anatomy.stacks[-1], 0
-    for part in stack.parts:
-        if isinstance(part, Attention | CrossAttention):
-            heads = part.kv_heads if isinstance(part, Attention) else part.heads
-            cached += 2 * max(heads, model_ways) // model_ways * part.head_dim
-    cache = stack.layers * cached * sequences * context * element_bytes
+    cached = 0
+    for stack in anatomy.written_stacks:
+        for part in stack.parts:
+            if isinstance(part, Attention | CrossAttention):
+                heads = part.kv_heads if isinstance(part, Attention) else part.heads
+                cached += stack.layers * 2 * max(heads, model_ways) // model_ways * part.head_dim
+    cache = cached * sequences * context * element_bytes
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / model_ways)
 
 
 def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
     """Names of what `--weights-dtype int8` keeps so: matrices of the layers that write, and the table of the logits."""
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
-    return frozenset(w.name for w in (*anatomy.stacks[-1].weights, tables[-1]) if is_matrix(w.names))
+    layers = [w for stack in anatomy.written_stacks for w in stack.weights]
+    return frozenset(w.name for w in (*layers, tables[-1]) if is_matrix(w.names))
 
 
 def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:

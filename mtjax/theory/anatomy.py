@@ -25,6 +25,10 @@ class Stack:
     """Prefix of the words of its sizes in formulas."""
     is_post_norm: bool = False
     """A norm follows each residual add, and needs its input again in the backward pass."""
+    first: int = 0
+    """Number of its first layer among those of all stacks that run one after the other."""
+    is_encoder: bool = False
+    """Whether it has read a text before another stack begins to write."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -50,6 +54,11 @@ class Anatomy:
     def outside(self) -> tuple[Part, ...]:
         """The parts that are not in layers."""
         return (*self.embed, *self.head)
+
+    @property
+    def written_stacks(self) -> tuple[Stack, ...]:
+        """Those that read what is written."""
+        return tuple(stack for stack in self.stacks if not stack.is_encoder)
 
     @property
     def weights(self) -> list[Weight]:

@@ -20,7 +20,7 @@ THRESHOLD_BITS = 32
 
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """What the step sends that sends most: some sequence draws, with top-k and top-p, and wants log-probabilities."""
-    sublayers = len(anatomy.stacks[-1].parts)
+    (sublayers,) = {len(stack.parts) for stack in anatomy.written_stacks}
     stream = "sequences*hidden"
     lines = (
         over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "rows of the newest tokens"),
@@ -43,11 +43,11 @@ def _sampling() -> Iterator[Expectation]:
 
 def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbols:
     """The words of the contract's formulas."""
-    stack, ways = anatomy.stacks[-1], mesh.model
+    ways = mesh.model
     return {
         "sequences": sequences,
-        "hidden": stack.hidden,
-        "layers": stack.layers,
+        "hidden": anatomy.model.hidden_size,
+        "layers": sum(stack.layers for stack in anatomy.written_stacks),
         "model_ways": ways,
         "reported": min(REPORTED, padded_vocab_size(anatomy.model) // ways),
     }

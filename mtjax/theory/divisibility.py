@@ -97,10 +97,11 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
-    """Of a layer's MLP, or of its experts."""
+    """Of layers' MLPs, and of their experts."""
     if not model.num_experts:
         return [("mlp", "mlp_size", mlp_size(model))]
     widths = [("mlp", "expert_size", expert_size(model))]
+    widths += [("mlp", "mlp_size", mlp_size(model))] if model.first_dense_layers else []
     return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
 
 

@@ -29,6 +29,8 @@ UNSPLIT = -1
 
 LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""
+ROUTER_BIAS = (LAYERS, "routes")
+"""Logical names of the biases by which routers choose experts."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def is_sent_rounded(names: tuple[str, ...]) -> bool:
 def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
     """The dimension of a parameter that ZeRO splits over `ways` ranks: the largest divisible one that is unsplit.
 
-    `layers` is taken last, and by stage 1 only: the others need a part of every layer on every rank.
+    `layers` is taken last, and by stage 1 only: the others need a part of every layer on every rank. Routers' biases
+    stay whole: their gradients are 0, and XLA would leave out some of the sums.
     """
-    if not layout.zero or ways == 1:
+    if not layout.zero or ways == 1 or names == ROUTER_BIAS:
         return UNSPLIT
     free = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % ways == 0]
     inside = [i for i in free if names[i] != LAYERS]

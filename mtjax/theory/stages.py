@@ -43,7 +43,7 @@ class LayerOrder:
     @property
     def is_plain(self) -> bool:
         """Whether parameters are stacked in the order of the layers."""
-        return self.flat == tuple(range(len(self.flat)))
+        return self.flat == tuple(range(self.flat[0], self.flat[0] + len(self.flat)))
 
     def layers_on(self, stage: int) -> int:
         """Layers of a stage."""
@@ -51,7 +51,9 @@ class LayerOrder:
 
 
 @cache
-def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None) -> LayerOrder:
+def layer_order(
+    layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None, first: int = 0
+) -> LayerOrder:
     """The order of a stack's layers: chunk by chunk over the stages.
 
     Args:
@@ -59,10 +61,10 @@ def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[
       stages: ways of the pipeline.
       chunks: of each stage.
       per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
+      first: number of the stack's first layer.
     """
     counts = per_stage or (layers // stages,) * stages
     places = max(counts) // chunks
-    first = 0
     numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
     for chunk in range(chunks):
         for stage, count in enumerate(counts):
@@ -90,6 +92,11 @@ def layers_in_chunk(layers: int, plan: Plan) -> int:
     if not plan.is_staged:
         return layers // plan.mesh.stage
     return layer_order(layers, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
+
+
+def first_layer(model: Model, name: str) -> int:
+    """The number of the first layer whose parameters an array stacks, by its dotted name; 0 where it stacks none."""
+    return next((stack.first for stack in anatomy_of(model).stacks if f".{stack.path}.layers." in f".{name}"), 0)
 
 
 Orders = Mapping[str, LayerOrder]

@@ -17,6 +17,7 @@ from jax import Array
 from mtjax.config import Training
 from mtjax.sharding.axes import split_like_rows
 from mtjax.sharding.placement import least_of_parts
+from mtjax.theory.families.decoder import DENSE
 from mtjax.theory.layout import LAYERS
 
 Tree = Any
@@ -96,13 +97,15 @@ def _in_tree_order(records: Tree) -> list[Tensor]:
 
 
 def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
-    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's."""
+    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's, and layers with
+    experts before those without."""
 
-    def key(place: int) -> tuple[bool, str, int, int]:
+    def key(place: int) -> tuple[bool, bool, str, int, int]:
         tensor = in_tree_order[place]
         if tensor.layer is None:
-            return True, "", 0, place
-        return False, tensor.name.partition(f".{LAYERS}.")[0], -tensor.layer, place
+            return True, False, "", 0, place
+        stack = tensor.name.partition(f".{LAYERS}.")[0]
+        return False, stack == DENSE, stack, -tensor.layer, place
 
     return sorted(range(len(in_tree_order)), key=key)
 

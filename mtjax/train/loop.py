@@ -254,7 +254,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             judged = run.text.held_out is not None and step % output.valid_every == 0
             judged |= run.this_start.evaluations is not None and step % output.evaluate_every == 0
             if step % output.log_every == 0 or step == start.step + 1 or judged or last:
-                entry = measure(step, jax.device_get(results), clock)
+                entry = measure(step, jax.device_get(results), clock, run.config.model.first_dense_layers)
                 check_steps(run, state)
                 entry |= judge(run, state, step, clock)
                 report(run, entry, compiled=step == start.step + 1)
@@ -288,11 +288,11 @@ def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array
         clock.restart(step - 1)
 
 
-def measure(step: int, results: dict[str, Any], clock: StepClock) -> dict[str, Any]:
-    """A step's entry in the metrics."""
+def measure(step: int, results: dict[str, Any], clock: StepClock, dense: int) -> dict[str, Any]:
+    """A step's entry in the metrics; the first `dense` layers have no experts."""
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
-    load = load_entries(results[LOAD], results.get(LOST)) if LOAD in results else {}
+    load = load_entries(results[LOAD], results.get(LOST), dense) if LOAD in results else {}
     entry = {"step": step} | scalars | load
     return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.sharding.records import ParameterRecord
-from mtjax.theory.stages import PLAIN, Orders, order_of
+from mtjax.theory.stages import PLAIN, Orders, first_layer, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
@@ -38,22 +38,24 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     factor = config.finetuning.layer_decay
     if factor == 1.0:
         return optax.chain(clip, rule)
-    factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model.num_layers, orders), records)
+    factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model, orders), records)
     lower = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
     return optax.chain(clip, rule, lower)
 
 
-def layer_factors(record: ParameterRecord, decay: float, num_layers: int, orders: Orders) -> np.ndarray:
+def layer_factors(record: ParameterRecord, decay: float, model: Model, orders: Orders) -> np.ndarray:
     """Learning rate of a parameter relative to the head's, to be multiplied with it: `decay^(L - l)` in layer l of
     0 ... L - 1 and `decay^(L + 1)` before them, as ELECTRA and BEiT are finetuned.
 
     A final norm learns like the head, which it feeds.
     """
+    num_layers = model.num_layers
     if not record.is_stacked:
         is_below = record.name.startswith(BELOW)
         return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
     order = order_of(record.name, orders)
-    numbers = np.arange(num_layers) if order is None else np.maximum(order.flat, 0)
+    own = first_layer(model, record.name) + np.arange(record.shape[0])
+    numbers = own if order is None else np.maximum(order.flat, 0)
     return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
 
 

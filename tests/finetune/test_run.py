@@ -125,12 +125,19 @@ def test_lower_layers_learn_more_slowly():
         records = {record.name: record for record in jax.tree.leaves(program.records)}
 
         def factors(name: str, program=program, records=records) -> np.ndarray:
-            return layer_factors(records[name], 0.5, 4, program.layer_orders)
+            return layer_factors(records[name], 0.5, program.config.model, program.layer_orders)
 
         expected = np.float32(0.5) ** (4 - np.array(order))
         np.testing.assert_array_equal(factors("stack.layers.mlp.up.bias")[:, 0], expected)
         assert factors("embedding") == factors("positions") == 0.5**5
         assert factors("head.classifier.weight") == factors("final_norm.scale") == 1.0
+
+
+def test_layers_with_experts_count_on_from_those_without():
+    program = program_of("1x1", num_layers=3, family="llama", num_experts=4, first_dense_layers=1)
+    records = {record.name: record for record in jax.tree.leaves(program.records)}
+    for name, expected in (("dense.layers.mlp.up.weight", [0.125]), ("stack.layers.experts.up.weight", [0.25, 0.5])):
+        np.testing.assert_array_equal(layer_factors(records[name], 0.5, program.config.model, {}).ravel(), expected)
 
 
 def answers(path) -> list[dict]:

@@ -16,6 +16,7 @@ from mtjax.generate.engine import Engine  # noqa: E402
 from mtjax.generate.request import Request, Sampling, Token  # noqa: E402
 from mtjax.generate.weights import load_model  # noqa: E402
 from tests.convert.hf_folders import small_tokenizer  # noqa: E402
+from tests.parity.converted import dots1  # noqa: E402
 
 NEW = 24
 LIVELY = {"repetition_penalty": 2.0}
@@ -81,7 +82,15 @@ def theirs(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
     return ids[len(prompt) :], np.array(own)
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
+def layers_with_experts():
+    """Behind one without: caches of two stacks, one after the other."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    network = dots1(vocab_size=301, max_position_embeddings=80, initializer_range=0.15, **heads)
+    network.set_experts_implementation("eager")  # others have no float64
+    return network
+
+
+@pytest.mark.parametrize("family", [gpt2, llama, pytest.param(layers_with_experts, marks=pytest.mark.long)])
 def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -> None:
     torch.manual_seed(0)
     model = family().eval()

@@ -22,11 +22,11 @@ CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
 @pytest.mark.parametrize(
     "settings",
     [
-        GATHER,
-        pytest.param(SPLIT | {"zero": 3, "qk_norm": True}, marks=pytest.mark.long),
+        GATHER | {"first_dense_layers": 1},
+        pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
     ],
-    ids=["gather", "split sequences, ZeRO-3", "capacity"],
+    ids=["gather, one layer without", "split sequences, ZeRO-3", "capacity"],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
     assert inspect(tiny(**settings | {"num_layers": 2}), find_target("cpu")).verdict.violations == ()
@@ -57,16 +57,21 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        SPLIT | {"zero": 3},
+        SPLIT | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
         pytest.param(
             EXPERTS
             | {"mesh": "data=2,expert=2,model=2", "recompute": "selective", "zero": 1, "shared_expert_size": 64},
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(CAPACITY, marks=pytest.mark.exhaustive),
-        SPLIT | {"zero": 2, "recompute": "none", "capacity_factor": 1.5, "shared_expert_size": 64},
+        SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
     ],
-    ids=["split sequences, ZeRO-3", "shared expert, ZeRO-1", "capacity", "capacity, split sequences, shared, ZeRO-2"],
+    ids=[
+        "split sequences, ZeRO-3, biases, a layer without",
+        "shared expert, ZeRO-1",
+        "capacity",
+        "capacity, split sequences, shared, ZeRO-2",
+    ],
 )
 def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:
     report = inspect(tiny(**settings), find_target("h100x8"))

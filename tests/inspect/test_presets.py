@@ -26,6 +26,7 @@ REPRESENTATIVES = (
     "llama3-8b",
     "llama-tiny",
     "mixtral-8x7b",
+    "dots1-142b",
     "bert-3.9b",
     "bert-336m",
     "bert-base",
@@ -44,7 +45,8 @@ def structure(name: str) -> tuple[object, ...]:
     ways, groups = parse_mesh(preset.parallel.mesh).model, num_kv_heads(model)
     layer = (model.norm, model.norm_placement, model.position, model.activation, model.bias, model.tie_embeddings)
     heads = (groups == model.num_heads, groups % ways == 0)
-    return model.family, layer, heads, model.num_experts > 0, ways > 1, training.recompute, training.compute_dtype
+    experts = (model.num_experts > 0, model.first_dense_layers > 0)
+    return model.family, layer, heads, experts, ways > 1, training.recompute, training.compute_dtype
 
 
 def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:

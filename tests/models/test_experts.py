@@ -31,7 +31,9 @@ DEEPSEEK: dict[str, Any] = {
     "shared_expert_size": 16,
     "activation": "gelu",
 }
-"""All that DeepSeek's routers do, and experts without gates."""
+"""All that DeepSeek's routers do but choosing groups, and experts without gates."""
+GROUPS: dict[str, Any] = DEEPSEEK | {"num_experts": 12, "expert_groups": 4, "expert_groups_kept": 2, "experts_top_k": 4}
+"""4 of the 6 experts of 2 groups of 3: often not the best 4 of all, nor those of the groups with the best expert."""
 CAPACITY: dict[str, Any] = {"num_experts": 4, "capacity_factor": 0.75}
 PLAIN: dict[str, Any] = {"num_experts": 4, "experts_top_k": 1, "router_normalize": False}
 
@@ -66,6 +68,11 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
     exps = xp.exp(logits)
     scores = exps / exps.sum(-1, keepdims=True) if model.router_score == "softmax" else 1 / (1 + xp.exp(-logits))
     ranked = scores + p["router"].get("bias", 0)
+    if model.expert_groups > 1:
+        inside = xp.sort(ranked.reshape(*ranked.shape[:-1], model.expert_groups, -1), -1)
+        best = inside[..., -1] + (inside[..., -2] if model.router_score == "sigmoid" else 0)
+        is_kept = best >= xp.sort(best, -1)[..., -model.expert_groups_kept, None]
+        ranked = xp.where(xp.repeat(is_kept, inside.shape[-1], -1), ranked, -1)
     last = xp.sort(ranked, -1)[..., -model.experts_top_k, None]
     hot = (ranked >= last) * 1.0
     gates = scores * hot
@@ -88,8 +95,14 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     "settings",
-    [SOFTMAX, DEEPSEEK, pytest.param(PLAIN, marks=pytest.mark.long), pytest.param(CAPACITY, marks=pytest.mark.long)],
-    ids=["softmax", "deepseek", "switch", "capacity"],
+    [
+        SOFTMAX,
+        GROUPS,
+        pytest.param(DEEPSEEK, marks=pytest.mark.long),
+        pytest.param(PLAIN, marks=pytest.mark.long),
+        pytest.param(CAPACITY, marks=pytest.mark.long),
+    ],
+    ids=["softmax", "groups", "deepseek", "switch", "capacity"],
 )
 def test_output_report_and_gradients_are_those_of_every_expert_on_every_token(settings, monkeypatch):
     monkeypatch.setattr(grouped, "SHORTEST", 4)  # several blocks of an expert, the last not full
@@ -136,6 +149,32 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
         ({"num_experts": 4, "head": "classification"}, "num_experts is 4, which is for models of language"),
         ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
+        ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
+        ({"num_experts": 4, "expert_groups_kept": 2}, "expert_groups_kept 2 is above expert_groups 1"),
+        (
+            {"num_experts": 8, "expert_groups": 4, "experts_top_k": 3},
+            "experts_top_k 3 is above the 2 experts of 1 expert_groups_kept: take 2 or more",
+        ),
+        (
+            {"num_experts": 4, "expert_groups": 4, "expert_groups_kept": 2, "router_score": "sigmoid"},
+            "expert_groups 4 of 4 experts have one each",
+        ),
+        ({"num_experts": 4, "first_dense_layers": 2}, "first_dense_layers 2 leaves none of num_layers 2 with experts"),
+        (
+            {"num_experts": 4, "first_dense_layers": 1, "recompute": "full", "recompute_method": "block"},
+            "block is for layers that are alike, and first_dense_layers is 1: take uniform",
+        ),
+        (
+            {
+                "num_experts": 4,
+                "num_layers": 5,
+                "first_dense_layers": 2,
+                "recompute": "full",
+                "recompute_num_layers": 2,
+            },
+            "num_layers - first_dense_layers 3 is not a multiple of recompute_num_layers 2",
+        ),
+        ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
         ({"balance_loss": 0.5}, "balance_loss is 0.5, and num_experts is 0"),
     ],
 )

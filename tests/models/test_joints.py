@@ -119,10 +119,13 @@ def test_a_mixer_and_a_family_are_a_class_and_a_row_each():
     assert layers["bilinear"]["up"]["weight"].shape == (2, 32, 2, 96)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
-def test_sections_have_the_names_of_their_stacks_parameters(family: str):
+DENSE: dict[str, Any] = {"family": "llama", "num_experts": 4, "first_dense_layers": 1}
+
+
+@pytest.mark.parametrize("fields", [*({"family": name} for name in ("gpt", "llama", "bert", "t5")), DENSE])
+def test_sections_have_the_names_of_their_stacks_parameters(fields: dict[str, Any]):
     """What is stacked along `layers` is what the sections name, so that a schedule can give it to stages by name."""
-    program = program_of("1x1", family=family)
+    program = program_of("1x1", **fields)
     model = program.model(program.abstract_parameters)
     is_names = lambda x: isinstance(x, tuple)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(program.axes, is_leaf=is_names)

@@ -43,6 +43,18 @@ def qwen3(kind: str, **settings: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(theirs)
 
 
+def dots1(**settings: Any) -> Any:
+    """One layer without experts and two with, whose routers have biases."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+    groups = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    sizes = {**SIZES, **experts, **groups, "num_key_value_heads": 6, "first_k_dense_replace": 1}
+    network = transformers.Dots1ForCausalLM(transformers.Dots1Config(**(sizes | settings)))
+    for name, buffer in network.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+    return network
+
+
 def bert(kind: str, head: str, **settings: Any) -> Any:
     sizes = {
         "vocab_size": 300,

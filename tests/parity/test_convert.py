@@ -16,6 +16,7 @@ from tests.parity.compare import relative, shaken
 from tests.parity.converted import (
     assert_same_encoder,
     bert,
+    dots1,
     encoder_batch,
     llama,
     mixtral,
@@ -81,6 +82,10 @@ FAMILIES = {
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=24
     ),
     "mixtral": lambda: mixtral(),
+    "dots1": lambda: dots1(),
+    "dots1, one group, not normalised": lambda: dots1(
+        num_key_value_heads=2, n_group=1, topk_group=1, first_k_dense_replace=2, norm_topk_prob=False
+    ),
     "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
 }
 

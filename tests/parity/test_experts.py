@@ -1,13 +1,18 @@
-"""Experts beside Mixtral's block of transformers: output, balance loss, and the gradients of both."""
+"""Experts beside those of transformers: Mixtral's block - output, balance loss, the gradients of both - and DeepSeek's
+routers."""
+
+import importlib
 
 import jax
 import numpy as np
 import pytest
 
-from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD
+from mtjax.config import validate
+from mtjax.models.context import Context
+from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, Router
 from mtjax.sharding.axes import use_rules
 from tests.models.test_experts import RULES, SOFTMAX, apply, mixer_of
-from tests.tiny import mesh_of
+from tests.tiny import mesh_of, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip(
@@ -66,3 +71,57 @@ def test_output_balance_loss_and_gradients_are_mixtrals():
     close(of_x, read.grad.numpy(), "gradient of the stream")
     for name, value in as_theirs(of_p).items():
         close(value, theirs.get_parameter(name).grad.numpy(), name)
+
+
+GROUPS = {"num_experts": 24, "experts_top_k": 5, "expert_groups": 6, "expert_groups_kept": 3, "router_scale": 2.5}
+SIGMOID = {"router_score": "sigmoid", "router_bias": True}
+THEIRS = {
+    "num_local_experts": 24,
+    "num_experts_per_tok": 5,
+    "n_group": 6,
+    "topk_group": 3,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Dots1", SIGMOID),
+        ("DeepseekV3", SIGMOID),
+        ("Glm4Moe", SIGMOID),
+        ("DeepseekV2", {"router_normalize": False}),
+    ],
+)
+def test_groups_experts_and_weights_are_those_of_deepseeks_routers(name, settings):
+    config = tiny_config(family="llama", hidden_size=16, init_std=0.4, **GROUPS, **settings)
+    validate(config)
+    x = np.random.default_rng(1).normal(size=(2, 32, 16)).astype(np.float32)
+    bias = np.random.default_rng(2).normal(size=24).astype(np.float32) / 5
+    with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
+        router = Router(config.model, key=jax.random.key(1))
+        if router.bias is not None:
+            router.bias[...] = bias
+        chosen, gates, _ = jax.jit(lambda x: router(x, Context()))(x)
+    folder = {"Dots1": "dots1", "DeepseekV3": "deepseek_v3", "Glm4Moe": "glm4_moe", "DeepseekV2": "deepseek_v2"}[name]
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    theirs = getattr(modeling, f"{name}TopkRouter")(modeling_config(name))
+    weights = {"weight": np.asarray(router.weight[...]).T, "e_score_correction_bias": bias}
+    kept = {key: torch.tensor(value) for key, value in weights.items() if key in theirs.state_dict()}
+    assert ("e_score_correction_bias" in kept) == config.model.router_bias
+    theirs.load_state_dict(kept)
+    with torch.no_grad():
+        _, known_gates, known = theirs(torch.tensor(x))
+    order, known_order = np.argsort(chosen, -1), np.argsort(known.numpy(), -1)
+    ours = np.take_along_axis(np.asarray(chosen), order, -1).reshape(-1, 5)
+    np.testing.assert_array_equal(ours, np.take_along_axis(known.numpy(), known_order, -1))
+    ours = np.take_along_axis(np.asarray(gates), order, -1).reshape(-1, 5)
+    np.testing.assert_allclose(ours, np.take_along_axis(known_gates.numpy(), known_order, -1), rtol=1e-5)
+
+
+def modeling_config(name):
+    extra = {"topk_method": "group_limited_greedy", "n_routed_experts": 24} if name == "DeepseekV2" else {}
+    return getattr(transformers, f"{name}Config")(**THEIRS, **extra)

@@ -17,7 +17,9 @@ from mtjax.theory.timing import step_time
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
 PRESETS = [
-    p for p in PATHS if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-", "mixtral-", "qwen3-"))
+    p
+    for p in PATHS
+    if p.stem.startswith(("gpt-", "gpt2-", "bert-", "t5-", "llama2-", "llama3-", "mixtral-", "qwen3-", "dots1-"))
 ]
 
 
@@ -97,6 +99,18 @@ def test_experts_are_as_large_as_published(name, published, met):
     anatomy, digits = anatomy_of(config.load(name).model), 0 if published == 141 else 1
     assert round(counts.parameters(anatomy) / 1e9, digits) == published
     assert abs(counts.active_parameters(anatomy) / 1e9 - met) <= 0.2
+
+
+def test_dots1_is_as_large_as_its_config_json_says():
+    """Of 62 layers the first has no experts; 32 heads of 128, and as many keys."""
+    hidden, vocabulary, attention = 4096, 152_064, 4 * 4096**2 + 2 * 128
+    dense = 3 * hidden * 10_944
+    expert, router = 3 * hidden * 1408, 128 * hidden + 128
+    every_layer, with_experts = attention + 2 * hidden, (128 + 2) * expert + router
+    parameters = 2 * vocabulary * hidden + 62 * every_layer + dense + 61 * with_experts + hidden
+    anatomy = anatomy_of(config.load("dots1-142b").model)
+    assert counts.parameters(anatomy) == parameters == 142_774_381_696
+    assert counts.active_parameters(anatomy) == parameters - 61 * (128 - 6) * expert
 
 
 @pytest.mark.parametrize("path", [p for p in PRESETS if p.stem.startswith("gpt-")], ids=lambda p: p.stem)

@@ -192,12 +192,14 @@ def test_tensors_come_as_the_backward_pass_meets_them():
         "decoder": {"layers": {"a": ("layers", "embed"), "b": ("layers", "embed")}},
         "embedding": ("vocab", "embed"),
         "encoder": {"layers": {"a": ("layers", "embed")}},
+        "dense": {"layers": {"a": ("layers", "embed")}},
     }
     stack = np.zeros((2, 3), np.float32)
     values = {
         "decoder": {"layers": {"a": stack, "b": stack}},
         "embedding": np.zeros((5, 3), np.float32),
         "encoder": {"layers": {"a": stack}},
+        "dense": {"layers": {"a": stack}},
     }
     records = records_like(axes, values)
     order = tensors(records)
@@ -208,6 +210,8 @@ def test_tensors_come_as_the_backward_pass_meets_them():
         "decoder.layers.b, layer 0",
         "encoder.layers.a, layer 1",
         "encoder.layers.a, layer 0",
+        "dense.layers.a, layer 1",
+        "dense.layers.a, layer 0",
         "embedding",
     ]
     values["encoder"]["layers"]["a"] = np.full((2, 3), np.nan, np.float32)

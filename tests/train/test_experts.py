@@ -31,12 +31,18 @@ DEEPSEEK: dict[str, Any] = {
     "router_bias_rate": 0.05,
     "router_jitter": 0.1,
     "experts_top_k": 3,
+    "expert_groups": 4,
+    "expert_groups_kept": 2,
     "shared_expert_size": 16,
 }
-"""Biases that learn from the load, numbers that the router's input is multiplied by, and a shared expert."""
+"""Biases that learn from the load, groups of which two are kept, numbers that the router's input is multiplied by, and
+a shared expert."""
 
 CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 """Some tokens of each sample are lost."""
+
+DENSE: dict[str, Any] = {"num_layers": 3, "first_dense_layers": 1}
+"""Two layers with experts behind one with an MLP."""
 
 # (mesh, model, what does not change the numbers)
 CASES: list[Any] = [
@@ -44,6 +50,12 @@ CASES: list[Any] = [
         "data=2,expert=2,model=2",
         DEEPSEEK,
         {"sequence_parallel": True, "zero": 3, "microbatch_size": 1, "recompute": "selective"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=2,expert=2,model=2",
+        DENSE,
+        {"sequence_parallel": True, "zero": 2, "microbatch_size": 1, "recompute": "full"},
         marks=pytest.mark.long,
     ),
     pytest.param(
@@ -100,7 +112,8 @@ def test_steps_are_those_of_one_device(mesh, model, settings):
     found = results(program_of(mesh, **model, **settings))
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
-    assert known[f"{LOAD} 0"].sum() == 2 * 8 * 16 * model.get("experts_top_k", 2)
+    layers = model.get("num_layers", 2) - model.get("first_dense_layers", 0)
+    assert known[f"{LOAD} 0"].sum() == layers * 8 * 16 * model.get("experts_top_k", 2)
     assert ("capacity_factor" in model) == (known.get(f"{LOST} 0", np.zeros(1)).sum() > 0)
     if "biases" in known:
         assert {-1, 0, 1} >= set(np.unique(np.round(known["biases"] / 0.05))) - {-2, 2}
@@ -115,6 +128,9 @@ def test_the_load_in_metrics_and_in_words():
         "expert_load_max": 4.0,
         "dead_experts": 3,
     }
+    behind_dense = load_entries(counts, None, 1)
+    assert behind_dense["expert_load"] == [[], *entries["expert_load"]]
+    assert "expert 0 of layer 2" in (load_in_words(behind_dense) or "")
     named = "none for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"
     assert load_in_words(entries) == f"busiest expert 4.00x, {named}"
     assert load_in_words(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
+from mtjax.convert.families.dots1 import DOTS1
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.llama import LLAMA
@@ -13,7 +14,7 @@ from mtjax.convert.families.t5 import T5
 from mtjax.errors import UserError, nearest
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, BERT, MEGATRON_BERT, T5)
+    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1, BERT, MEGATRON_BERT, T5)
 }
 
 

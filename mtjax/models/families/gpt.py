@@ -5,6 +5,7 @@ Settings also allow rotary positions, other norms and activations, grouped-query
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from mtjax.sharding.context.places import token_places
 from mtjax.sharding.context.turns import Method
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.theory.families.decoder import DENSE
 
 
 class Decoder(nnx.Module):
@@ -50,7 +52,10 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         recompute = Recompute.of(config.training)
         kind = "transformer with experts" if model.num_experts else "transformer"
-        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
+        stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
+        dense = model.first_dense_layers
+        self.dense = stack(kind="transformer", layers=range(dense)) if dense else None
+        self.stack = stack(kind=kind, layers=range(dense, model.num_layers))
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
@@ -76,8 +81,13 @@ class Decoder(nnx.Module):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """One stack."""
-        return {"stack": Section(self.stack, self._embed, self._context)}
+        """One stack, or two, where the first layers have no experts."""
+        if self.dense is None:
+            return {"stack": Section(self.stack, self._embed, self._context)}
+        return {
+            DENSE: Section(self.dense, self._embed, self._context),
+            "stack": Section(self.stack, _passed_on, self._context),
+        }
 
     def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
         with jax.named_scope("embedding"):
@@ -96,6 +106,12 @@ class Decoder(nnx.Module):
         return dataclasses.replace(context, rotation=self.rotary(ids))
 
 
+def _passed_on(batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+    """What the layers of a section read that goes on where another has ended."""
+    assert before is not None
+    return before
+
+
 class GPT(Decoder, WithVocabulary):
     """A decoder-only language model.
 
@@ -108,9 +124,9 @@ class GPT(Decoder, WithVocabulary):
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
 
     @property
-    def written_stack(self) -> Stack:
+    def written_stacks(self) -> tuple[Stack, ...]:
         """The layers that read what is written."""
-        return self.stack
+        return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
     def newest(
         self, tokens: Int[Array, "batch seq"], reading: Reading, length: int

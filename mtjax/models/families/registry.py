@@ -49,8 +49,8 @@ class Writer(LanguageModel, Protocol):
     """A model that writes text, token by token."""
 
     @property
-    def written_stack(self) -> Stack:
-        """The layers that read what is written."""
+    def written_stacks(self) -> tuple[Stack, ...]:
+        """The layers that read what is written, in the order in which they run."""
         ...
 
     @property

@@ -126,9 +126,9 @@ class T5(WithVocabulary):
         return dataclasses.replace(context, encoded=stream.encoded, encoded_mask=batch["encoder_mask"])
 
     @property
-    def written_stack(self) -> Stack:
+    def written_stacks(self) -> tuple[Stack, ...]:
         """The layers that read what is written."""
-        return self.decoder.stack
+        return (self.decoder.stack,)
 
     def encoded(
         self, tokens: Int[Array, "batch seq"], mask: Int[Array, "batch seq"]

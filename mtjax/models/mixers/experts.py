@@ -71,6 +71,7 @@ class Router(nnx.Module):
         ranked = lax.stop_gradient(scores)
         if self.bias is not None:
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
+        ranked = within_groups(ranked, model)
         chosen = lax.top_k(ranked, model.experts_top_k)[1]
         # By a product: a gather would not stay on its shard.
         hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
@@ -85,6 +86,27 @@ class Router(nnx.Module):
         if (capacity := expert_capacity(model, x.shape[1])) is not None:
             report[LOST] = jnp.maximum(load - capacity, 0).sum(-1)
         return Routes(chosen, gates * model.router_scale, report)
+
+
+def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Float[Array, "batch seq routes"]:
+    """What experts are chosen by: that of those outside the best groups is -inf (arXiv 2405.04434, section 2.2.2).
+
+    Groups are compared pair by pair: unlike a sort, that needs no rank's tokens but its own. Of groups alike the first
+    are kept.
+    """
+    groups, kept = model.expert_groups, model.expert_groups_kept
+    if kept == groups:
+        return ranked
+    grouped = ranked.reshape(*ranked.shape[:-1], groups, -1)
+    best = grouped.max(-1)
+    if model.router_score == "sigmoid":
+        is_best = grouped == best[..., None]
+        second = jnp.where(is_best, -jnp.inf, grouped).max(-1)
+        best += jnp.where(is_best.sum(-1) > 1, best, second)
+    theirs, own = best[..., None, :], best[..., :, None]
+    earlier = jnp.arange(groups) < jnp.arange(groups)[:, None]
+    ahead = ((theirs > own) | ((theirs == own) & earlier)).sum(-1)
+    return jnp.where(ahead[..., None] < kept, grouped, -jnp.inf).reshape(ranked.shape)
 
 
 class Matrices(nnx.Module):

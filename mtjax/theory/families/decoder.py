@@ -25,19 +25,28 @@ def decoder(model: Model) -> Anatomy:
     """Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` in GPT-2 (arXiv 2104.04473, equation 2)."""
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    stack = Stack(
-        "stack",
-        model.num_layers,
-        tokens,
-        hidden,
-        (self_attention(model, tokens, is_causal=True), feed_forward(model, tokens)),
-    )
     final = Norm("final_norm", model.norm, hidden)
     if model.head == "language":
         head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
     else:
         head = OneToken(hidden, num_outputs(model), has_pooler=False)
-    return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=(stack,), head=(final, head))
+    return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=_stacks(model), head=(final, head))
+
+
+DENSE = "dense"
+"""Path of the stack of layers without experts, where those behind them have experts; and, with an underscore, what the
+words of its sizes begin with in formulas."""
+
+
+def _stacks(model: Model) -> tuple[Stack, ...]:
+    """One, or of models with experts two, if the first layers have none."""
+    tokens, dense = model.sequence_length, model.first_dense_layers
+    attention = self_attention(model, tokens, is_causal=True)
+    sizes, layers = (tokens, model.hidden_size), model.num_layers - dense
+    last = Stack("stack", layers, *sizes, (attention, feed_forward(model, tokens)), first=dense)
+    if not dense:
+        return (last,)
+    return (Stack(DENSE, dense, *sizes, (attention, mlp(model, tokens)), side=f"{DENSE}_"), last)
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:

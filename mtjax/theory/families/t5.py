@@ -36,7 +36,7 @@ def t5(model: Model) -> Anatomy:
         model,
         embed=(*lookups, *_positions(model)),
         stacks=(
-            Stack("encoder.stack", model.num_layers, read, hidden, encoder),
+            Stack("encoder.stack", model.num_layers, read, hidden, encoder, is_encoder=True),
             Stack("decoder.stack", decoder_layers(model), written, hidden, decoder, side=DECODER),
         ),
         head=(

@@ -8,19 +8,25 @@ MOST_NAMED = 3
 """Dead experts that are named in a line."""
 
 
-def load_entries(counts: np.ndarray, lost: np.ndarray | None) -> dict[str, Any]:
+def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: int = 0) -> dict[str, Any]:
     """What metrics say of a step's load.
 
-    They are expert_load, each expert's load over the mean, layer by layer; expert_load_max, the highest of them;
+    They are expert_load, each expert's load over the mean, layer by layer, nothing of one without experts;
+    expert_load_max, the highest of them;
     dead_experts, how many had no token; and lost_share, the share of choices for which experts had no place.
 
     Args:
       counts: tokens, [layers, experts].
       lost: choices of each layer that were lost, [layers]; None where experts take all tokens.
+      dense: layers without experts, which come first.
     """
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())
-    found = {"expert_load": load.round(4).tolist(), "expert_load_max": float(load.max()), "dead_experts": dead}
+    found = {
+        "expert_load": [[]] * dense + load.round(4).tolist(),
+        "expert_load_max": float(load.max()),
+        "dead_experts": dead,
+    }
     return found if lost is None else found | {"lost_share": float(lost.sum() / counts.sum())}
 
 
