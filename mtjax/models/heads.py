@@ -15,6 +15,7 @@ from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
+from mtjax.models.project import with_sequences
 from mtjax.sharding.axes import spec
 
 PADDING_LOGIT = -1e30
@@ -36,7 +37,7 @@ class WithVocabulary(nnx.Module):
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh; training needs none."""
-        x, place = reshard(hidden, spec("batch", "seq", "embed")), spec("batch", "seq", "vocab")
+        x, place = with_sequences(hidden, "seq"), spec("batch", "seq", "vocab")
         weight = self.output_table[...].astype(hidden.dtype)
         return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
-from mtjax.models.project import project
+from mtjax.models.project import project, with_sequences
 from mtjax.sharding.axes import spec
 from mtjax.theory.adapters import PARTS, Low, adapter_sizes
 
@@ -74,18 +73,14 @@ def read_whole(
     each needs its own part, and the adapter's is on every rank already.
     """
     if low is None:
-        return (_whole(x),)
+        return (with_sequences(x, "seq"),)
     ours, adapters = _read_by_both(x)
     return ours, dropped(adapters, low, context, site, "embed")
 
 
-def _whole(x: Array) -> Array:
-    return reshard(x, spec("batch", "seq", "embed"))
-
-
 @jax.custom_vjp
 def _read_by_both(x: Array) -> tuple[Array, Array]:
-    whole = _whole(x)
+    whole = with_sequences(x, "seq")
     return whole, whole
 
 
@@ -94,7 +89,7 @@ def _read_forward(x: Array) -> tuple[tuple[Array, Array], None]:
 
 
 def _read_backward(_: None, gradients: tuple[Array, Array]) -> tuple[Array]:
-    ours, adapters = (reshard(g, spec("batch", "act_seq", "embed")) for g in gradients)
+    ours, adapters = (with_sequences(g, "act_seq") for g in gradients)
     return (ours + adapters,)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
 from mtjax.models.turned import Turned
-from mtjax.sharding.axes import merge, spec, varying_like
+from mtjax.sharding.axes import merge, sequences_are_split, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
 
 
@@ -42,7 +42,10 @@ def project(
     row, inner, outer = (
         "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
     )
-    place = spec("batch", sequence, *outputs)
+    if split := sequences_are_split():
+        x, place = swapped(x), spec(sequence, "batch", *outputs)
+    else:
+        place = spec("batch", sequence, *outputs)
     is_int8 = isinstance(weight, Int8Matrix)
     if isinstance(weight, Turned):
         product: Any = weight.product(x, num_inputs, place)
@@ -51,11 +54,29 @@ def project(
         product = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
     if is_kept:
         product = checkpoint_name(product, PRODUCT)
+    if split:
+        product = swapped(product)
     if bias is None and not is_int8:
         return product
     # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.
     wide = product.astype(jnp.float32) * weight.scales if is_int8 else product.astype(jnp.float32)
     return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+def with_sequences(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
+    """The residual stream with sequences placed as the logical name says: whole for "seq", split for "act_seq"."""
+    if not sequences_are_split():
+        return reshard(x, spec("batch", sequence, "embed"))
+    return swapped(reshard(swapped(x), spec(sequence, "batch", "embed")))
+
+
+def swapped(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
+    """Sequence first and batch second, or back: for products beside which split sequences are gathered or scattered.
+
+    GPUs send arrays whose outermost dimension is the one that is split. Of several samples XLA would transpose the
+    sequences of all ranks; here it transposes what a rank has of them, before it sends.
+    """
+    return jnp.swapaxes(x, 0, 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -88,6 +88,11 @@ def ways(name: str) -> int:
     return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
 
 
+def sequences_are_split() -> bool:
+    """Whether the rules in force split the sequences of the residual stream more than those that mixers read."""
+    return spec("act_seq") != spec("seq")
+
+
 def explicit_axes() -> frozenset[str]:
     """Mesh axes that are not manual here: those that a nested `shard_map` makes manual."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
@@ -20,10 +19,10 @@ from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, po
 from mtjax.models.heads import Masked, MaskedLMHead, PoolerHead, WithVocabulary, class_losses
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
+from mtjax.models.project import with_sequences
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
-from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 KEYS = 7
@@ -113,7 +112,7 @@ class BERT(Encoder, WithVocabulary):
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
-        features = self.head(reshard(hidden, spec("batch", "seq", "embed")))
+        features = self.head(with_sequences(hidden, "seq"))
         return super().logits(features) + self.head.bias[...]
 
     @staticmethod

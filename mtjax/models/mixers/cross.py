@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -18,7 +17,7 @@ from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.attention import initial_query_scale
 from mtjax.models.mixers.mixer import State
-from mtjax.sharding.axes import spec
+from mtjax.models.project import with_sequences
 
 PROBABILITIES_SITE = 3
 
@@ -43,7 +42,7 @@ class CrossAttention(nnx.Module):
         self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Attends from each token to those of the encoder that are not padding, or to what is kept of them."""
-        query = self.query(reshard(x, spec("batch", "seq", "embed")))
+        query = self.query(with_sequences(x, "seq"))
         if state is None:
             mixed = self._to_encoded(query, context)
         else:
@@ -55,7 +54,7 @@ class CrossAttention(nnx.Module):
 
     def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
         """Of the encoder's hidden states, each [batch, seq, heads, head_dim]."""
-        key_value = self.key_value(reshard(encoded, spec("batch", "seq", "embed")))
+        key_value = self.key_value(with_sequences(encoded, "seq"))
         key, value = (a.squeeze(2) for a in jnp.split(key_value, 2, axis=2))
         return key, value
 
