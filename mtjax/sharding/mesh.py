@@ -19,11 +19,10 @@ from mtjax.theory.rules import DATA
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
 with more devices, all threads may wait for a device that has none."""
-THREADS_OF_A_STAGE = 4
-"""XLA's threads for each virtual device of a mesh with stages, experts, or ranks that share samples. There a device has
-collectives that do not depend on each other, permutes between stages and sums inside one, or gathers over two axes, and
-XLA for CPUs runs them in any order, each on a thread that it blocks: with a thread a device, as XLA has it, all may
-wait for one that has none."""
+THREADS_OF_A_DEVICE = 4
+"""XLA's threads for each virtual device. A device has collectives that do not depend on each other, sums over two axes,
+or permutes between stages and sums inside one. XLA for CPUs runs them in any order, each on a thread that it blocks:
+with a thread a device, as XLA has it, all may wait for one that has none."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
@@ -44,8 +43,9 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """
     if shape.size % num_processes:
         raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
-    if shape.has_stages or shape.expert > 1 or shape.context > 1:  # XLA reads it when it makes its devices
-        os.environ.setdefault("NPROC", str(THREADS_OF_A_STAGE * shape.size // num_processes))
+    if shape.size > 1 and not has_gpu():  # XLA reads it when it makes its devices
+        threads = THREADS_OF_A_DEVICE * shape.size // num_processes
+        os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     use_cpu_devices(shape.size // num_processes)
     devices = jax.devices()
     if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import AxisType
 
 from mtjax.errors import UserError
+from mtjax.sharding import mesh as mesh_of_devices
 from mtjax.sharding.mesh import attach_devices, make_mesh
 from mtjax.theory.mesh import parse_mesh
 from tests.tiny import mesh_of
@@ -26,9 +27,10 @@ def test_places_must_divide_over_processes():
         attach_devices(parse_mesh("2x4"), num_processes=3)
 
 
-def test_stages_have_threads_for_all_of_their_collectives(monkeypatch):
+def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
     """With a thread a device a pipeline's step stands still in every third run or so, and XLA ends the process."""
-    for mesh, threads in (("2x4", None), ("2x2x2", "32"), ("data=2,expert=2,model=1", "16")):
+    monkeypatch.setattr(mesh_of_devices, "has_gpu", lambda: False)
+    for mesh, threads in (("1x1", None), ("2x4", "32"), ("2x2x2", "32"), ("data=2,expert=2,model=1", "16")):
         monkeypatch.delenv("NPROC", raising=False)
         attach_devices(parse_mesh(mesh))
         assert os.environ.get("NPROC") == threads
