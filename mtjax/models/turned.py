@@ -9,6 +9,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from mtjax.sharding.axes import WHOLE
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Turned:
     def of(cls, matrix: Float[Array, "..."], inputs: int) -> "Turned":
         """A matrix whose first `inputs` dimensions are those of the input."""
         rows = math.prod(matrix.shape[:inputs])
-        return cls(matrix.reshape(rows, -1, out_sharding=PartitionSpec()).T, matrix.shape)
+        return cls(matrix.reshape(rows, -1, out_sharding=WHOLE).T, matrix.shape)
 
     def __getitem__(self, key: object) -> "Turned":
         """All of it: what a `nnx.Variable` is asked for."""
@@ -42,6 +44,6 @@ class Turned:
     def product(self, x: Float[Array, "..."], inputs: int, place: PartitionSpec) -> Float[Array, "..."]:
         """`x W` over the last `inputs` dimensions of x, in its type."""
         rows, outputs = x.shape[: x.ndim - inputs], self.shape[inputs:]
-        flat = x.reshape(math.prod(rows), -1, out_sharding=PartitionSpec())
+        flat = x.reshape(math.prod(rows), -1, out_sharding=WHOLE)
         product = jnp.einsum("ri,oi->ro", flat, self.values.astype(x.dtype))
         return product.reshape(*rows, *outputs, out_sharding=place)

@@ -43,7 +43,8 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """
     if shape.size % num_processes:
         raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
-    if shape.size > 1 and not has_gpu():  # XLA reads it when it makes its devices
+    on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
+    if shape.size > 1 and on_cpus:  # XLA reads it when it makes its devices
         threads = THREADS_OF_A_DEVICE * shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     use_cpu_devices(shape.size // num_processes)

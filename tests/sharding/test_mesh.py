@@ -36,5 +36,14 @@ def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
         assert os.environ.get("NPROC") == threads
 
 
+@pytest.mark.parametrize(("platforms", "threads"), [("cpu", "32"), ("", None)])
+def test_on_a_machine_with_gpus_only_cpus_that_were_asked_for_get_threads(platforms, threads, monkeypatch):
+    monkeypatch.setattr(mesh_of_devices, "has_gpu", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.delenv("NPROC", raising=False)
+    attach_devices(parse_mesh("2x4"))
+    assert os.environ.get("NPROC") == threads
+
+
 def test_axes_of_one_way_are_left_out_but_data_and_model():
     assert make_mesh(parse_mesh("stage=1,context=1,model=4"), jax.devices()).shape == {"data": 1, "model": 4}
