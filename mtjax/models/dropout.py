@@ -34,13 +34,8 @@ def dropout(
     """
     if keys is None or rate == 0:
         return x
-    place = spec(*names[1:])
-
-    def keep_sample(key: Array) -> Array:
-        bits = random_bits(jax.random.fold_in(key, site), x.shape[1:], place, places)
-        return bits >= keep_threshold(rate)
-
-    keep = checkpoint_name(jax.vmap(keep_sample)(keys), saved_as)
+    keep = jax.vmap(lambda key: _bits(key, x, site, names, places) >= keep_threshold(rate))(keys)
+    keep = checkpoint_name(keep, saved_as)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -58,10 +53,14 @@ def jitter(
     """
     if keys is None or distance == 0:
         return x
-    place = spec(*names[1:])
-    draw = jax.vmap(lambda key: random_bits(jax.random.fold_in(key, site), x.shape[1:], place, places))
-    even = draw(keys).astype(jnp.float32) * 2.0**-32
+    bits = jax.vmap(lambda key: _bits(key, x, site, names, places))(keys)
+    even = bits.astype(jnp.float32) * 2.0**-32
     return (x * (1 - distance + 2 * distance * even)).astype(x.dtype)
+
+
+def _bits(key: Array, x: Array, site: int, names: tuple[str, ...], places: Array | None) -> Array:
+    """32 random bits for each element of a sample of x."""
+    return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), places)
 
 
 def keep_threshold(rate: float) -> Array:

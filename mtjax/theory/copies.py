@@ -31,8 +31,8 @@ from typing import NamedTuple
 from mtjax.config import Model
 from mtjax.theory.adapters import is_learnt
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import on_device, zero_axes
-from mtjax.theory.layout import UNSPLIT, Layout, is_sent_rounded, split_dimension
+from mtjax.theory.counts import on_device, zero_axes, zero_parts
+from mtjax.theory.layout import Layout, is_sent_rounded
 from mtjax.theory.memory import kept_in_turn
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
@@ -189,8 +189,7 @@ def _held(stack: Stack, model: Model, layout: Layout, mesh: MeshShape) -> tuple[
 
     def one(weight: Weight) -> _Held:
         elements, ways = on_device(weight, layout, mesh), mesh.ways(zero_axes(layout, weight.names))
-        unsplit = split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT
-        own = elements if unsplit else elements / ways
+        own = elements / zero_parts(weight, layout, mesh)
         return _Held(elements, own, is_sent_rounded(weight.names), is_learnt(model, weight.name), ways > 1)
 
     return tuple(one(weight) for part in stack.parts for weight in part.weights)

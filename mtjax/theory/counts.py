@@ -103,8 +103,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         sums["all"] += elements
         sums["in_layers"] += elements if stacked else 0
         sums["experts"] += elements if is_expert else 0
-        ways = mesh.ways(zero_axes(layout, weight.names))
-        if layout.zero and split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT:
+        if layout.zero and zero_parts(weight, layout, mesh) == 1:
             sums["unsplit"] += elements
             sums["unsplit_experts"] += elements if is_expert else 0
         elif layout.zero == 3:
@@ -116,6 +115,12 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
 def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
     """The mesh axes over which ZeRO splits a parameter: those whose ranks would have the same."""
     return tuple(axis for axis in layout.rules.replicas(names) if axis in ZERO_AXES)
+
+
+def zero_parts(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+    """Into how many parts ZeRO splits a parameter; 1 where it does not."""
+    ways = mesh.ways(zero_axes(layout, weight.names))
+    return 1 if split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT else ways
 
 
 def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:

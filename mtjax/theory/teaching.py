@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from mtjax.config.sizes import num_outputs
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.counts import on_device, stage_weights, zero_axes
+from mtjax.theory.counts import on_device, stage_weights, zero_parts
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import computed_over, forward_flops, logit_flops
-from mtjax.theory.layout import UNSPLIT, is_sent_rounded, split_dimension
+from mtjax.theory.layout import is_sent_rounded
 from mtjax.theory.parts.heads import teacher_table
 from mtjax.theory.parts.part import Weight
 from mtjax.theory.plans import Plan
@@ -67,9 +67,7 @@ def _weight_bytes(anatomy: Anatomy, plan: Plan) -> float:
 def _bytes(anatomy: Anatomy, weight: Weight, plan: Plan) -> float:
     layout = plan.layout(anatomy.model)
     size = on_device(weight, layout, plan.mesh) * (plan.element_bytes if is_sent_rounded(weight.names) else 4)
-    ways = plan.mesh.ways(zero_axes(layout, weight.names))
-    is_split = plan.zero == 3 and split_dimension(weight.names, weight.shape, layout, ways) != UNSPLIT
-    return size / ways if is_split else size
+    return size / zero_parts(weight, layout, plan.mesh) if plan.zero == 3 else size
 
 
 def table_bytes(anatomy: Anatomy, plan: Plan, *, gathered: bool = False) -> float:
