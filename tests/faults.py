@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "models: attention's scores are made in 16 bits",
-        "key, preferred_element_type=jnp.float32)",
-        "key)",
+        "query.transpose(0, 2, 3, 1, 4), key, preferred_element_type=jnp.float32)",
+        "query.transpose(0, 2, 3, 1, 4), key)",
         "models",
         "test_products_and_masks_are_kept_and_nothing_else",
     ),
@@ -188,8 +188,8 @@ FAULTS = (
     ),
     Fault(
         "train: masked tokens count",
-        "{name: (values * weights[name]).sum() for name, values in losses.items()}",
-        "{name: (values * weights[name].mean()).sum() for name, values in losses.items()}",
+        "return (values * each).sum(range(weights.ndim))",
+        "return (values * each.mean()).sum(range(weights.ndim))",
         "train",
         "test_masked_tokens_do_not_count",
     ),
@@ -484,8 +484,8 @@ FAULTS = (
     ),
     Fault(
         "theory: what ZeRO can't split is counted as if it could",
-        'whole = counts.unsplit if plan.residuals == "jax" else 0',
-        "whole = 0",
+        'whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))',
+        "whole = left = 0",
         "theory",
         "test_zero_splits_what_a_stage_holds",
     ),
