@@ -45,7 +45,7 @@ test: $(VENV)/dev
 	$(PYTEST) --dist loadgroup --no-loadscope-reorder -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)
 
 test-all: $(VENV)/extras
-	$(PYTEST) --dist loadfile -m '(long or aot or torch) and not exhaustive' $(ARGS)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m '(long or aot or torch) and not exhaustive' $(ARGS)
 
 # The newest jax needs a newer Python than the oldest that mtjax supports: one on the path, or one of pyenv's.
 NEWEST ?= $(shell for p in python3.12 python3.13 python3.14 $(HOME)/.pyenv/versions/3.1[2-4]*/bin/python; do \

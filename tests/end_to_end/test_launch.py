@@ -24,7 +24,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("left", "mesh", "processes"), [(8, "2x4", 2), (6, "1x4", 1)])
+@pytest.mark.parametrize(
+    ("left", "mesh", "processes"), [pytest.param(8, "2x4", 2, marks=pytest.mark.exhaustive), (6, "1x4", 1)]
+)
 def test_a_killed_run_is_started_again_on_the_devices_that_are_left(
     left: int, mesh: str, processes: int, launcher: Launcher, uninterrupted: Finished
 ) -> None:

@@ -55,7 +55,9 @@ def harness(tasks: Path, source: str, *words: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.torch
-@pytest.mark.parametrize(("family", "mesh"), [("gpt2", "2x2"), ("llama", "1x4")])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("gpt2", "2x2"), pytest.param("llama", "1x4", marks=pytest.mark.exhaustive)]
+)
 def test_results_are_those_of_lm_evals_own_model(tasks, tmp_path, monkeypatch, family: str, mesh: str) -> None:
     evaluator = pytest.importorskip("lm_eval.evaluator", reason=EXTRA)
     managing = pytest.importorskip("lm_eval.tasks", reason=EXTRA)

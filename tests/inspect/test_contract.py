@@ -214,7 +214,7 @@ def whole_sum(gradient, place, total):
 
 @needs_aot
 @pytest.mark.long
-@pytest.mark.parametrize("microbatch", [4, 2])
+@pytest.mark.parametrize("microbatch", [4, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_offloaded_layer_inputs_wait_in_the_hosts_memory(microbatch):
     """XLA's memory space 5 is the host's; the stack of layer inputs [12, b, 512, 256] moves there and back."""
     fields = {"mesh": "8x1", "zero": 3, "num_layers": 12, "hidden_size": 256, "sequence_length": 512}

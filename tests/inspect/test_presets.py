@@ -76,13 +76,17 @@ def fits(name: str, split: bool) -> bool:
 
 
 def covering() -> Iterator[tuple[str, int, bool, bool]]:
-    """(name, ZeRO, split, one sample): every two of family, ZeRO, split and one sample meet, as far as meshes allow."""
+    """(name, ZeRO, split, one sample): every two of family, ZeRO, split and one sample meet, as far as meshes allow.
+
+    BERT and T5 with several samples, which take longest to compile, are in tests/inspect/test_family_contracts.py.
+    """
     for place, family in enumerate(FAMILIES):
         names = [name for name in REPRESENTATIVES if config.load(name).model.family == family]
         for zero in range(4):
             split, one_sample = (place + zero) % 2 == 1, (place + zero // 2) % 2 == 1
             able = [name for name in names if fits(name, split)]
-            yield able[zero % len(able)], zero, split, one_sample
+            if one_sample or family not in ("bert", "t5"):
+                yield able[zero % len(able)], zero, split, one_sample
 
 
 LAYOUTS = list(itertools.product(range(4), (False, True), (False, True)))
