@@ -111,7 +111,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         experts = Counts(counts.experts, counts.unsplit_experts)
         states.append(_states(plan, experts, experts, plan.expert_zero_ways))
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_ways)
-    gradients = g / plan.zero_ways if plan.zero == 1 and plan.reduces_at_once else g
+    gradients = _gradient_bytes(plan, plan.zero_ways)
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
     outside = g * _added_whole(plan, own)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
@@ -153,17 +153,22 @@ class _States:
 def _states(plan: Plan, counts: Counts, own: Counts, ways: int) -> _States:
     """Of `counts` parameters, of which `own` are trained."""
     w, g, k = bytes_per_parameter(plan.precision, plan.zero, ways)
-    gradients = g / ways if plan.zero == 1 and plan.reduces_at_once else g
     # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
     whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))
     learnt, full = own.all - left, plan.precision
     scatters = plan.residuals == "jax" and plan.zero == 1 and ways > 1 and not plan.reduces_at_once
     return _States(
         weights=w * (counts.all - whole) + full.weights * whole,
-        gradients=gradients * learnt + full.gradients * left,
+        gradients=_gradient_bytes(plan, ways) * learnt + full.gradients * left,
         optimizer=k * learnt + full.optimizer * left,
         sums=g / ways * learnt if scatters else 0.0,
     )
+
+
+def _gradient_bytes(plan: Plan, ways: int) -> float:
+    """Of a parameter that ZeRO splits over as many ways, from its microbatch to the optimizer."""
+    _, g, _ = bytes_per_parameter(plan.precision, plan.zero, ways)
+    return g / ways if plan.zero == 1 and plan.reduces_at_once else g
 
 
 def _cast_once(counts: Counts, plan: Plan) -> float:
