@@ -52,7 +52,10 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     named = config.finetuning.teacher
     teacher = Teacher(named, hints_of(config.parallel.mesh)) if named else None
     if command.options.inspect:
-        from mtjax.inspect.hook import show_program as show
+        from mtjax.inspect.hook import show_program
+
+        beside = teacher.beside if teacher else lambda _: None
+        show = lambda program, console: show_program(program, console, beside(program.config))  # noqa: E731
     if config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh
 

@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from mtjax.config import Model
 from mtjax.inspect import text
 from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.report import Report, report
@@ -9,7 +10,7 @@ from mtjax.inspect.targets import running_target
 from mtjax.train.step import Program
 
 
-def show_program(program: Program, console: Console) -> Report:
+def show_program(program: Program, console: Console, teacher: Model | None = None) -> Report:
     """Compiles the program's step for the devices it is on, and prints what `mtjax inspect` prints.
 
     With jax's persistent cache on, the run reuses this compilation; otherwise its first step compiles once more.
@@ -17,10 +18,11 @@ def show_program(program: Program, console: Console) -> Report:
     Args:
       program: of the run; its mesh holds real devices.
       console: where to print.
+      teacher: the model of the config's teacher, whose weights lie beside the step.
 
     Returns:
       The report; `report.verdict.holds` says whether the program keeps its contract.
     """
-    result = report(compile_program(program, running_target(program.mesh)))
+    result = report(compile_program(program, running_target(program.mesh)), teacher=teacher)
     text.show(result, console)
     return result

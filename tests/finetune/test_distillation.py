@@ -1,6 +1,7 @@
 """`mtjax finetune --teacher` as it is typed: what is logged, resuming, and teachers that don't fit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -30,11 +31,12 @@ def teachers(folder, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder, teachers, tmp_path):
+def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder, teachers, tmp_path, capsys):
     run = tmp_path / "run"
     every = ["--checkpoint-every", "4", "--valid-every", "4", "--keep-last", "9", "--log-every", "1"]
     taught = ["--teacher", f"hf:{teachers / 'other'}", "--teacher-weight", "0.75", "--learning-rate", "1e-2"]
-    assert chat(folder, run, *taught, "--epochs", "3", *every) == 0
+    assert chat(folder, run, *taught, "--epochs", "3", *every, "--inspect") == 0
+    assert re.search(r"beside it: \d.* of a teacher's weights, by formula", capsys.readouterr().out)
     entries = read_metrics(run / "metrics.jsonl")
     for entry in entries:
         assert entry["loss"] == pytest.approx(0.25 * entry["hard_loss"] + 0.75 * entry["soft_loss"], rel=1e-6)
