@@ -1,4 +1,6 @@
-"""How fast texts are written, compared with Hugging Face's `generate`: the same GPT-2 small and prompts in one run.
+"""How fast texts are written, compared with Hugging Face's `generate` and llama.cpp's server: the same GPT-2 small and
+prompts in one run. llama.cpp's side, with a cache in float16 as is its default, runs where it is installed:
+`pip install xllamacpp gguf`.
 
     python benchmarks/generate.py --batches 1 8 32
 
@@ -15,10 +17,13 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,12 @@ import numpy as np
 import tyro
 
 RESULT = Path(__file__).parent / "results" / "generate-cpu.json"
-SIDES = ("mtjax", "huggingface")
+SIDES = {
+    "mtjax": ("jax",),
+    "huggingface": ("torch", "transformers"),
+    "llamacpp": ("xllamacpp", "gguf"),
+}
+"""Packages of each."""
 VOCAB = 50257
 
 
@@ -44,6 +54,13 @@ class Options:
     """Turns of each side; the least time counts."""
     side: str = ""
     """Time this side only, in this process: what the benchmark starts."""
+    folder: str = ""
+    """Where such a process may write a file of weights."""
+
+
+def weights(shape: tuple[int, ...]) -> np.ndarray:
+    block = 0.02 * np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
+    return np.resize(block, shape)
 
 
 def prompts(options: Options, batch: int) -> np.ndarray:
@@ -65,8 +82,7 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     small = configs.load("gpt2-small")
     config = configs.replace(small, compute_dtype="float32", mesh="1x1", vocab_size=VOCAB, microbatch_size=None)
     placed = Placed(config, make_mesh(parse_mesh("1x1"), jax.devices()))
-    block = 0.02 * np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
-    parameters = jax.tree.map(lambda a: jnp.asarray(np.resize(block, a.shape)), placed.abstract_parameters)
+    parameters = jax.tree.map(lambda a: jnp.asarray(weights(a.shape)), placed.abstract_parameters)
     decoder = Decoder(placed, jax.device_put(parameters, placed.parameter_sharding))
 
     def write(batch: int) -> dict[str, float]:
@@ -79,14 +95,16 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
         for ids, own in zip(prompts(options, batch), times, strict=True):
             engine.submit(Request(tuple(ids.tolist()), Sampling(options.tokens), on_token=heard(own)))
         engine.run()
-        steps = sorted(times[0][-options.tokens // 2 :])
-        return {
-            "first": times[0][0],
-            "all": max(own[-1] for own in times),
-            "step": (steps[-1] - steps[0]) / (len(steps) - 1),
-        }
+        return heard_at(times, options)
 
     return write
+
+
+def heard_at(times: list[list[float]], options: Options) -> dict[str, float]:
+    """What is reported, of the times at which each text's tokens came."""
+    first = min(times, key=lambda own: own[0])
+    late = first[options.tokens // 2 : options.tokens]
+    return {"first": first[0], "all": max(own[-1] for own in times), "step": (late[-1] - late[0]) / (len(late) - 1)}
 
 
 def huggingface_side(options: Options) -> Callable[[int], dict[str, float]]:
@@ -116,9 +134,74 @@ def huggingface_side(options: Options) -> Callable[[int], dict[str, float]]:
     return write
 
 
+def write_gguf(path: Path) -> None:
+    """GPT-2 small as llama.cpp reads it, with made-up names of tokens."""
+    import gguf
+
+    layers, width, context = 12, 768, 1024
+    file = gguf.GGUFWriter(path, "gpt2")
+    file.add_context_length(context)
+    file.add_embedding_length(width)
+    file.add_feed_forward_length(4 * width)
+    file.add_block_count(layers)
+    file.add_head_count(12)
+    file.add_layer_norm_eps(1e-5)
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre("gpt-2")
+    file.add_token_list([f"t{i}" for i in range(VOCAB)])
+    file.add_token_types([1] * VOCAB)
+    file.add_token_merges(["t 1"])
+    file.add_eos_token_id(VOCAB - 1)
+    shapes = {"token_embd.weight": (VOCAB, width), "position_embd.weight": (context, width)}
+    norms = ["output_norm", *(f"blk.{i}.{name}" for i in range(layers) for name in ("attn_norm", "ffn_norm"))]
+    shapes |= {f"{norm}.{kind}": (width,) for norm in norms for kind in ("weight", "bias")}
+    sizes = {"attn_qkv": (3, 1), "attn_output": (1, 1), "ffn_up": (4, 1), "ffn_down": (1, 4)}
+    for name, (out, into) in ((f"blk.{i}.{name}", size) for i in range(layers) for name, size in sizes.items()):
+        shapes |= {f"{name}.weight": (out * width, into * width), f"{name}.bias": (out * width,)}
+    for name, shape in shapes.items():
+        file.add_tensor(name, weights(shape))
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def llamacpp_side(options: Options) -> Callable[[int], dict[str, float]]:
+    import xllamacpp
+
+    path = Path(options.folder) / "gpt2-small.gguf"
+    write_gguf(path)
+
+    def write(batch: int) -> dict[str, float]:
+        asked = xllamacpp.CommonParams()
+        asked.model.path = str(path)
+        asked.n_parallel, asked.n_ctx = batch, batch * (options.prompt + options.tokens + 32)
+        asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
+        asked.warmup, asked.verbosity = False, -1
+        server: Any = xllamacpp.Server(asked)
+        times: list[list[float]] = [[] for _ in range(batch)]
+
+        def ask(ids: np.ndarray, own: list[float]) -> None:
+            words = {"prompt": ids.tolist(), "n_predict": options.tokens, "temperature": 0.0, "stream": True}
+            heard = lambda _: bool(own.append(time.process_time() - start))  # noqa: E731
+            server.handle_completions(words | {"ignore_eos": True, "cache_prompt": False}, heard)
+
+        clients = [threading.Thread(target=ask, args=each) for each in zip(prompts(options, batch), times, strict=True)]
+        start = time.process_time()
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        assert all(len(own) >= options.tokens for own in times)
+        return heard_at(times, options)
+
+    return write
+
+
 def time_side(options: Options) -> None:
     """Prints the times of this side as JSON; the first turn, which compiles, does not count."""
-    write = {"mtjax": mtjax_side, "huggingface": huggingface_side}[options.side](options)
+    sides = {"mtjax": mtjax_side, "huggingface": huggingface_side, "llamacpp": llamacpp_side}
+    write = sides[options.side](options)
     rows = {}
     for batch in options.batches:
         write(batch)
@@ -135,28 +218,42 @@ def main() -> None:
     if options.side:
         time_side(options)
         return
-    best: dict[str, dict[str, dict[str, float]]] = {side: {} for side in SIDES}
-    words = [f"--{name}={getattr(options, name)}" for name in ("prompt", "tokens")]
-    words += ["--batches", *map(str, options.batches)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    sides = [side for side, packages in SIDES.items() if all(map(find_spec, packages))]
+    best = {side: {} for side in sides}
     for _ in range(options.repeats):
-        for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, *words]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, preexec_fn=one_core)
-            for batch, row in json.loads(done.stdout.splitlines()[-1]).items():
+        for side in sides:
+            for batch, row in turn(options, side).items():
                 before = best[side].setdefault(batch, row)
                 best[side][batch] = {name: min(row[name], before[name]) for name in row}
-    ours, theirs = (best[side] for side in SIDES)
-    print("CPU seconds on one core    first: mtjax, hf      all: mtjax, hf       step: mtjax, hf   tokens/s of all")
-    for batch, row in ours.items():
-        other = theirs[batch]
-        numbers = "   ".join(f"{row[name]:8.3f} {other[name]:8.3f}" for name in row)
-        rates = [int(batch) * options.tokens / side["all"] for side in (row, other)]
-        print(f"batch {batch:>3}              {numbers}   {rates[0]:.1f} {rates[1]:.1f} ({rates[0] / rates[1]:.2f}x)")
-    packages = {name: version(name) for name in ("jax", "torch", "transformers")}
+    show(options, best)
+    packages = {name: version(name) for side in sides for name in SIDES[side]}
     about = {"date": f"{datetime.date.today()}", "machine": platform.processor() or platform.machine(), **packages}
     settings = {"prompt": options.prompt, "tokens": options.tokens, "load": os.getloadavg()[0]}
     RESULT.write_text(json.dumps({**about, **settings, "seconds": best}, indent=2) + "\n")
+
+
+def turn(options: Options, side: str) -> dict[str, dict[str, float]]:
+    """What a process of a side measures, by batch."""
+    words = [f"--{name}={getattr(options, name)}" for name in ("prompt", "tokens")]
+    words += ["--batches", *map(str, options.batches)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--side", side, "--folder", folder, *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, preexec_fn=one_core)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(options: Options, best: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints a table of CPU seconds, and tokens/s of entire texts as multiples of the others'."""
+    sides = list(best)
+    print(f"CPU seconds on one core: {', '.join(sides)}")
+    for batch in map(str, options.batches):
+        rows = [best[side][batch] for side in sides]
+        numbers = "   ".join(f"{name} {' '.join(f'{row[name]:7.3f}' for row in rows)}" for name in rows[0])
+        rate = int(batch) * options.tokens / rows[0]["all"]
+        ratios = {side: best[side][batch]["all"] / rows[0]["all"] for side in sides if side != "mtjax"}
+        others = ", ".join(f"{ratio:.2f}x {side}" for side, ratio in ratios.items())
+        print(f"batch {batch:>3}   {numbers}   {rate:.1f} tokens/s: {others}")
 
 
 if __name__ == "__main__":
