@@ -597,6 +597,13 @@ FAULTS = (
         "convert",
         "test_the_vocabulary_is_padded_with_zeros",
     ),
+    Fault(
+        "convert: Megatron's experts are dealt to their ranks in turn",
+        "rank * _count(tensors) + number",
+        "number * ranks + rank",
+        "convert",
+        "test_all_ways_to_keep_experts_are_the_same_model",
+    ),
     # --- generate
     Fault(
         "generate: each model rank draws the same noise for its columns",

@@ -24,7 +24,7 @@ A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
   peft      written only: the adapters of a run of mtjax finetune --lora-rank, which all other kinds get merged
-  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt or mp_rank_XX[_YYY]/model_optim_rng.pt
+  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt or mp_rank_*/model_optim_rng.pt
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
@@ -61,6 +61,11 @@ class Options:
     """Tensor-parallel ranks of a megatron folder that is written."""
     pipeline: int = at_least(1, 1, most=LAYERS)
     """Pipeline stages of a megatron folder that is written."""
+    expert: int = at_least(1, 1, most=HEADS)
+    """Expert-parallel ranks of a megatron folder that is written; each has its share of the experts, and the rest."""
+    grouped_experts: bool = False
+    """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine; when not
+    given, each is a module of its own."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Format version of a megatron folder that is written; older versions of Megatron-LM read 0 to 2."""
     transformer_impl: Literal["legacy", "local", "transformer_engine"] | None = None
@@ -114,7 +119,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     Raises:
       UserError: names one that has none.
     """
-    writes_megatron = {"tensor", "pipeline", "checkpoint_version", "transformer_impl"}
+    writes_megatron = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version", "transformer_impl"}
     idle = set() if to_kind == "megatron" else writes_megatron
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
@@ -132,7 +137,9 @@ def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: 
     from mtjax.convert.mtjax_folder import MtjaxSink
 
     largest = int(options.max_shard_gb * 1e9)
-    split = Split(options.tensor, options.pipeline, float(options.checkpoint_version), options.transformer_impl)
+    version = float(options.checkpoint_version)
+    ranks, experts = (options.tensor, options.pipeline), (options.expert, options.grouped_experts)
+    split = Split(*ranks, version, options.transformer_impl, *experts)
     openers: dict[str, Callable[[], Sink]] = {
         "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),

@@ -15,6 +15,7 @@ from mtjax.config import Config, Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
+from mtjax.convert.megatron_experts import expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
 from mtjax.convert.megatron_tables import (
     LEGACY,
@@ -64,7 +65,7 @@ def describe(
 
 
 class MegatronSource:
-    """A checkpoint that Megatron-LM wrote, in any tensor and pipeline split."""
+    """A checkpoint that Megatron-LM wrote, in any tensor, pipeline and expert split."""
 
     def __init__(
         self,
@@ -113,10 +114,14 @@ class Split:
     version: float = 3.0
     transformer_impl: str | None = None
     """What the tensors are called; what Megatron-LM reads today when None."""
+    expert: int = 1
+    """Expert-parallel ranks, which have all of what is not an expert's."""
+    grouped_experts: bool = False
+    """Whether the experts of a rank are one module, Megatron's TEGroupedMLP."""
 
 
 class MegatronSink:
-    """A checkpoint that Megatron-LM loads: one file per tensor-parallel rank and pipeline stage.
+    """A checkpoint that Megatron-LM loads: one file per tensor-parallel rank, pipeline stage and expert-parallel rank.
 
     A rank's tensors are collected in a file that is mapped into memory, for torch writes a checkpoint at once.
     """
@@ -137,14 +142,18 @@ class MegatronSink:
         self._rows = -(-rows_of(model) // multiple) * multiple
         self._names = written_names(model, split)
         self._arguments = arguments_of(model, self._names, split.tensor, split.pipeline, self._dtype, self._rows)
-        if model.num_layers % split.pipeline:
-            raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
-        self._selection = table(split.version, self._names, queries_per_group(model)).select(parameters)
+        self._arguments |= expert_arguments(model, split.tensor, split.expert, split.grouped_experts)
+        check_split(model, split, self._names)
+        rows = table(split.version, self._names, queries_per_group(model), split.grouped_experts)
+        self._selection = rows.select(parameters)
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
-        self._stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
-        self._collected = [
-            [self._collect(rank, stage) for stage in range(split.pipeline)] for rank in range(split.tensor)
-        ]
+        stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
+        self._collected = {
+            (rank, stage, expert): self._collect(f"{rank}-{stage}-{expert}", self._of_rank(shapes, expert))
+            for rank in range(split.tensor)
+            for stage, shapes in enumerate(stages)
+            for expert in range(split.expert)
+        }
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
         """Puts every rank's part of one layer's slice where it belongs.
@@ -159,27 +168,28 @@ class MegatronSink:
             name = name_of(tensor, layer)
             for rank in range(ranks):
                 part = narrowed(tensor.extract(array, parameter, (rank, ranks)), self._dtype, name)
-                for stage, shapes in enumerate(self._stages):
-                    for local in (name, *self._copies.get(name, ())):
-                        if local in shapes:
-                            place = tensor.view(self._collected[rank][stage][local], parameter)
+                files = [tensors for place, tensors in self._collected.items() if place[0] == rank]
+                for local in (name, *self._copies.get(name, ())):
+                    for tensors in files:
+                        if local in tensors:
+                            place = tensor.view(tensors[local], parameter)
                             place[...] = part.reshape(place.shape)
 
     def close(self) -> None:
         """Writes the checkpoint, its tracker file and the tokenizer."""
         torch = require("torch", "megatron")
-        for rank, stages in enumerate(self._collected):
-            for stage, tensors in enumerate(stages):
-                suffix = f"_{stage:03}" if self._split.pipeline > 1 else ""
-                path = self._folder / RELEASE / f"mp_rank_{rank:02}{suffix}" / FILES[0]
-                path.parent.mkdir(parents=True)
-                content = {
-                    "args": argparse.Namespace(**self._arguments),
-                    "checkpoint_version": self._split.version,
-                    "iteration": 0,
-                    "model": self._as_saved(tensors),
-                }
-                torch.save(content, path)
+        for (rank, stage, expert), tensors in self._collected.items():
+            suffix = f"_{stage:03}" if self._split.pipeline > 1 else ""
+            suffix += f"_{expert:03}" if self._split.expert > 1 else ""
+            path = self._folder / RELEASE / f"mp_rank_{rank:02}{suffix}" / FILES[0]
+            path.parent.mkdir(parents=True)
+            content = {
+                "args": argparse.Namespace(**self._arguments),
+                "checkpoint_version": self._split.version,
+                "iteration": 0,
+                "model": self._as_saved(tensors),
+            }
+            torch.save(content, path)
         self._collected.clear()
         for path in self._folder.glob(".collected-*"):
             path.unlink()
@@ -208,13 +218,25 @@ class MegatronSink:
         return 0 if name.startswith(f"{self._names.embedding}.") else self._split.pipeline - 1
 
     def _local(self, name: str) -> str:
-        """The name with layers counted from the stage's first."""
+        """The name with layers counted from the stage's first, and experts from the rank's."""
         layer, each = _layer(name), self._origin.config.model.num_layers // self._split.pipeline
+        if (expert := number_of(name)) is not None:
+            name = with_number(name, expert % self._experts)
         return name if layer is None else name.replace(f".layers.{layer}.", f".layers.{layer % each}.")
 
-    def _collect(self, rank: int, stage: int) -> dict[str, np.ndarray]:
-        shapes, dtype = self._stages[stage], DTYPES[self._dtype]
-        path = self._folder / f".collected-{rank}-{stage}"
+    @property
+    def _experts(self) -> int:
+        """Experts on one rank."""
+        return self._origin.config.model.num_experts // self._split.expert
+
+    def _of_rank(self, shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+        """What an expert-parallel rank has of a stage's tensors."""
+        is_here = lambda expert: expert is None or expert // self._experts == rank  # noqa: E731
+        return {name: shape for name, shape in shapes.items() if is_here(number_of(name))}
+
+    def _collect(self, file: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        dtype = DTYPES[self._dtype]
+        path = self._folder / f".collected-{file}"
         size = sum(map(prod, shapes.values()))
         whole = np.memmap(path, dtype, "w+", shape=(size,))
         reserve(path)
@@ -223,6 +245,24 @@ class MegatronSink:
             parts[name] = whole[start : start + prod(shape)].reshape(shape)
             start += prod(shape)
         return parts
+
+
+def check_split(model: Model, split: Split, names: Names) -> None:
+    """Checks that a model divides over the ranks that it is written for.
+
+    Raises:
+      UserError: it does not, or has no experts to divide.
+    """
+    if model.num_layers % split.pipeline:
+        raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
+    if (split.expert > 1 or split.grouped_experts) and not model.num_experts:
+        raise UserError("the model has no experts: leave out --expert and --grouped-experts")
+    if model.num_experts % split.expert:
+        raise UserError(f"{model.num_experts} experts do not divide over {split.expert} expert-parallel ranks")
+    if split.grouped_experts and names is not TRANSFORMER_ENGINE:
+        raise UserError(
+            f"--grouped-experts is of --transformer-impl transformer_engine, not {names.transformer_impl}: leave it out"
+        )
 
 
 def queries_per_group(model: Model) -> int:

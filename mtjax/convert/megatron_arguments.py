@@ -5,16 +5,16 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
+from mtjax.convert.megatron_experts import expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.convert.megatron_tables import Names
 from mtjax.errors import UserError
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False, None),
-    "num_experts": (None, 0, 1),
     "multi_latent_attention": (False, None),
     "normalization": ("LayerNorm", "RMSNorm", None),
     "apply_layernorm_1p": (False, None),
-    "qk_layernorm": (False, None),
+    "qk_l2_norm": (False, None),
     "squared_relu": (False, None),
     "quick_geglu": (False, None),
     "position_embedding_type": ("learned_absolute", "rope", None),
@@ -50,6 +50,13 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     position = _position(arguments)
     if position is None:
         wrong.append("it has no positions")
+    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
+        wrong.append("its norms of queries and keys are layer norms (qk_layernorm)")
+    if has_experts(arguments):
+        is_core = any(name.startswith("decoder.layers.") for name in names)
+        wrong += (
+            unread_experts(arguments) if is_core else [f"num_experts is {arguments['num_experts']} in the legacy code"]
+        )
     if wrong:
         raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -71,6 +78,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "norm_epsilon": float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5),
         "activation": _activation(arguments),
         "bias": bool(arguments.get("add_bias_linear", True)),
+        "qk_norm": bool(arguments.get("qk_layernorm", False)),
         "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         "hidden_dropout": float(arguments.get("hidden_dropout", 0.1)),
         "attention_dropout": float(arguments.get("attention_dropout", 0.1)),
@@ -78,6 +86,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "position": position,
     }
     settings |= _rope(arguments) if position == "rope" else {}
+    settings |= expert_settings(arguments) if has_experts(arguments) else {}
     return settings | (_bert_settings(names) if is_bert else {})
 
 
@@ -164,8 +173,8 @@ def misfits(model: Model, names: Names) -> list[str]:
         "BERT, which --transformer-impl legacy writes": is_bert and not names.is_legacy,
         f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
-        f"{model.num_experts} experts": model.num_experts > 0,
-        "norms of queries and keys": model.qk_norm,
+        **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
+        "norms of queries and keys": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
         f"{approximate}, which --transformer-impl legacy writes": tanh_without_bias and not names.is_legacy,
@@ -226,6 +235,7 @@ def _kinds(model: Model, names: Names) -> dict[str, Any]:
         "swiglu": model.activation == "swiglu",
         "add_bias_linear": model.bias,
         "add_qkv_bias": False,
+        "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "bert_binary_head": model.family == "bert" and model.sentence_order,
     }

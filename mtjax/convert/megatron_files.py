@@ -1,7 +1,9 @@
-"""Megatron-LM's checkpoint files, `mp_rank_XX[_YYY]/model_optim_rng.pt`: read without running what is pickled in them.
+"""Megatron-LM's checkpoint files, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`: read without running what is pickled in
+them.
 
-XX is the tensor-parallel rank, YYY the pipeline stage. With interleaved stages a file has `model0`, `model1`, ...
-instead of `model`: chunk c of stage p comes after chunk c of stage p - 1.
+XX is the tensor-parallel rank, YYY the pipeline stage, ZZZ the expert-parallel rank, each of the latter where there is
+more than one: what is not an expert's, all of these ranks have. With interleaved stages a file has `model0`, `model1`,
+... instead of `model`: chunk c of stage p comes after chunk c of stage p - 1.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mtjax.convert.megatron_experts import by_expert
 from mtjax.convert.stream import check_folder, looks_like, understood
 from mtjax.errors import UserError, require
 
@@ -40,13 +43,14 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 class _Part:
     """The layers of one pipeline stage, or of one chunk of it, on every tensor-parallel rank."""
 
-    tensors: list[dict[str, Any]]
-    """By rank; torch tensors, mapped from the file, by their names in the tables, layers counted from the part's 0."""
+    tensors: list[dict[str, list[Any]]]
+    """By rank; torch tensors, mapped from the file, by their names in the tables, layers counted from the part's 0;
+    with what other expert-parallel ranks have of the same."""
     num_layers: int
 
 
 class MegatronCheckpoint:
-    """A checkpoint of any tensor and pipeline split, as one model's tensors in tensor-parallel shards."""
+    """A checkpoint of any tensor, pipeline and expert split, as one model's tensors in tensor-parallel shards."""
 
     def __init__(self, folder: Path) -> None:
         """Opens every rank's file; numbers are read when they are asked for.
@@ -55,35 +59,43 @@ class MegatronCheckpoint:
           UserError: files are missing or can't be read, or ranks don't fit each other.
         """
         self.folder = checkpoint_folder(folder)
-        grid = _grid(self.folder)
-        self.ranks, stages = len(grid), len(grid[0])
-        loaded = [[load(path) for path in row] for row in grid]
-        first = loaded[0][0]
-        with understood(str(grid[0][0])):
+        places = _places(self.folder)
+        some = places[min(places)]
+        first = load(some)
+        with understood(str(some)):
             self.version = float(first.get("checkpoint_version") or 0)
             args = first.get("args") or {}
             self.arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else vars(args)
-        chunks = max(len(_models(one)) for row in loaded for one in row)
+        grid = _grid(self.folder, places, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
+        self.ranks, stages = len(grid), len(grid[0])
+        loaded = [[[load(path) for path in paths] for paths in row] for row in grid]
+        chunks = max(len(_models(one)) for row in loaded for files in row for one in files)
         parts = [
-            _part([_models(loaded[rank][stage])[chunk] for rank in range(self.ranks)], grid[0][stage])
+            _part([[_models(one)[chunk] for one in row[stage]] for row in loaded], grid[0][stage][0])
             for chunk in range(chunks)
             for stage in range(stages)
         ]
         self._tensors = _joined(parts)
         self.num_layers = sum(part.num_layers for part in parts)
-        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(by[0].shape) for n, by in self._tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(by[0][0].shape) for n, by in self._tensors.items()}
         self.dtype = self._common_dtype()
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A rank's part of a tensor; a tensor that is not split is replicated on every rank."""
+        """A rank's part of a tensor; a tensor that is not split is replicated on every rank.
+
+        Raises:
+          UserError: expert-parallel ranks don't have the same of what they share.
+        """
         torch = require("torch", "megatron")
-        tensor = self._tensors[name][rank].detach()
+        tensor, *copies = (one.detach() for one in self._tensors[name][rank])
+        if not all(torch.equal(tensor, copy) for copy in copies):
+            raise UserError(f"{self.folder}: {name} is no expert's, and differs between expert-parallel ranks")
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
 
     def _common_dtype(self) -> str:
-        kinds = {str(by[0].dtype).removeprefix("torch.") for by in self._tensors.values()}
+        kinds = {str(by[0][0].dtype).removeprefix("torch.") for by in self._tensors.values()}
         odd = kinds - {"float32", "float16", "bfloat16"}
         if odd:
             raise UserError(f"{self.folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
@@ -120,19 +132,35 @@ def _refuse_other_format(folder: Path) -> None:
         )
 
 
-def _grid(folder: Path) -> list[list[Path]]:
-    """The files by tensor-parallel rank and pipeline stage."""
-    files: dict[tuple[int, int], Path] = {}
+def _places(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The files by the numbers in the names of their folders."""
+    found = {}
     for path in folder.glob("mp_rank_*"):
-        match = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
+        match = re.fullmatch(r"mp_rank_(\d+)((?:_\d+){0,2})", path.name)
         if not match:
-            raise UserError(f"{path}: expected mp_rank_XX or mp_rank_XX_YYY; experts are not supported")
-        files[int(match[1]), int(match[2] or 0)] = path
-    ranks, stages = (max(place[i] for place in files) + 1 for i in (0, 1))
-    missing = [f"{r:02}_{s:03}" for r in range(ranks) for s in range(stages) if (r, s) not in files]
+            raise UserError(f"{path}: expected mp_rank_XX, mp_rank_XX_YYY or mp_rank_XX_YYY_ZZZ")
+        found[tuple(map(int, path.name.removeprefix("mp_rank_").split("_")))] = _file(path)
+    return found
+
+
+def _grid(folder: Path, places: Mapping[tuple[int, ...], Path], has_expert_ranks: bool) -> list[list[list[Path]]]:
+    """The files by tensor-parallel rank, pipeline stage and expert-parallel rank: the last number, if any is."""
+    files = {}
+    for numbers, path in places.items():
+        first, *others = numbers
+        expert = others.pop() if others and (has_expert_ranks or len(others) == 2) else 0
+        files[first, others[0] if others else 0, expert] = path
+    ranks, stages, experts = (max(place[i] for place in files) + 1 for i in range(3))
+    every = [(r, s, e) for r in range(ranks) for s in range(stages) for e in range(experts)]
+    missing = [
+        "_".join((f"{r:02}", f"{s:03}", *([f"{e:03}"] * (experts > 1)))) for r, s, e in every if (r, s, e) not in files
+    ]
     if missing:
-        raise UserError(f"{folder} lacks mp_rank_ {', '.join(missing)} of {ranks} x {stages} (tensor x pipeline)")
-    return [[_file(files[rank, stage]) for stage in range(stages)] for rank in range(ranks)]
+        sizes = f"{ranks} x {stages}" + (
+            f" x {experts} (tensor x pipeline x expert)" if experts > 1 else " (tensor x pipeline)"
+        )
+        raise UserError(f"{folder} lacks mp_rank_ {', '.join(missing)} of {sizes}")
+    return [[[files[r, s, e] for e in range(experts)] for s in range(stages)] for r in range(ranks)]
 
 
 def _file(folder: Path) -> Path:
@@ -189,20 +217,36 @@ def _models(contents: Mapping[str, Any]) -> list[Any]:
     return [contents[name] for name in names]
 
 
-def _part(models: list[Any], path: Path) -> _Part:
-    """One part from what each rank has of it.
+def _part(models: list[list[Any]], path: Path) -> _Part:
+    """One part from what each tensor-parallel rank, and of these each expert-parallel one, has of it.
 
     Raises:
       UserError: the ranks have different tensors.
     """
-    tensors = [dict(flattened(model)) for model in models]
+    tensors = [_rank(of_rank) for of_rank in models]
     for rank, other in enumerate(tensors):
         differing = set(tensors[0]) ^ set(other)
-        differing |= {n for n in set(tensors[0]) & set(other) if tensors[0][n].shape != other[n].shape}
+        differing |= {n for n in set(tensors[0]) & set(other) if _shapes(tensors[0][n]) != _shapes(other[n])}
         if differing:
             raise UserError(f"{path} and its like on rank {rank} differ in {', '.join(sorted(differing))}")
+    odd = sorted(name for name, copies in tensors[0].items() if len(set(_shapes(copies))) > 1)
+    if odd:
+        raise UserError(f"{path} and its like on other expert-parallel ranks differ in the shapes of {', '.join(odd)}")
     layers = {int(match[0]) for name in tensors[0] if (match := _LAYER.search(name))}
     return _Part(tensors, max(layers, default=-1) + 1)
+
+
+def _shapes(copies: list[Any]) -> list[tuple[int, ...]]:
+    return [tuple(one.shape) for one in copies]
+
+
+def _rank(models: list[Any]) -> dict[str, list[Any]]:
+    """A tensor-parallel rank's tensors from what each expert-parallel rank has of them."""
+    found: dict[str, list[Any]] = {}
+    for rank, model in enumerate(models):
+        for name, tensor in by_expert(dict(flattened(model)), rank, len(models)):
+            found.setdefault(name, []).append(tensor)
+    return found
 
 
 def flattened(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -222,9 +266,9 @@ def _later(name: str, layers: int) -> str:
     return _LAYER.sub(lambda match: str(int(match[0]) + layers), name)
 
 
-def _joined(parts: list[_Part]) -> dict[str, list[Any]]:
+def _joined(parts: list[_Part]) -> dict[str, list[list[Any]]]:
     """All parts' tensors by rank, with layers counted over all parts."""
-    shards_by_name: dict[str, list[Any]] = {}
+    shards_by_name: dict[str, list[list[Any]]] = {}
     before = 0
     for part in parts:
         for name in part.tensors[0]:

@@ -1,11 +1,12 @@
 """Megatron-LM's names of tensors, in its own format and in Megatron-Core's, and the order of their rows."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
+from mtjax.theory.families.decoder import DENSE
 
 LAYERS = "stack.layers"
 
@@ -122,13 +123,14 @@ GROUPED_SINCE = 2.0
 """The first version that orders rows by heads, as those that know grouped queries do."""
 
 
-def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> Table:
+def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_grouped: bool = False) -> Table:
     """The tensors of GPT, Llama and BERT in a version of the format.
 
     Args:
       version: `checkpoint_version`.
       names: what the implementation calls them.
       queries_per_group: query heads that share a key and a value head.
+      is_grouped: whether the experts of a rank are one module.
 
     Raises:
       UserError: the version is unknown, or has no grouped queries.
@@ -137,10 +139,13 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1) -> 
         raise UserError(f"checkpoint_version is {version:g}, and the known ones are 0, 1, 2 and 3")
     if queries_per_group > 1 and version < GROUPED_SINCE:
         raise UserError(f"checkpoint_version {version:g} has no grouped queries, which need version 2 or 3")
+    layer = _layer(names, QKV_ORDERS[version], queries_per_group)
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
         row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
-        *_layer(names, QKV_ORDERS[version], queries_per_group),
+        *layer,
+        *(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers")) for of in layer),
+        *(() if names.is_legacy else _experts(names, is_grouped)),
         *_norm("final_norm", f"{names.stack}.{names.final_norm}"),
         row("output", names.output, "vocab embed"),
         *(_bert() if names.is_legacy else ()),
@@ -161,12 +166,40 @@ def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, .
         *linear(f"{attention}.qkv", qkv, "embed", qkv_order),
         *_grouped(f"{attention}.qkv", f"{qkv}.weight", "weight", " embed", queries_per_group),
         *_grouped(f"{attention}.qkv", f"{qkv}.bias", "bias", "", queries_per_group),
+        *(
+            row(
+                f"{attention}.{ours}_norm.scale", f"{names.layer}.self_attention.{ours[0]}_layernorm.weight", "head_dim"
+            )
+            for ours in ("query", "key")
+        ),
         *linear(f"{attention}.output", f"{names.layer}.{names.projection}", "heads*head_dim", "embed"),
         *_norm(f"{LAYERS}.mlp_norm", f"{names.layer}.{names.mlp_norm}"),
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "mlp"),
         # Of a rank, first all rows of its gate, then all of its other projection.
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "gate*mlp"),
         *linear(f"{LAYERS}.mlp.down", f"{names.layer}.{names.down}", "mlp", "embed"),
+    )
+
+
+def _experts(names: Names, is_grouped: bool) -> tuple[Row, ...]:
+    """A router and its experts; their norm is a module of its own, whatever the implementation."""
+    ours, theirs = f"{LAYERS}.experts", f"{names.layer}.mlp"
+    up, down = (
+        f"{theirs}.experts.{name}.weight{{expert}}"
+        if is_grouped
+        else f"{theirs}.experts.local_experts.{{expert}}.{name}.weight"
+        for name in ("linear_fc1", "linear_fc2")
+    )
+    return (
+        *_norm(f"{ours}_norm", f"{names.layer}.pre_mlp_layernorm."),
+        row(f"{ours}.router.weight", f"{theirs}.router.weight", "routes embed"),
+        row(f"{ours}.router.bias", f"{theirs}.router.expert_bias", "routes"),
+        Row(f"{ours}.up.weight", (Tensor(up, dims("mlp embed"), each=True),)),
+        Row(f"{ours}.up.weight", (Tensor(up, dims("gate*mlp embed"), each=True),)),
+        Row(f"{ours}.down.weight", (Tensor(down, dims("embed mlp"), each=True),)),
+        row(f"{ours}.shared.up.weight", f"{theirs}.shared_experts.linear_fc1.weight", "mlp embed"),
+        row(f"{ours}.shared.up.weight", f"{theirs}.shared_experts.linear_fc1.weight", "gate*mlp embed"),
+        row(f"{ours}.shared.down.weight", f"{theirs}.shared_experts.linear_fc2.weight", "embed mlp"),
     )
 
 

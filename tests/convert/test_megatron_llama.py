@@ -217,9 +217,8 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     [
         ("rotary_percent", 0.5),
         ("rotary_interleaved", True),
-        ("qk_layernorm", True),
+        ("qk_l2_norm", True),
         ("window_size", (128, 0)),
-        ("num_experts", 8),
         ("position_embedding_type", "yarn"),
     ],
 )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from tests.parity.megatron_core.cases import (
     RUN,
     SCHEDULES,
     SEQUENCE,
-    SPLITS,
     VOCAB,
+    splits_of,
 )
 from tests.tiny import mesh_of
 
@@ -50,7 +51,14 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/train/megatron_schedules.json"
-SPLIT = pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}")
+SPLIT_MODELS = pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(name, split, id=f"{name}-{'x'.join(map(str, split))}")
+        for name in MODELS
+        for split in splits_of(name)
+    ],
+)
 MODEL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -82,7 +90,7 @@ def write_corpus(prefix: Path) -> None:
 def converted(theirs: Path) -> dict[str, Path]:
     """Their models, each of one file, as our weights."""
     for name in MODELS:
-        convert(f"megatron:{theirs / 'models' / name / '1x1'}", f"mtjax:{theirs / 'converted' / name}")
+        convert(f"megatron:{theirs / 'models' / name / '1x1x1'}", f"mtjax:{theirs / 'converted' / name}")
     return {name: theirs / "converted" / name for name in MODELS}
 
 
@@ -108,29 +116,28 @@ def test_their_models_give_their_logits_in_ours(name: str, theirs: Path, convert
         assert relative(our_logits(converted[name], tokens, mesh), logits) < 1e-5
 
 
-@MODEL
-@SPLIT
+@SPLIT_MODELS
 def test_any_split_of_theirs_is_the_same_model(
-    name: str, split: tuple[int, int], theirs: Path, converted: dict[str, Path], tmp_path: Path
+    name: str, split: tuple[int, int, int], theirs: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     """The ranks' parts are those of Megatron's distributed checkpoints: each of its modules says where they stand."""
-    folder = theirs / "models" / name / f"{split[0]}x{split[1]}"
-    assert len(list(folder.rglob("model_optim_rng.pt"))) == split[0] * split[1]
+    folder = theirs / "models" / name / "x".join(map(str, split))
+    assert len(list(folder.rglob("model_optim_rng.pt"))) == prod(split)
     convert(f"megatron:{folder}", f"mtjax:{tmp_path / 'ours'}")
     assert fingerprints(tmp_path / "ours") == fingerprints(converted[name])
 
 
-@MODEL
-@SPLIT
+@SPLIT_MODELS
 def test_what_we_write_is_what_they_do(
-    name: str, split: tuple[int, int], theirs: Path, converted: dict[str, Path], tmp_path: Path
+    name: str, split: tuple[int, int, int], theirs: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
     """File by file and tensor by tensor, to the bit, under the same names."""
     import torch
 
-    sizes = ("--tensor", str(split[0]), "--pipeline", str(split[1]), "--transformer-impl", "local")
+    sizes = (f"--{kind}={count}" for kind, count in zip(("tensor", "pipeline", "expert"), split, strict=True))
+    sizes = (*sizes, "--transformer-impl", "local")
     convert(f"mtjax:{converted[name]}", f"megatron:{tmp_path / 'ours'}", *sizes)
-    folder = theirs / "models" / name / f"{split[0]}x{split[1]}/iter_0000010"
+    folder = theirs / "models" / name / "x".join(map(str, split)) / "iter_0000010"
     files = [path.relative_to(folder) for path in folder.rglob("*.pt")]
     assert sorted(path.relative_to(tmp_path / "ours/release") for path in tmp_path.rglob("*.pt")) == sorted(files)
     for place in files:
@@ -146,7 +153,7 @@ def test_what_we_write_is_what_they_do(
             assert getattr(found["args"], argument) == MODELS[name][argument], argument
 
 
-def real_rows(tensor: str, split: tuple[int, int], place: Path, rows: int) -> int:
+def real_rows(tensor: str, split: tuple[int, ...], place: Path, rows: int) -> int:
     """Rows of a rank's tensor that are not padding."""
     if tensor not in ("embedding.word_embeddings.weight", "output_layer.weight"):
         return rows
@@ -246,7 +253,7 @@ def test_twenty_steps_have_their_losses(name: str, mesh: str, theirs: Path, tmp_
 
     Their loss takes the padding of the vocabulary for tokens, and so does ours when it is told that they are.
     """
-    source = theirs / "models" / name / "1x1"
+    source = theirs / "models" / name / "1x1x1"
     convert(f"megatron:{source}", f"mtjax:{tmp_path / 'ours'}", "--vocab-size", str(VOCAB))
     weights = find_weights(tmp_path / "ours")
     program = make_program(run_config(weights.config), mesh_of(mesh))

@@ -49,6 +49,49 @@ LLAMA = {
     "use_rope_scaling": False,
     "untie_embeddings_and_output_weights": True,
 }
+EXPERTS = LLAMA | {
+    "qk_layernorm": False,
+    "num_experts": 8,
+    "moe_layer_freq": 1,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.001,
+}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": EXPERTS
+    | {
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.02,
+    },
+    "experts, softmax before the choice, groups": EXPERTS
+    | {
+        "moe_router_pre_softmax": True,
+        "qk_layernorm": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+    },
+    "experts by sigmoid and bias, in groups, behind an MLP": EXPERTS
+    | {
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt untied, exact gelu": GPT | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
@@ -63,10 +106,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 1,
         "kv_channels": 8,
     },
+    **WITH_EXPERTS,
 }
 """Megatron's arguments by the model's name."""
-SPLITS = ((1, 1), (2, 2), (4, 1))
-"""Tensor-parallel ranks and pipeline stages."""
+SPLITS = ((1, 1, 1), (2, 2, 1), (4, 1, 1))
+"""Tensor-parallel ranks, pipeline stages and expert-parallel ranks."""
+EXPERT_SPLITS = {
+    "experts": (1, 1, 4),
+    "experts, softmax before the choice, groups": (2, 1, 2),
+    "experts by sigmoid and bias, in groups, behind an MLP": (2, 2, 2),
+}
+"""Of models with experts, one besides a single rank."""
+
+
+def splits_of(name: str) -> tuple[tuple[int, int, int], ...]:
+    """Those in which a model is saved."""
+    return ((1, 1, 1), EXPERT_SPLITS[name]) if name in EXPERT_SPLITS else SPLITS
+
 
 CORPORA = {"a": (31, 17), "b": (7, 400), "c": (90, 9)}
 """Documents of each corpus, and the most tokens of one."""

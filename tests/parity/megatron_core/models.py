@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,25 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.parity.megatron_core.cases import MODELS, SPLITS, TOKENS, VOCAB
+from tests.parity.megatron_core.cases import MODELS, TOKENS, VOCAB, splits_of
 from tests.parity.megatron_core.world import world
 
 ITERATION = 10
 
 
-def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> TransformerConfig:
+EXPERTS = (
+    *("moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+)
+"""Arguments that its config has under the same names."""
+
+
+def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1) -> TransformerConfig:
     """As `core_transformer_config_from_args` makes it; everything that CUDA alone has is off."""
     return TransformerConfig(
         num_layers=a["num_layers"],
@@ -46,16 +55,25 @@ def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> Transfor
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        qk_layernorm=a.get("qk_layernorm", False),
+        expert_model_parallel_size=expert,
+        num_moe_experts=a.get("num_experts"),
+        **({name: a[name] for name in EXPERTS} if "num_experts" in a else {}),
     )
 
 
-def build(a: dict[str, Any], tensor: int = 1, pipeline: int = 1) -> GPTModel:
+def build(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1) -> GPTModel:
     """The model of the rank that the process groups in force say."""
     rope = {"rotary_base": a["rotary_base"], "rope_scaling": a["use_rope_scaling"]} if "rotary_base" in a else {}
     rope |= {"rope_scaling_factor": a["rope_scaling_factor"]} if a.get("use_rope_scaling") else {}
+    config, norm = config_of(a, tensor, pipeline, expert), a["normalization"]
+    if "num_experts" in a:
+        layers: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+    else:
+        layers = get_gpt_layer_local_spec(normalization=norm)
     model = GPTModel(
-        config_of(a, tensor, pipeline),
-        get_gpt_layer_local_spec(normalization=a["normalization"]),
+        config,
+        layers,
         vocab_size=a["padded_vocab_size"],
         max_sequence_length=a["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -72,8 +90,8 @@ def shaken(a: dict[str, Any]) -> GPTModel:
     torch.manual_seed(0)
     model = build(a)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for parameter in (*model.parameters(), *model.buffers()):
+            if parameter.dim() == 1 and parameter.is_floating_point():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
@@ -110,12 +128,15 @@ def fill(model: GPTModel, whole: Mapping[Any, ShardedTensor]) -> None:
         part.data.copy_(source.data[at])
 
 
-def save(model: GPTModel, a: dict[str, Any], folder: Path, tensor: int, pipeline: int, rank: int) -> None:
+def save(model: GPTModel, a: dict[str, Any], folder: Path, split: tuple[int, int, int]) -> None:
     """As Megatron-LM's `--ckpt-format torch` names files and what is in them."""
-    first, stage = rank % tensor, rank // tensor
-    path = folder / f"iter_{ITERATION:07}" / f"mp_rank_{first:02}{f'_{stage:03}' if pipeline > 1 else ''}"
+    tensor, pipeline, expert = split
+    ranks = f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if pipeline > 1 else ""
+    ranks += f"_{parallel_state.get_expert_model_parallel_rank():03}" if expert > 1 else ""
+    path = folder / f"iter_{ITERATION:07}" / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}{ranks}"
     path.mkdir(parents=True)
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": tensor} if "num_experts" in a else {}
     content = {
         "args": argparse.Namespace(**a, **sizes, params_dtype=torch.float32, layernorm_epsilon=a["norm_epsilon"]),
         "checkpoint_version": 3.0,
@@ -127,7 +148,7 @@ def save(model: GPTModel, a: dict[str, Any], folder: Path, tensor: int, pipeline
 
 
 def write_models(folder: Path) -> None:
-    """For every model: `NAME/TENSORxPIPELINE`, a checkpoint, and `NAME.npz`, its logits."""
+    """For every model: `NAME/TENSORxPIPELINExEXPERT`, a checkpoint, and `NAME.npz`, its logits."""
     tokens = np.random.default_rng(1).integers(0, VOCAB - 6, (2, TOKENS))
     for name, a in MODELS.items():
         with world():
@@ -135,10 +156,10 @@ def write_models(folder: Path) -> None:
             whole = sharded(model)
             with torch.no_grad():
                 np.savez(folder / f"{name}.npz", tokens=tokens, logits=logits_of(model, tokens).numpy())
-        for tensor, pipeline in SPLITS:
-            for rank in range(tensor * pipeline):
-                with world(tensor, pipeline, rank):
-                    part = build(a, tensor, pipeline)
+        for split in splits_of(name):
+            for rank in range(prod(split)):
+                with world(*split, rank):
+                    part = build(a, *split)
                     with torch.no_grad():
                         fill(part, whole)
-                    save(part, a, folder / name / f"{tensor}x{pipeline}", tensor, pipeline, rank)
+                    save(part, a, folder / name / "x".join(map(str, split)), split)

@@ -23,6 +23,10 @@ def without_cuda() -> None:
     from megatron.core.tensor_parallel import random
 
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it where Transformer Engine is not installed
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -34,17 +38,19 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @contextlib.contextmanager
-def world(tensor: int = 1, pipeline: int = 1, rank: int = 0) -> Iterator[None]:
-    """Megatron's process groups as `rank` of `tensor` x `pipeline` sees them.
+def world(tensor: int = 1, pipeline: int = 1, expert: int = 1, rank: int = 0) -> Iterator[None]:
+    """Megatron's process groups as `rank` of `tensor` x `expert` x `pipeline` sees them; data ranks share the experts.
 
     More than one rank is torch's fake backend: it builds a rank's model, and communicates nothing.
     """
     from megatron.core import parallel_state
 
-    size = tensor * pipeline
+    size = tensor * pipeline * expert
     store = dist.HashStore() if size == 1 else FakeStore()
     dist.init_process_group("gloo" if size == 1 else "fake", store=store, rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=size == 1)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=size == 1
+    )
     try:
         yield
     finally:

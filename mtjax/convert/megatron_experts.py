@@ -1,0 +1,224 @@
+"""Megatron-Core's experts: its arguments and our settings of them, and the names of their matrices on a rank."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtjax.config import Model
+from mtjax.config.sizes import expert_size
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "moe_router_score_function": ("softmax", "sigmoid", None),
+    "moe_expert_capacity_factor": (None, -1, -1.0),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_shared_expert_gate": (False, None),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "moe_extended_tp": (False, None),
+}
+"""Arguments of experts, and the values with which mtjax has the model."""
+BALANCE_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Load balancing by a loss of the same formula as ours, over other tokens each; the second as ours, over a sample."""
+_NUMBER = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
+_OF_GROUP = re.compile(r"(.*\.mlp\.experts)\.linear_fc([12])\.weight(\d+)")
+_ALL_IN_ONE = re.compile(r"(.*\.mlp)\.experts\.weight([12])")
+
+
+def has_experts(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments are of a model with experts; old ones say that there is one where there is an MLP."""
+    count = arguments.get("num_experts")
+    return isinstance(count, int) and count > 1
+
+
+def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
+    """What mtjax lacks for a model with experts that these arguments describe."""
+    wrong = [
+        f"{key} is {arguments[key]!r}"
+        for key, values in ONLY.items()
+        if key in arguments and arguments[key] not in values
+    ]
+    unknown = [kind for kind in _balance(arguments) if kind not in (*BALANCE_TYPES, "none")]
+    wrong += [f"moe_router_load_balancing_type is {kind!r}" for kind in unknown]
+    if _first_dense(arguments) is None:
+        wrong.append(
+            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, and experts are in all layers behind the first"
+        )
+    if arguments.get("add_bias_linear", True):
+        wrong.append("its experts have biases (add_bias_linear)")
+    if arguments.get("moe_router_enable_expert_bias") and arguments.get("moe_router_score_function") != "sigmoid":
+        wrong.append("moe_router_enable_expert_bias is without moe_router_score_function sigmoid")
+    tensor = arguments.get("tensor_model_parallel_size") or 1
+    if (of_experts := arguments.get("expert_tensor_parallel_size") or tensor) != tensor:
+        wrong.append(f"expert_tensor_parallel_size is {of_experts}, and tensor_model_parallel_size {tensor}")
+    groups, kept = _groups(arguments)
+    if kept < groups:
+        wrong += _misfit_groups(arguments.get("moe_router_topk", 2), kept, _is_sigmoid(arguments))
+    return wrong
+
+
+def _misfit_groups(chosen: int, kept: int, is_sigmoid: bool) -> list[str]:
+    """Why groups of experts are not chosen alike: Megatron's by their best `chosen // kept`."""
+    counted, best = chosen // kept, 2 if is_sigmoid else 1
+    if counted == best:
+        return []
+    score = "sigmoid" if is_sigmoid else "softmax"
+    return [f"groups of experts by their best {counted} (mtjax's {score} routers take the best {best})"]
+
+
+def _is_sigmoid(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("moe_router_score_function") == "sigmoid"
+
+
+def _groups(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Groups of experts, and those that are kept."""
+    kept = arguments.get("moe_router_group_topk")
+    return (arguments.get("moe_router_num_groups") or 1, kept) if kept else (1, 1)
+
+
+def _balance(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Kinds of load balancing, with the weight of each."""
+    kinds = arguments.get("moe_router_load_balancing_type") or "none"
+    weights = arguments.get("moe_aux_loss_coeff") or 0.0
+    if isinstance(kinds, list | tuple) and isinstance(weights, list | tuple):
+        return dict(zip(kinds, map(float, weights), strict=True))
+    return {str(kinds): float(weights)}
+
+
+def _first_dense(arguments: Mapping[str, Any]) -> int | None:
+    """Layers before those with experts; None where layers of both kinds alternate."""
+    every = arguments.get("moe_layer_freq", 1) or 1
+    if not isinstance(every, list | tuple):
+        return 0 if every == 1 else None
+    layers = arguments.get("num_layers")
+    dense = list(every).index(1) if 1 in every else len(every)
+    alike = dense < len(every) == layers and all(is_one == 1 for is_one in every[dense:])
+    return dense if alike else None
+
+
+def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings of experts; the arguments are of a model that has some."""
+    chosen = arguments.get("moe_router_topk") or 2
+    groups, kept = _groups(arguments)
+    is_sigmoid = _is_sigmoid(arguments)
+    weights = [weight for kind, weight in _balance(arguments).items() if kind in BALANCE_TYPES]
+    return {
+        "num_experts": arguments["num_experts"],
+        "first_dense_layers": _first_dense(arguments),
+        "experts_top_k": chosen,
+        "expert_size": arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size"),
+        "shared_expert_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
+        "router_score": "sigmoid" if is_sigmoid else "softmax",
+        # Of the chosen experts' logits, softmax is theirs over all, normalised.
+        "router_normalize": chosen > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
+        "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
+        "expert_groups": groups,
+        "expert_groups_kept": kept,
+        "router_bias": bool(arguments.get("moe_router_enable_expert_bias", False)),
+        "router_bias_rate": float(arguments.get("moe_router_bias_update_rate") or 0.001),
+        "balance_loss": sum(weights),
+        "router_z_loss": float(arguments.get("moe_z_loss_coeff") or 0.0),
+        "router_jitter": float(arguments.get("moe_input_jitter_eps") or 0.0),
+    }
+
+
+def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
+    """What Megatron lacks for the experts of a model of ours."""
+    if not model.num_experts:
+        return []
+    is_sigmoid, chosen = model.router_score == "sigmoid", model.experts_top_k
+    wrong = {
+        f"{model.num_experts} experts; take --transformer-impl transformer_engine or local": is_legacy,
+        "experts without biases, where bias is true": model.bias,
+        f"capacity_factor {model.capacity_factor}: it counts places for a microbatch, and mtjax for a sample": (
+            model.capacity_factor is not None
+        ),
+        f"router_score {model.router_score} with router_bias": model.router_bias and not is_sigmoid,
+        "router_score sigmoid without router_normalize": is_sigmoid and chosen > 1 and not model.router_normalize,
+        "experts_top_k 1 with router_normalize": chosen == 1 and model.router_normalize,
+    }
+    misfits = [what for what, holds in wrong.items() if holds]
+    if model.expert_groups_kept < model.expert_groups:
+        misfits += _misfit_groups(chosen, model.expert_groups_kept, is_sigmoid)
+    return misfits
+
+
+def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) -> dict[str, Any]:
+    """Megatron's arguments for the experts of a model of ours, {} without any.
+
+    Args:
+      model: one of which `expert_misfits` says nothing.
+      tensor: tensor-parallel ranks.
+      ranks: expert-parallel ranks.
+      is_grouped: whether all experts of a rank are one module, `--moe-grouped-gemm`.
+    """
+    if not model.num_experts:
+        return {}
+    dense, is_limited = model.first_dense_layers, model.expert_groups_kept < model.expert_groups
+    is_softmax = model.router_score == "softmax"
+    return {
+        "num_experts": model.num_experts,
+        "moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense) if dense else 1,
+        "moe_router_topk": model.experts_top_k,
+        "moe_ffn_hidden_size": expert_size(model),
+        "moe_shared_expert_intermediate_size": model.shared_expert_size or None,
+        "moe_shared_expert_gate": False,
+        "moe_router_score_function": model.router_score,
+        "moe_router_pre_softmax": is_softmax and not model.router_normalize,
+        "moe_router_topk_scaling_factor": None if model.router_scale == 1 else model.router_scale,
+        "moe_router_num_groups": model.expert_groups if is_limited else None,
+        "moe_router_group_topk": model.expert_groups_kept if is_limited else None,
+        "moe_router_enable_expert_bias": model.router_bias,
+        "moe_router_bias_update_rate": model.router_bias_rate,
+        "moe_router_load_balancing_type": "seq_aux_loss" if model.balance_loss else "none",
+        "moe_aux_loss_coeff": model.balance_loss,
+        "moe_z_loss_coeff": model.router_z_loss or None,
+        "moe_input_jitter_eps": model.router_jitter or None,
+        "moe_router_dtype": "fp32",
+        "moe_expert_capacity_factor": None,
+        "moe_grouped_gemm": is_grouped,
+        "expert_model_parallel_size": ranks,
+        "expert_tensor_parallel_size": tensor,
+    }
+
+
+def number_of(name: str) -> int | None:
+    """Of which expert a tensor is; None for others."""
+    match = _NUMBER.search(name)
+    return int(match[0]) if match else None
+
+
+def with_number(name: str, number: int) -> str:
+    """The name of the same tensor of another expert."""
+    return _NUMBER.sub(str(number), name)
+
+
+def by_expert(tensors: Mapping[str, Any], rank: int, ranks: int) -> Iterator[tuple[str, Any]]:
+    """A rank's tensors, those of each of its experts apart and numbered in the model: as SequentialMLP has them.
+
+    TEGroupedMLP counts the weights of one module; GroupedMLP has all in one, each expert's transposed: [embed, mlp] and
+    [mlp, embed], one after the other in memory, whatever the shape.
+
+    Args:
+      tensors: torch's, by names; of one expert-parallel rank.
+      rank: that rank.
+      ranks: how many there are.
+    """
+    for name, tensor in tensors.items():
+        router = tensors.get(f"{match[1]}.router.weight") if (match := _ALL_IN_ONE.fullmatch(name)) else None
+        if match and router is not None:
+            count, hidden = router.shape[0] // ranks, router.shape[1]
+            shape = (count, hidden, -1) if match[2] == "1" else (count, -1, hidden)
+            for i, each in enumerate(tensor.reshape(shape)):
+                yield f"{match[1]}.experts.local_experts.{rank * count + i}.linear_fc{match[2]}.weight", each.T
+            continue
+        name = _OF_GROUP.sub(r"\1.local_experts.\3.linear_fc\2.weight", name)
+        number = number_of(name)
+        if number is None:
+            yield name, tensor
+        else:
+            yield with_number(name, rank * _count(tensors) + number), tensor
+
+
+def _count(tensors: Mapping[str, Any]) -> int:
+    """Experts of a layer on one rank."""
+    return 1 + max(number for name in tensors if (number := number_of(name)) is not None)
