@@ -6,12 +6,20 @@ from typing import Any
 from mtjax.config import Model
 from mtjax.config.sizes import expert_size, num_kv_heads
 from mtjax.convert.families.family import Family, Field, Json
-from mtjax.convert.families.llama import ATTENTION, BLOCK, FIELDS, LAYERS, MLP, read_decoder, table, write_decoder
+from mtjax.convert.families.llama import (
+    ATTENTION,
+    BLOCK,
+    FIELDS,
+    LAYERS,
+    MLP,
+    first_layers,
+    read_decoder,
+    table,
+    write_decoder,
+)
 from mtjax.convert.families.qwen3 import EXPERTS, HEADS
 from mtjax.convert.families.rows import linear, row, stacked
-from mtjax.convert.table import Row
 from mtjax.errors import UserError
-from mtjax.theory.families.decoder import DENSE
 
 SHARED = f"{BLOCK}.mlp.shared_experts"
 OF_ALL = (
@@ -23,11 +31,6 @@ DEFAULTS = {"num_layers": 62, "hidden_size": 4608, "vocab_size": 152_064}
 ALIKE = {"mlp_only_layers": ([], None), "moe_layer_freq": (1, None), "attention_bias": (False,)}
 ROUTER = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
 """Keys of the first versions' own code, which mean one thing in all published models."""
-
-
-def _first(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows of the layers without experts."""
-    return tuple(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers")) for of in rows)
 
 
 def _check_windows(config: Json) -> None:
@@ -84,7 +87,7 @@ def _write(model: Model) -> dict[str, Any]:
 DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    table=table("dots1", *ATTENTION, *HEADS, *EXPERTS, *OF_ALL, *_first((*ATTENTION, *HEADS, *MLP))),
+    table=table("dots1", *ATTENTION, *HEADS, *EXPERTS, *OF_ALL, *first_layers(*ATTENTION, *HEADS, *MLP)),
     fields=(
         *(replace(field, default=DEFAULTS.get(field.ours, field.default)) for field in FIELDS),
         Field("first_dense_layers", "first_k_dense_replace", 0),

@@ -1,5 +1,6 @@
 """transformers' `llama`: Llama 1, 2 and 3, and all models in the same format."""
 
+from dataclasses import replace
 from typing import Any
 
 from mtjax.config import Model
@@ -8,6 +9,7 @@ from mtjax.convert.families.family import Family, Field, Json, head_json, head_s
 from mtjax.convert.families.rows import attention, decoder, linear, norm, stacked
 from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
+from mtjax.theory.families.decoder import DENSE
 
 LAYERS, BLOCK = "stack.layers", "model.layers.{layer}"
 
@@ -21,6 +23,13 @@ MLP = (
     *stacked(f"{LAYERS}.mlp.up", "gate", (f"{BLOCK}.mlp.gate_proj", f"{BLOCK}.mlp.up_proj"), "embed", "mlp"),
     *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.down_proj", "mlp", "embed"),
 )
+
+
+def first_layers(*rows: Row) -> tuple[Row, ...]:
+    """The rows of layers without experts, in a model whose others have some."""
+    return tuple(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers")) for of in rows)
+
+
 FREQUENCIES = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 

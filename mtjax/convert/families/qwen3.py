@@ -11,11 +11,13 @@ from mtjax.convert.families.llama import (
     FIELDS,
     LAYERS,
     MLP,
+    first_layers,
     read_decoder,
     table,
     write_decoder,
 )
 from mtjax.convert.families.rows import experts, norm, row
+from mtjax.errors import UserError
 
 HEADS = tuple(
     row(f"{LAYERS}.attention.{ours}_norm.scale", f"{BLOCK}.self_attn.{theirs}_norm.weight", "head_dim")
@@ -40,7 +42,20 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 def _read_experts(config: Json, names: frozenset[str]) -> dict[str, Any]:
     count = config.get("num_local_experts", config.get("num_experts", 128))
-    return {**_read_alike(config, names), "num_experts": count}
+    return {**_read_alike(config, names), "num_experts": count, "first_dense_layers": _first_dense(config)}
+
+
+def _first_dense(config: Json) -> int:
+    """Layers before those with experts: every `decoder_sparse_step`th, counted from 1, but for `mlp_only_layers`."""
+    layers, step = config.get("num_hidden_layers", FIELDS[0].default), config.get("decoder_sparse_step", 1)
+    without = config.get("mlp_only_layers") or []
+    dense = [i for i in range(layers) if i in without or (i + 1) % step]
+    if dense != list(range(len(dense))):
+        raise UserError(
+            f"decoder_sparse_step {step} and mlp_only_layers {without} put layers without experts behind some that "
+            "have experts, and mtjax's are the first"
+        )
+    return len(dense)
 
 
 def _write_alike(model: Model) -> dict[str, Any]:
@@ -54,8 +69,8 @@ def _write(model: Model) -> dict[str, Any]:
 def _write_experts(model: Model) -> dict[str, Any]:
     # Version 5 of transformers calls their number num_local_experts.
     count = {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
-    every = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": expert_size(model)}
-    return {**_write_alike(model), **count, **every}
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_dense_layers))}
+    return {**_write_alike(model), **count, **layers, "moe_intermediate_size": expert_size(model)}
 
 
 QWEN3 = Family(
@@ -71,7 +86,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    table=table("qwen3_moe", *ATTENTION, *HEADS, *EXPERTS),
+    table=table("qwen3_moe", *ATTENTION, *HEADS, *EXPERTS, *first_layers(*ATTENTION, *HEADS, *MLP)),
     fields=(
         *FIELDS,
         Field("experts_top_k", "num_experts_per_tok", 8),
@@ -80,5 +95,5 @@ QWEN3_MOE = Family(
     ),
     read=_read_experts,
     write=_write_experts,
-    only=ONLY | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    only=ONLY,
 )
