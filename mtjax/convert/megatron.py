@@ -15,7 +15,7 @@ from mtjax.config import Config, Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
-from mtjax.convert.megatron_experts import expert_arguments, number_of, with_number
+from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
 from mtjax.convert.megatron_tables import (
     LEGACY,
@@ -167,7 +167,8 @@ class MegatronSink:
         for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
             for rank in range(ranks):
-                part = narrowed(tensor.extract(array, parameter, (rank, ranks)), self._dtype, name)
+                own = tensor.extract(array, parameter, (rank, ranks))
+                part = own if name.endswith(BIAS) else narrowed(own, self._dtype, name)
                 files = [tensors for place, tensors in self._collected.items() if place[0] == rank]
                 for local in (name, *self._copies.get(name, ())):
                     for tensors in files:
@@ -244,6 +245,8 @@ class MegatronSink:
         for name, shape in shapes.items():
             parts[name] = whole[start : start + prod(shape)].reshape(shape)
             start += prod(shape)
+            if name.endswith(BIAS):
+                parts[name] = np.empty(shape, np.float32)
         return parts
 
 

@@ -19,6 +19,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 """Arguments of experts, and the values with which mtjax has the model."""
 BALANCE_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load balancing by a loss of the same formula as ours, over other tokens each; the second as ours, over a sample."""
+BIAS = ".mlp.router.expert_bias"
+"""What the names of routers' biases end with: float32 whatever the other tensors are."""
 _NUMBER = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 _OF_GROUP = re.compile(r"(.*\.mlp\.experts)\.linear_fc([12])\.weight(\d+)")
 _ALL_IN_ONE = re.compile(r"(.*\.mlp)\.experts\.weight([12])")

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtjax.convert.megatron_experts import by_expert
+from mtjax.convert.megatron_experts import BIAS, by_expert
 from mtjax.convert.stream import check_folder, looks_like, understood
 from mtjax.errors import UserError, require
 
@@ -95,7 +95,9 @@ class MegatronCheckpoint:
         return tensor.numpy()
 
     def _common_dtype(self) -> str:
-        kinds = {str(by[0][0].dtype).removeprefix("torch.") for by in self._tensors.values()}
+        kinds = {
+            str(by[0][0].dtype).removeprefix("torch.") for name, by in self._tensors.items() if not name.endswith(BIAS)
+        }
         odd = kinds - {"float32", "float16", "bfloat16"}
         if odd:
             raise UserError(f"{self.folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")

@@ -13,6 +13,7 @@ from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import rows_of
 from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
 from mtjax.errors import UserError
+from mtjax.models.mixers.experts import ROUTER_BIAS
 
 
 class Shards(Protocol):
@@ -62,7 +63,9 @@ class NamedWeights:
         sizes = parameter.sizes
         if VOCAB in sizes:
             sizes[VOCAB] = self.vocab_rows
-        slice_ = np.empty(tuple(sizes.values()), DTYPES[self.shards.dtype])
+        # Biases add up small steps, and stay float32 beside weights of 16 bits.
+        dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
+        slice_ = np.empty(tuple(sizes.values()), dtype)
         for tensor in self.selection.tensors_of(parameter):
             self._read(tensor, name_of(tensor, layer), slice_, parameter)
         return with_vocab(slice_, parameter, rows_of(self.config.model))

@@ -127,6 +127,24 @@ def test_experts_of_one_module_are_written(reference: tuple[Path, dict[str, np.n
     np.testing.assert_array_equal(found.numpy(), rows(tensors, 1, 3, 1))
 
 
+def test_biases_of_routers_stay_float32(reference: tuple[Path, dict[str, np.ndarray]], tmp_path: Path):
+    folder, _ = reference
+    bias = 1 + torch.arange(EXPERTS) / 10_000  # float16 has no such steps
+    for path in (folder / "theirs").rglob("*.pt"):
+        content = torch.load(path, weights_only=False)
+        content["args"].moe_router_score_function, content["args"].moe_router_enable_expert_bias = "sigmoid", True
+        content["model"] |= {f"decoder.layers.{i}.mlp.router.expert_bias": bias + i for i in range(2)}
+        target = tmp_path / "biased" / path.parent.name / path.name
+        target.parent.mkdir(parents=True)
+        torch.save(content, target)
+    assert run(f"megatron:{tmp_path / 'biased'}", f"mtjax:{tmp_path / 'ours'}", "--vocab-multiple", "256") == 0
+    assert run(f"mtjax:{tmp_path / 'ours'}", f"megatron:{tmp_path / 'back'}") == 0
+    model = torch.load(next((tmp_path / "back").rglob("*.pt")), weights_only=False)["model"]
+    found = model["decoder.layers.1.mlp.router.expert_bias"]
+    assert found.dtype == torch.float32 and torch.equal(found, bias + 1)
+    assert model["decoder.layers.1.mlp.router.weight"].dtype == torch.float16
+
+
 def test_ranks_that_do_not_fit_are_one_sentence(
     reference: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
