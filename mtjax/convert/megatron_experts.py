@@ -54,7 +54,7 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
         wrong.append(f"expert_tensor_parallel_size is {of_experts}, and tensor_model_parallel_size {tensor}")
     groups, kept = _groups(arguments)
     if kept < groups:
-        wrong += _misfit_groups(arguments.get("moe_router_topk", 2), kept, _is_sigmoid(arguments))
+        wrong += _misfit_groups(arguments.get("moe_router_topk") or 2, kept, _is_sigmoid(arguments))
     return wrong
 
 

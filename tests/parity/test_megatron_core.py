@@ -18,6 +18,7 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.convert.__main__ import main
+from mtjax.convert.megatron_experts import by_expert
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
@@ -31,6 +32,7 @@ from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import (
     CORPORA,
+    COUNTS,
     DATASETS,
     EOD,
     MODELS,
@@ -159,6 +161,22 @@ def real_rows(tensor: str, split: tuple[int, ...], place: Path, rows: int) -> in
         return rows
     rank = int(place.parts[0].split("_")[2])
     return min(rows, VOCAB - 6 - rank * (VOCAB // split[0]))
+
+
+def test_experts_of_one_tensor_are_what_it_computes_with(theirs: Path) -> None:
+    import torch
+
+    saved = {name: torch.from_numpy(a) for name, a in np.load(theirs / "grouped.npz").items()}
+    hidden, router = saved["tokens"].shape[1], "0.mlp.router.weight"
+    rank = {router: torch.zeros(8, hidden)} | {f"0.mlp.experts.{n}": saved[n] for n in ("weight1", "weight2")}
+    weights, start, parts = dict(by_expert(rank, 0, 1)), 0, []
+    for expert, count in enumerate(COUNTS):
+        up, down = (weights[f"0.mlp.experts.local_experts.{expert}.linear_fc{n}.weight"] for n in (1, 2))
+        gate, value = (saved["tokens"][start : start + count] @ up.T).chunk(2, -1)
+        gates = saved["gates"][start : start + count, None]
+        parts.append((torch.nn.functional.silu(gate) * value * gates) @ down.T)
+        start += count
+    assert relative(torch.cat(parts).numpy(), saved["out"].numpy()) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["gpt untied, exact gelu", "llama", "llama tied, scaled rope"])

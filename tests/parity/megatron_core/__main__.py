@@ -11,6 +11,7 @@ from tests.parity.megatron_core.world import without_cuda
 without_cuda()
 
 from tests.parity.megatron_core.datasets import read_back, write_corpora, write_datasets
+from tests.parity.megatron_core.grouped import write_grouped
 from tests.parity.megatron_core.models import write_models
 from tests.parity.megatron_core.schedules import table
 from tests.parity.megatron_core.training import write_run
@@ -21,6 +22,7 @@ def main(folder: Path) -> None:
     for name in ("corpora", "datasets", "models"):
         (folder / name).mkdir()
     write_models(folder / "models")
+    write_grouped(folder / "grouped.npz")
     write_corpora(folder / "corpora")
     write_datasets(folder / "datasets", folder / "corpora")
     np.savez(folder / "ours.npz", allow_pickle=False, **read_back(folder / "ours"))

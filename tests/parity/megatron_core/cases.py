@@ -92,6 +92,8 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
     },
 }
+COUNTS = (3, 0, 2, 5, 1, 4, 2, 3)
+"""Tokens of each of a layer's experts, which come one after the other."""
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt untied, exact gelu": GPT | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
