@@ -52,6 +52,13 @@ FAULTS = (
     ),
     # --- sharding
     Fault(
+        "sharding: tokens for other ranks' experts are put where this rank has its own",
+        "_starts(sizes)[me], arriving)",
+        "_starts(leaving), arriving)",
+        "sharding",
+        "test_rows_arrive_by_ranks_and_come_home_added_up",
+    ),
+    Fault(
         "sharding: of a turn between ranks that share samples, a pair of chunks counts for the wrong queries",
         "first = jnp.where(before, other_sums, NEVER)",
         "first = jnp.where(before, NEVER, other_sums)",

@@ -187,7 +187,14 @@ def check_experts(config: Config) -> None:
       UserError: the first that don't.
     """
     model, default = config.model, Model()
-    count, chosen = model.num_experts, model.experts_top_k
+    count, chosen, method = model.num_experts, model.experts_top_k, config.parallel.expert_method
+    if method != "gather" and not count:
+        raise UserError(f"expert_method is {method}, and num_experts is 0: set num_experts, or leave it out")
+    if method != "gather" and model.capacity_factor is not None:
+        raise UserError(
+            f"expert_method is {method}, and capacity_factor {model.capacity_factor:g} has tokens exchanged by places "
+            "already: leave one of the two out"
+        )
     if not count:
         for name in sorted(EXPERTS - {"num_experts"}):
             if getattr(model, name) != getattr(default, name):

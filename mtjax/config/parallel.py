@@ -29,6 +29,9 @@ class Parallel:
     context_method: Literal["ring", "gather"] = "ring"
     """How keys and values come to the queries of other ranks over `context`: ring sends them from rank to rank while
     attention computes, gather sends all of them to all before it."""
+    expert_method: Literal["gather", "exchange"] = "gather"
+    """How tokens come to the experts of other ranks over `expert`: gather sends all tokens to all ranks, exchange each
+    token to those ranks whose experts it goes to. No token is lost either way."""
     zero: Literal[0, 1, 2, 3] = 0
     """Split over `data`, `context` and `expert` what every rank would otherwise hold a copy of: 1 the optimizer's
     state, 2 also the gradients, 3 also the parameters (FSDP)."""

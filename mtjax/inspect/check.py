@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, SUMS, Collective
+from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
 from mtjax.inspect.hlo import Array, dtype_bits
 from mtjax.inspect.phases import combined_paths, phase_of
 from mtjax.inspect.widened import NARROW
@@ -179,7 +179,7 @@ def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
 
 def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is_gpu: bool) -> Line:
     """Takes the entries that fulfil a line."""
-    kinds = {required.line.kind} | ({ALL_REDUCE} if required.line.kind == REDUCE_SCATTER and not is_gpu else set())
+    kinds = {required.line.kind} | (set() if is_gpu else set(ON_CPUS.get(required.line.kind, ())[:1]))
     fitting = [
         e
         for e in entries
@@ -282,7 +282,7 @@ def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tu
         elif dtype != required.dtype:
             notes.append(f"{dtype} for {required.dtype}: CPU programs widen it")
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
-        notes.append("all-reduce and slice: CPU programs write a reduce-scatter that way")
+        notes.append(ON_CPUS[required.line.kind][1])
     return wrong, notes
 
 

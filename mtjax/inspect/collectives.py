@@ -17,18 +17,25 @@ ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
 ALL_TO_ALL = "all-to-all"
 REDUCE_SCATTER = "reduce-scatter"
+RAGGED = "ragged-all-to-all"
 SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 KINDS = (
     ALL_REDUCE,
     ALL_GATHER,
     REDUCE_SCATTER,
     ALL_TO_ALL,
-    "ragged-all-to-all",
+    RAGGED,
     "collective-permute",
     "collective-broadcast",
     "send",
     "recv",
 )
+
+ON_CPUS = {
+    REDUCE_SCATTER: (ALL_REDUCE, "all-reduce and slice: CPU programs write a reduce-scatter that way"),
+    RAGGED: (ALL_TO_ALL, "an all-to-all of what there is room for: XLA for CPUs has no ragged one"),
+}
+"""Kind of a collective -> what CPU programs have in its place, and how that is said."""
 
 _IDLE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 _COMMUNICATES = re.compile(r"(?:replica_groups|source_target_pairs|channel_id|is_host_transfer)=")
@@ -56,7 +63,8 @@ class Collective:
     is_exact: bool
     """False in a loop of unknown length or a branch."""
     arrays: tuple[Array, ...]
-    """The full arrays that it works on: the operand of a reduction, the result of a gather."""
+    """The full arrays that it works on: the operand of a reduction, the result of a gather, the longer of what a ragged
+    all-to-all has room for before and after."""
     is_async: bool
     """Whether other work may run between its start and its end."""
     hidden_behind: tuple[str, ...]
@@ -65,6 +73,8 @@ class Collective:
     """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
     made_in: tuple[str | None, ...] = ()
     """Of several arrays summed in one operation, the phase of what makes each, where that has a name."""
+    sent_share: float = 1.0
+    """Of its arrays, what is expected to be sent, where that is known at run time."""
 
     @property
     def elements(self) -> int:
@@ -77,9 +87,16 @@ class Collective:
         return sum(a.bytes for a in self.arrays)
 
     @property
+    def sent_bytes(self) -> float:
+        """Of them, those that are expected to be sent; before a ragged all-to-all XLA has ranks tell each other where
+        rows go, 8 bytes each."""
+        beside = 8 * self.group_size if self.kind == RAGGED else 0
+        return self.payload_bytes * self.sent_share + beside
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends in one execution, by the ring algorithms."""
-        return self.payload_bytes * ring_factor(self.kind, self.group_size)
+        return self.sent_bytes * ring_factor(self.kind, self.group_size)
 
     @property
     def is_known(self) -> bool:
@@ -87,16 +104,20 @@ class Collective:
         return self.kind in KINDS and self.axes is not None and self.is_exact
 
 
-def find_collectives(module: Module, mesh: Mapping[str, int], devices_per_server: int) -> list[Collective]:
+def find_collectives(
+    module: Module, mesh: Mapping[str, int], devices_per_server: int, ragged_share: float = 1.0
+) -> list[Collective]:
     """All collectives, in order of execution.
 
     Args:
       module: an optimized program.
       mesh: ways of each mesh axis, outermost first; places of the mesh are the program's partitions.
       devices_per_server: neighbours in the mesh that share a server.
+      ragged_share: of what a ragged all-to-all has room for, what is expected to be sent.
     """
     candidates = (_collective(site, module, mesh, devices_per_server) for site in walk(module))
-    return [c for c in candidates if c is not None]
+    found = [c for c in candidates if c is not None]
+    return [replace(c, sent_share=ragged_share) if c.kind == RAGGED else c for c in found]
 
 
 def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server: int) -> Collective | None:
@@ -205,6 +226,8 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
     if kind == ALL_TO_ALL and len(operands) > 1 and not instruction.dimensions("dimensions"):
         # One operand for each rank: parts of the array that is exchanged.
         return (replace(operands[0], dims=(len(operands), *operands[0].dims)),)
+    if kind == RAGGED and len(operands) > 1:  # rows, room for those that come, and four small tables
+        return (max(operands[:2], key=lambda array: array.elements),)
     if kind != ALL_GATHER:
         return operands or instruction.arrays
     # A start's result is (operands, results).

@@ -23,6 +23,7 @@ from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
 from mtjax.theory.flops import compiled_flops
 from mtjax.theory.hardware import Server
+from mtjax.theory.parts.experts import exchanged_share
 from mtjax.theory.parts.heads import Output
 
 
@@ -130,9 +131,9 @@ def report(
     symbols = {**words, **letters(step, words)}
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
-    collectives = find_collectives(
-        step.module, step.mesh_axes, server.gpus if server else step.target.devices_per_server
-    )
+    neighbours, model = server.gpus if server else step.target.devices_per_server, step.config.model
+    ragged_share = exchanged_share(model, step.plan.expert_ways) if model.num_experts else 1.0
+    collectives = find_collectives(step.module, step.mesh_axes, neighbours, ragged_share)
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = unsplit_parameters(step, contract)
     counted = count_flops(step.module)

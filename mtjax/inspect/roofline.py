@@ -122,8 +122,8 @@ class Roofline:
         ways = collective.group_size
         if ways <= 1:
             return 0.0
-        operation = collective.kind if collective.kind in KINDS[:4] else "send"
-        transfer = Transfer("", ways, operation, "", 1, collective.payload_bytes, 1)
+        operation = collective.kind if collective.kind in KINDS[:5] else "send"
+        transfer = Transfer("", ways, operation, "", 1, collective.sent_bytes, 1)
         return self.machines[2].transfer(transfer, inside=max(1, ways // collective.servers))
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, Key
 from mtjax.models.cache import Reading
 from mtjax.models.rotary import Rotation
 from mtjax.sharding.context.turns import Method
+from mtjax.theory.plans import ExpertMethod
 
 RESIDUAL = ("batch", "act_seq", "embed")
 """Logical names of the residual stream's dimensions."""
@@ -38,5 +39,7 @@ class Context:
     """Where this rank's tokens stand in their sample, when ranks share it; None where a rank has all of it."""
     method: Method = "ring"
     """How keys and values come to the queries of other ranks then."""
+    expert_method: ExpertMethod = "gather"
+    """How tokens come to the experts of other ranks."""
     reading: Reading | None = None
     """Where the tokens stand in sequences whose earlier tokens a cache, the layers' state, holds; None without one."""

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from mtjax.config.sizes import divisors
 from mtjax.plan.options import Options
-from mtjax.plan.search import describe
+from mtjax.plan.search import describe, expert_methods
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
 from mtjax.theory.accuracy import accuracy_on
@@ -22,7 +22,7 @@ from mtjax.theory.schedules import bubble, slots
 from mtjax.theory.software import MTJAX
 from mtjax.theory.teaching import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import StepTime, members_inside, step_time
+from mtjax.theory.timing import StepTime, fullest_load, members_inside, step_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""
@@ -66,6 +66,8 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
         demand_table(anatomy, plan, server, options.exposed_share),
         time_table(anatomy, plan, server),
     ]
+    if len(expert_methods(anatomy, plan)) > 1:
+        parts.append(experts_table(anatomy, plan, server))
     if plan.stages > 1:
         parts.append(pipeline_table(anatomy, plan))
     parts.append(summary_table(anatomy, plan, server, options))
@@ -154,12 +156,24 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     )
     machine = Machine(server, plan.element_bytes)
     for c in [*traffic.transfers(anatomy, plan), *traffic.teacher_transfers(plan)]:
-        alone = machine.transfer(c, members_inside(plan, c.axis, server))
+        alone = machine.transfer(c, members_inside(plan, c.axis, server)) * fullest_load(c, anatomy, plan)
         axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
         result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
     if not result.row_count:
         result.add_row("none", *[""] * 6, MODEL)
+    return result
+
+
+def experts_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
+    """The ways in which tokens may come to other ranks' experts, as planned but for this."""
+    note = "--expert-method; sent over the expert ways, by a rank with the mean load; the step with all else as planned"
+    result = table("Tokens to experts", "", "sent", "exposed", "step", "source", note=note)
+    for method in expert_methods(anatomy, plan):
+        option = replace(plan, expert_method=method)
+        time, sent = step_time(anatomy, option, server), traffic.sent_to_experts(anatomy, option)
+        row = si(sent, "B"), seconds(time.expert_axis), seconds(time.total)
+        result.add_row(method + (" (planned)" if method == plan.expert_method else ""), *row, MODEL)
     return result
 
 

@@ -12,7 +12,7 @@ from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import Memory, fullest_stage
 from mtjax.theory.mesh import MeshShape, expert_meshes
-from mtjax.theory.plans import Plan, Recompute
+from mtjax.theory.plans import ExpertMethod, Plan, Recompute
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.timing import StepTime, step_time
 
@@ -118,7 +118,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
             for sequence in space.sequence if base.model_ways > 1 else (False,):
                 for zero in space.zeros if base.data_ways > 1 else (0,):
                     for chunks in allowed:
-                        yield replace(
+                        plan = replace(
                             base,
                             microbatch_size=microbatch,
                             recompute=recompute,
@@ -127,6 +127,13 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             schedule="interleaved" if chunks > 1 else "1f1b",
                             chunks=chunks,
                         )
+                        yield from (replace(plan, expert_method=method) for method in expert_methods(anatomy, plan))
+
+
+def expert_methods(anatomy: Anatomy, plan: Plan) -> tuple[ExpertMethod, ...]:
+    """How tokens may come to other ranks' experts; `gather` alone where there are none, or these have a capacity."""
+    is_free = plan.expert_ways > 1 and anatomy.model.capacity_factor is None
+    return ("gather", "exchange") if is_free else ("gather",)
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
@@ -269,6 +276,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.expert_method != "gather":
+        parts.append(f"experts by {plan.expert_method}")
     if plan.gradient_wire != "float32" and plan.residuals == "jax":
         parts.append(f"gradients sent in {plan.gradient_wire}")
     if plan.stages > 1:

@@ -114,6 +114,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     words = ["mtjax finetune" if is_finetuned else "mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size}
     chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
+    chosen |= {"expert_method": plan.expert_method}
     chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))

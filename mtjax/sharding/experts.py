@@ -6,7 +6,10 @@ be split over `model`.
 Gather: a rank is sent all tokens of its group over `expert`, computes what its own experts make of them, and the sums
 over the experts of all ranks go back to the tokens' ranks. No token is lost, and what is sent has a fixed size.
 
-Exchange: where an expert takes at most so many tokens of a sample, each rank has as many places for every expert and
+Exchange: a rank is sent the tokens that its experts are to see, each once, however many of them it goes to, and sends
+back the sum over these. No token is lost; what is sent depends on where tokens go (`mtjax.sharding.exchange`).
+
+Capacity: where an expert takes at most so many tokens of a sample, each rank has as many places for every expert and
 sample; it sends the tokens in them to the experts' ranks, and these send back what their experts make of them.
 """
 
@@ -21,7 +24,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from mtjax.sharding.axes import explicit_axes, explicit_part, rules_in_force, spec, varying_like
+from mtjax.sharding.exchange import Trip, taken
 from mtjax.sharding.opaque import opaque
+from mtjax.theory.plans import ExpertMethod
 from mtjax.theory.rules import Axes
 
 
@@ -51,6 +56,7 @@ def apply_experts(
     up: tuple[Array, tuple[str, ...]],
     down: tuple[Array, tuple[str, ...]],
     capacity: int | None = None,
+    method: ExpertMethod = "gather",
 ) -> Float[Array, "batch act_seq embed"]:
     """Each token's sum over its experts of gate times output, in the type of x.
 
@@ -62,12 +68,13 @@ def apply_experts(
       up: matrices of all experts in the type of x, with the logical names of their dimensions, "expert" the first.
       down: the same, back to the stream.
       capacity: tokens of a sample that an expert takes at most: the first ones; all when None.
+      method: how tokens come to other ranks' experts; with a capacity by its places.
     """
     rules, tokens = rules_in_force(), spec("batch", "act_seq", None)
     matrices = tuple(explicit_part(spec(*names)) for _, names in (up, down))
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
-    across = _Across(product, rules.expert, is_shared, rules.mlp, sequence, tokens, matrices, capacity)
+    across = _Across(product, rules.expert, is_shared, rules.mlp, sequence, tokens, matrices, capacity, method)
     return _apply(across, x, gates, experts, varying_like(up[0], x), varying_like(down[0], x))
 
 
@@ -87,6 +94,7 @@ class _Across(NamedTuple):
     """Of x, gates and numbers."""
     matrices: tuple[PartitionSpec, ...]
     capacity: int | None
+    method: ExpertMethod
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
         """Every rank runs `body` on its own tokens and its own part of its own experts."""
@@ -107,13 +115,16 @@ class _Across(NamedTuple):
         else:  # here, so that what ranks of `model` sum are the gradients of own tokens
             x, gates = varying_like(x, up), varying_like(gates, up)
         up, down = varying_like(up, x), varying_like(down, x)
-        if self.capacity is None:
+        is_apart = bool(self.expert) and not self.is_shared
+        if self.capacity is None and self.method == "exchange" and is_apart:
+            y = self._exchanged(x, gates, experts, up, down)
+        elif self.capacity is None:
             y = self._gathered(x, gates, experts, up, down)
         else:
             count = up.shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
             places = _Places.of(experts, count, self.capacity)
-            if self.expert and not self.is_shared:
-                y = self._exchanged(x, gates, places, up, down)
+            if is_apart:
+                y = self._placed(x, gates, places, up, down)
             else:
                 y = self._gathered(x, gates, jnp.where(places.is_lost, count, experts), up, down)
         if self.sequence:
@@ -130,7 +141,19 @@ class _Across(NamedTuple):
             return lax.psum(y, self.expert)
         return lax.psum_scatter(y, self.expert, scatter_dimension=0, tiled=True) if self.expert else y
 
-    def _exchanged(self, x: Array, gates: Array, places: "_Places", up: Array, down: Array) -> Array:
+    def _exchanged(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+        """The same sums, from those tokens of other ranks that go to experts here; all ranks know where all go."""
+        here, ways, (width, chosen) = up.shape[0], lax.axis_size(self.expert), (x.shape[-1], gates.shape[-1])
+        gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
+        owners = (experts // here).reshape(ways, -1, 1, chosen)
+        goes = (owners == jnp.arange(ways)[:, None]).any(-1)
+        trip = Trip.of(goes, min(chosen, ways), self.expert)
+        first = lax.axis_index(self.expert) * here
+        numbers = taken(experts - first, trip.arriving, -1)
+        y = self._computed(trip.there(x.reshape(-1, width)), taken(gates, trip.arriving), numbers, up, down)
+        return trip.back(y).astype(x.dtype).reshape(x.shape)
+
+    def _placed(self, x: Array, gates: Array, places: "_Places", up: Array, down: Array) -> Array:
         """The same sums, from what experts are sent."""
         here, ways, width = up.shape[0], lax.axis_size(self.expert), x.shape[-1]
 

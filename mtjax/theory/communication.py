@@ -27,9 +27,10 @@ from mtjax.theory.contract import (
 from mtjax.theory.counts import counts, fullest_counts, learnt_counts
 from mtjax.theory.layout import ZERO_AXES, Layout
 from mtjax.theory.parts.embedding import Lookup, Positions
+from mtjax.theory.parts.experts import exchanged_tokens
 from mtjax.theory.parts.heads import teacher_table
 from mtjax.theory.parts.part import Stream
-from mtjax.theory.plans import Across, Plan
+from mtjax.theory.plans import Across, ExpertMethod, Plan
 from mtjax.theory.rules import MODEL, STAGE
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks, timetable
@@ -49,6 +50,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         scattered,
         plan.gradient_wire,
         plan.across,
+        plan.expert_method,
     )
     return _contract(anatomy, plan.layout(anatomy.model), *settings)
 
@@ -64,6 +66,7 @@ def _contract(
     scattered: bool,
     wire: Dtype,
     across: Across | None,
+    expert_method: ExpertMethod,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     turns = "ticks" if pipeline else "microbatches"
@@ -76,6 +79,7 @@ def _contract(
         turns=turns,
         forward_turns="2*ticks" if pipeline == "recomputed" else turns,
         across=across,
+        expert_method=expert_method,
     )
     lines = [line for part in anatomy.outside for line in part.sends(common)]
     for stack, part in anatomy.layer_parts():
@@ -230,6 +234,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if model.num_experts:
         symbols |= {
             "expert_ways": plan.mesh.expert,
+            "exchanged_tokens": exchanged_tokens(model, plan),
             "expert_parameters": every.experts,
             "unsplit_expert_parameters": every.unsplit_experts,
             "expert_matrices": every.expert_matrices,

@@ -6,7 +6,7 @@ is checked. `mtjax.theory.communication` says which lines a run has.
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ LAYER_PHASES = (LAYER_FORWARD, LAYER_RECOMPUTE, LAYER_BACKWARD)
 SMALL_BYTES = 4096
 """Scalars - a loss, a norm, a token count - may cross any axis outside the layers: at most this much at a time."""
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"]
 Dtype = Literal["compute", "float32", "bfloat16", "int32"]
 Symbols = Mapping[str, int]
 """Word of the formulas -> its value."""
@@ -70,7 +70,8 @@ class Expectation:
     count: str
     """Formula: arrays sent in a step."""
     elements: str
-    """Formula: elements of each; of a gather its result, of a scatter its operand."""
+    """Formula: elements of each; of a gather its result, of a scatter its operand, of a ragged all-to-all the longer of
+    its two: what there is room for."""
     dtype: Dtype = "compute"
     pooled: bool = False
     """Only the total counts: the compiler packs these arrays as it likes."""
@@ -80,6 +81,8 @@ class Expectation:
     """For a pooled line: the compiler may move it out of loops, or drop it where nothing needs it. Any total from once
     to `count` times the elements is right; a sum may stand in any phase after the forward pass."""
     why: str = ""
+    sent: str = ""
+    """Formula: elements of each that are expected to be sent, where that is known at run time; all when empty."""
 
     @property
     def axes(self) -> Axes:
@@ -109,7 +112,7 @@ def add_up(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
     """
     alike: dict[tuple[Any, ...], list[Expectation]] = {}
     for line in lines:
-        kind = (line.phase, line.kind, line.axis, line.dtype, line.pooled, line.also, line.hoisted)
+        kind = (line.phase, line.kind, line.axis, line.dtype, line.pooled, line.also, line.hoisted, line.sent)
         alike.setdefault((*kind, line.count if line.pooled else line.elements), []).append(line)
     return tuple(_added(same) for same in alike.values())
 
@@ -139,6 +142,8 @@ class Requirement:
     elements: int
     dtype: str
     """As HLO spells it: bf16, f32."""
+    sent: int | None = field(default=None, kw_only=True)
+    """Elements of each that are expected to be sent, where that is not all."""
 
     @property
     def total(self) -> int:
@@ -166,7 +171,8 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
                 raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
         if count and mesh.ways(line.axes) > 1:
-            asked.append(Requirement(line.on(mesh), count, elements, types[line.dtype]))
+            sent = evaluate(line.sent, symbols) if line.sent else None
+            asked.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
     return asked
 
 

@@ -13,6 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
 ContextMethod = Literal["ring", "gather"]
+ExpertMethod = Literal["gather", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Plan:
     teacher: Model | None = None
     """The teacher itself, where its weights have been asked what they are: what it holds and computes beside the step
     counts too (`mtjax.theory.teaching`)."""
+    expert_method: ExpertMethod = "gather"
     expert_imbalance: float = 1.0
     """Load of the rank whose experts have most, beside the mean; formulas of time know it alone."""
     loss_chunk: int | None = None
@@ -204,6 +206,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             unrolled=training.unroll_layers,
             context_method=run.parallel.context_method,
+            expert_method=run.parallel.expert_method,
             keeps_documents_apart=run.data.reset_attention_mask,
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,

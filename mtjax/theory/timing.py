@@ -26,6 +26,7 @@ from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.mesh import AXES, MeshShape
+from mtjax.theory.parts.experts import exchanged_share
 from mtjax.theory.parts.part import Product, Scores, Touched, unrepeated
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
@@ -100,7 +101,8 @@ def step_time(
     head = m * _head(anatomy, _alike(plan), machine, software)
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
-        spent[_axis_of(entry)] += machine.transfer(entry, members_inside(plan, entry.axis, server))
+        alone = machine.transfer(entry, members_inside(plan, entry.axis, server))
+        spent[_axis_of(entry)] += alone * fullest_load(entry, anatomy, plan)
     exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = _exposed_turns(spent[CONTEXT], plan, attention)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
@@ -124,6 +126,14 @@ def step_time(
         teacher=_teacher(plan, machine, software),
         hidden=hidden,
     )
+
+
+def fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
+    """How much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank with most
+    has tokens to take, at most all of them."""
+    if entry.operation != "ragged-all-to-all":
+        return 1.0
+    return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.ways))
 
 
 def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:

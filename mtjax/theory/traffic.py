@@ -60,7 +60,7 @@ class Transfer:
     count: float
     """Per GPU and step."""
     elements: float
-    """Of the full array (the gathered side of gather and scatter)."""
+    """Of the full array (the gathered side of gather and scatter); those that are expected to be sent."""
     element_bytes: int
     phase: str = ""
     """Of the contract."""
@@ -85,7 +85,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
             required.line.kind,
             f"{required.line.phase}: {required.line.why}",
             required.count,
-            required.elements,
+            required.elements if required.sent is None else required.sent,
             _element_bytes(required.line, plan),
             required.line.phase,
         )
@@ -133,6 +133,11 @@ def sent_by_axis(entries: list[Transfer]) -> dict[str, float]:
     """Bytes that a GPU sends in a step over each mesh axis that is used."""
     axes = dict.fromkeys(entry.axis for entry in entries)
     return {axis: sum(e.sent for e in entries if e.axis == axis) for axis in axes}
+
+
+def sent_to_experts(anatomy: Anatomy, plan: Plan) -> float:
+    """Bytes that a GPU sends in a step so that tokens meet the experts of other ranks."""
+    return sent_by_axis(transfers(anatomy, plan)).get(EXPERT, 0.0)
 
 
 def bandwidth_demand(sent: float, compute_seconds: float, exposed_share: float) -> float:

@@ -65,6 +65,16 @@ ENTRY %main (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
 }}
 """
 
+RAGGED = f"""{HEADER}
+ENTRY %main (x: bf16[6,8], room: bf16[16,8], at: s64[4]) -> bf16[16,8] {{
+  %x = bf16[6,8]{{1,0}} parameter(0)
+  %room = bf16[16,8]{{1,0}} parameter(1)
+  %at = s64[4]{{0}} parameter(2)
+  %start = ((bf16[6,8]{{1,0}}, bf16[16,8]{{1,0}}, s64[4]{{0}}, s64[4]{{0}}, s64[4]{{0}}, /*index=5*/s64[4]{{0}}), bf16[16,8]{{1,0}}) ragged-all-to-all-start(%x, %room, %at, %at, %at, /*index=5*/%at), channel_id=1, replica_groups=[2,4]<=[8], backend_config={{"collective_backend_config":{{"is_sync":false}}}}
+  ROOT %done = bf16[16,8]{{1,0}} ragged-all-to-all-done(%start)
+}}
+"""
+
 NESTED = (
     LOOP.replace("ENTRY %main", "%inner").replace("%p ", "%q ").replace("(%p)", "(%q)").replace("(p:", "(q:")
     + """

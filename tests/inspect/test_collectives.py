@@ -22,6 +22,13 @@ def test_a_loop_multiplies():
     assert c.wire_bytes == 64 * 2 * 3 / 4
 
 
+def test_of_a_ragged_exchange_the_room_counts_and_what_is_expected_to_be_sent_with_where_it_goes():
+    (c,) = find_collectives(hlo.parse(snippets.RAGGED), MESH, 8, ragged_share=0.25)
+    assert (c.kind, c.axes, c.is_known, c.is_async) == ("ragged-all-to-all", ("model",), True, True)
+    assert [str(array) for array in c.arrays] == ["bf16[16,8]"]
+    assert c.wire_bytes == (0.25 * 16 * 8 * 2 + 4 * 8) * 3 / 4
+
+
 def test_loops_in_loops_multiply():
     (c,) = found(snippets.NESTED)
     assert c.count == 30

@@ -16,6 +16,7 @@ EXPERTS: dict[str, Any] = {"family": "llama", "num_experts": 4, "attention": "xl
 """3 layers, microbatches of 2 samples of 64 tokens; each token goes to 2 of 4 experts."""
 GATHER = EXPERTS | {"mesh": "data=1,expert=4,model=2", "recompute": "none"}
 SPLIT = EXPERTS | {"mesh": "data=2,expert=2,model=2", "sequence_parallel": True}
+EXCHANGE = EXPERTS | {"mesh": "data=1,expert=4,model=2", "expert_method": "exchange"}
 CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
 
 
@@ -25,8 +26,9 @@ CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
         GATHER | {"first_dense_layers": 1},
         pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
+        pytest.param(EXCHANGE | {"first_dense_layers": 1}, marks=pytest.mark.long),
     ],
-    ids=["gather, one layer without", "split sequences, ZeRO-3", "capacity"],
+    ids=["gather, one layer without", "split sequences, ZeRO-3", "capacity", "exchange, one layer without"],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
     assert inspect(tiny(**settings | {"num_layers": 2}), find_target("cpu")).verdict.violations == ()
@@ -54,9 +56,35 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
 
 
 @needs_aot
+def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> None:
+    """2 microbatches, twice forward and three times backward, in arrays with room for all 4 ranks' 2 samples of 64
+    tokens; each rank is sent half of them: of 4 experts a token goes to 2."""
+    report = inspect(tiny(**EXCHANGE | {"recompute": "none"}), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    room, gates, numbers, once = "bf16[512,64]", "f32[8,64,2]", "s32[8,64,2]", 3 * 2
+    found = crossing_in_layers(report, "expert")
+    assert found == {
+        (LAYER_FORWARD, "ragged-all-to-all", room): 2 * once,
+        (LAYER_FORWARD, "all-gather", gates): once,
+        (LAYER_FORWARD, "all-gather", numbers): once,
+        (LAYER_BACKWARD, "ragged-all-to-all", room): 3 * once,
+        (LAYER_BACKWARD, "all-gather", gates): once,
+        (LAYER_BACKWARD, "all-gather", numbers): once,
+        (LAYER_BACKWARD, "reduce-scatter", gates): once,
+    }
+    sent = {c.wire_bytes for c in report.collectives if c.kind == "ragged-all-to-all"}
+    assert sent == {(512 / 2 * 64 * 2 + 4 * 8) * 3 / 4}
+    assert report.flops.difference == 0
+
+
+@needs_aot
 @pytest.mark.parametrize(
     "settings",
     [
+        pytest.param(
+            SPLIT | {"zero": 3, "expert_method": "exchange", "experts_top_k": 3, "recompute": "full"},
+            marks=pytest.mark.exhaustive,
+        ),
         SPLIT | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
         pytest.param(
             EXPERTS
@@ -67,6 +95,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
         SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
     ],
     ids=[
+        "exchange, split sequences, ZeRO-3",
         "split sequences, ZeRO-3, biases, a layer without",
         "shared expert, ZeRO-1",
         "capacity",

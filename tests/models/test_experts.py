@@ -175,6 +175,11 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             "num_layers - first_dense_layers 3 is not a multiple of recompute_num_layers 2",
         ),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
+        ({"expert_method": "exchange"}, "expert_method is exchange, and num_experts is 0"),
+        (
+            {"num_experts": 4, "expert_method": "exchange", "capacity_factor": 1.5},
+            "expert_method is exchange, and capacity_factor 1.5 has tokens exchanged by places already",
+        ),
         ({"balance_loss": 0.5}, "balance_loss is 0.5, and num_experts is 0"),
     ],
 )

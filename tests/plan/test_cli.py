@@ -80,6 +80,24 @@ def test_experts_have_parameters_that_a_token_does_not_meet_and_ranks_with_more_
     assert "data=16,expert=4,model=1" in run(capsys, *asked, "--gpus", "64")
 
 
+def test_tokens_are_exchanged_where_that_is_faster_and_wait_for_the_rank_with_most(capsys):
+    """Of 8 ranks with an expert each a token goes to 2: a quarter of what gathers send."""
+    asked = ("--config", "mixtral-8x7b", "--target", "h100x8")
+
+    def row(out, name):
+        found = re.search(rf"^{name} +([\d.]+) GB +([\d.]+) (m?)s", out, re.MULTILINE)
+        assert found
+        return float(found[1]), float(found[2]) / (1000 if found[3] else 1)
+
+    even, uneven = run(capsys, *asked), run(capsys, *asked, "--expert-imbalance", "1.5", "--expert-method", "exchange")
+    (gathered, gather), (exchanged, exchange) = row(even, r"gather \(planned\)"), row(even, "exchange")
+    assert exchanged / gathered == pytest.approx(1 / 4, rel=0.01) and exchange < gather / 3
+    most, slower = row(uneven, r"exchange \(planned\)")
+    assert most == exchanged and 1.45 < slower / exchange < 1.5 and row(uneven, "gather") == (gathered, gather)
+    out = run(capsys, *asked, "--gpus", "64", "--global-batch-size", "64")
+    assert re.search(r"Train it: .* --mesh data=4,expert=8,model=2 .*--expert-method exchange", out)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -65,20 +65,46 @@ CASES: list[Any] = [
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,expert=4,model=1", {}, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
+    pytest.param(
+        "data=2,expert=2,model=2",
+        DEEPSEEK,
+        {
+            "expert_method": "exchange",
+            "sequence_parallel": True,
+            "zero": 3,
+            "microbatch_size": 1,
+            "recompute": "selective",
+        },
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,expert=4,model=2",
+        DENSE,
+        {"expert_method": "exchange", "zero": 1, "microbatch_size": 2, "recompute": "full"},
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 PRODUCT = [
     pytest.param(
         mesh,
         model,
-        {"recompute": recompute, "zero": zero, "sequence_parallel": split, "microbatch_size": 1},
+        {
+            "recompute": recompute,
+            "zero": zero,
+            "sequence_parallel": split,
+            "expert_method": method,
+            "microbatch_size": 1,
+        },
         marks=pytest.mark.exhaustive,
     )
-    for mesh, model, (recompute, zero), split in itertools.product(
+    for mesh, model, (recompute, zero), split, method in itertools.product(
         ("data=1,expert=2,model=1", "data=1,expert=4,model=2", "data=2,expert=2,model=2", "2x4"),
         ({}, DEEPSEEK, CAPACITY),
         (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
         (False, True),
+        ("gather", "exchange"),
     )
+    if method == "gather" or (model != CAPACITY and "expert" in mesh)
 ]
 
 

@@ -39,6 +39,7 @@ from mtjax.sharding.context.turns import Method
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.theory.families.decoder import DENSE
+from mtjax.theory.plans import ExpertMethod
 
 
 class Decoder(nnx.Module):
@@ -59,6 +60,7 @@ class Decoder(nnx.Module):
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
+        self.expert_method: ExpertMethod = config.parallel.expert_method
         self.dtype = dtype
 
     def __call__(
@@ -98,7 +100,8 @@ class Decoder(nnx.Module):
     def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
         places = token_places(length)
-        context = Context(keys, batch.get("segment_ids"), places=places, method=self.method)
+        segments = batch.get("segment_ids")
+        context = Context(keys, segments, places=places, method=self.method, expert_method=self.expert_method)
         if self.rotary is None:
             return context
         if ids is None:

@@ -148,7 +148,7 @@ class Experts(nnx.Module):
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
         writes = context.reading is not None
         capacity = None if writes else expert_capacity(self.router.model, x.shape[1])
-        out = apply_experts(self.blocks, x, routes.gates, routes.experts, up, down, capacity)
+        out = apply_experts(self.blocks, x, routes.gates, routes.experts, up, down, capacity, context.expert_method)
         if self.shared is not None:
             out = out + self.shared(x, context, None)[0]
         return out, None if writes else routes.report

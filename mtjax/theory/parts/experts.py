@@ -3,9 +3,11 @@
 Symbols beside those of `mtjax.theory.parts.part`: E experts, k that a token goes to, f the inner width of one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm, over_model, weight
@@ -110,11 +112,15 @@ class Experts(Part):
             lines += sublayer_sends(stream, "the shared expert") if self.shared else []
             lines += own_vector_sums(stream, self.norm, bias=False)
             lines.append(own_token_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
-        return [*lines, *(gathers(stream) if self.capacity is None else exchanges(stream))]
+        if self.capacity is not None:
+            return [*lines, *places(stream)]
+        return [*lines, *(exchanges(stream) if stream.expert_method == "exchange" else gathers(stream))]
 
 
 ROUTES = "batch*sequence*top_k"
 """Numbers of a microbatch's experts, and how much each counts."""
+EVERY = "expert_ways*batch*sequence*hidden"
+"""Tokens of all ranks over which experts are spread."""
 
 
 def whole_sends(stream: Stream) -> list[Expectation]:
@@ -164,36 +170,84 @@ def gathers(stream: Stream) -> list[Expectation]:
     The backward pass gathers tokens and the gradients of results, and scatters the gradients of tokens; what a layer
     that is computed again would send first, nobody needs, but in a group of layers.
     """
-    every, routes = "expert_ways*batch*sequence*hidden", f"expert_ways*{ROUTES}"
     lines: list[Expectation] = []
 
-    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
-        lines.append(Expectation(phase, kind, EXPERT, count, elements, dtype, why=why))
+    def line(phase: str, kind: Kind, count: str, why: str) -> None:
+        lines.append(Expectation(phase, kind, EXPERT, count, EVERY, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, "all-gather", count, every, "tokens for the experts of all ranks")
-        line(phase, "all-gather", count, routes, "and how much each of their experts counts", "float32")
-        line(phase, "all-gather", count, routes, "and which these are", "int32")
-        line(phase, "reduce-scatter", count, every, "what experts say of them")
-    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", every, "tokens, and gradients of what experts said")
-    line(LAYER_BACKWARD, "all-gather", stream.times, routes, "how much each counts, once more", "float32")
-    line(LAYER_BACKWARD, "all-gather", stream.times, routes, "and which, once more", "int32")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, every, "gradients of tokens")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, routes, "gradients of how much each counts", "float32")
-    return lines
+        line(phase, "all-gather", count, "tokens for the experts of all ranks")
+        line(phase, "reduce-scatter", count, "what experts say of them")
+    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", "tokens, and gradients of what experts said")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of tokens")
+    return [*lines, *_gathered_routes(stream)]
 
 
 def exchanges(stream: Stream) -> list[Expectation]:
+    """What goes over `expert` where tokens go to those ranks alone whose experts they need: there and back, in arrays
+    with room for all. Every rank knows of all tokens where they go. The backward pass sends tokens once more, and
+    gradients of results there and of tokens back."""
+    lines: list[Expectation] = []
+
+    def line(phase: str, count: str, why: str) -> None:
+        sent = "exchanged_tokens*hidden"
+        lines.append(Expectation(phase, "ragged-all-to-all", EXPERT, count, EVERY, sent=sent, why=why))
+
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+        line(phase, f"2*{count}", "tokens to their experts, and what these say back")
+    line(LAYER_BACKWARD, f"3*{stream.times}", "tokens, gradients of what experts said, of tokens")
+    return [*lines, *_gathered_routes(stream)]
+
+
+def _gathered_routes(stream: Stream) -> list[Expectation]:
+    """All ranks' numbers of experts, and how much each counts; without which no rank knows what to do with a token."""
+    routes, lines = f"expert_ways*{ROUTES}", []
+
+    def line(phase: str, kind: Kind, count: str, why: str, dtype: Dtype) -> None:
+        lines.append(Expectation(phase, kind, EXPERT, count, routes, dtype, why=why))
+
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+        line(phase, "all-gather", count, "how much each of tokens' experts counts", "float32")
+        line(phase, "all-gather", count, "and which these are", "int32")
+    line(LAYER_BACKWARD, "all-gather", stream.times, "how much each counts, once more", "float32")
+    line(LAYER_BACKWARD, "all-gather", stream.times, "and which, once more", "int32")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of how much each counts", "float32")
+    return lines
+
+
+def exchanged_share(model: Model, ways: int) -> float:
+    """Of `ways` ranks with experts of their own, the share that a token goes to, if all choices are as likely.
+
+    It chooses k of the experts of the groups that are kept, and misses n of these N with a chance of C(N-n, k) /
+    C(N, k). A rank has one or several groups, or a part of one.
+    """
+    count, chosen, groups, kept = model.num_experts, model.experts_top_k, model.expert_groups, model.expert_groups_kept
+    own, pool = max(1, groups // ways), kept * count // groups
+    each, share = count // ways // own, 0.0
+    for n in range(max(0, kept + own - groups), min(own, kept) + 1):
+        have = math.comb(own, n) * math.comb(groups - own, kept - n) / math.comb(groups, kept)
+        share += have * (1 - math.comb(pool - n * each, chosen) / math.comb(pool, chosen))
+    return share
+
+
+def exchanged_tokens(model: Model, plan: Plan) -> int:
+    """Tokens of a microbatch that a rank is expected to send, as often as a token has ranks to go to, its own among
+    them."""
+    ways = plan.mesh.expert
+    return round(ways * exchanged_share(model, ways) * plan.rank_tokens(model.sequence_length))
+
+
+def places(stream: Stream) -> list[Expectation]:
     """What goes over `expert` where every expert has so many places for each sample: places to the experts' ranks, and
     back. The backward pass sends tokens once more, gradients of results there, and those of tokens back."""
-    places, lines = "batch*num_experts*capacity", []
+    room, lines = "batch*num_experts*capacity", []
 
     def line(phase: str, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
         lines.append(Expectation(phase, "all-to-all", EXPERT, count, elements, dtype, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, f"2*{count}", f"{places}*hidden", "tokens to experts, and what these say back")
-        line(phase, count, places, "how much each counts", "float32")
-    line(LAYER_BACKWARD, f"3*{stream.times}", f"{places}*hidden", "tokens, gradients of what experts said, of tokens")
-    line(LAYER_BACKWARD, f"2*{stream.times}", places, "how much each counts, and its gradients", "float32")
+        line(phase, f"2*{count}", f"{room}*hidden", "tokens to experts, and what these say back")
+        line(phase, count, room, "how much each counts", "float32")
+    line(LAYER_BACKWARD, f"3*{stream.times}", f"{room}*hidden", "tokens, gradients of what experts said, of tokens")
+    line(LAYER_BACKWARD, f"2*{stream.times}", room, "how much each counts, and its gradients", "float32")
     return lines

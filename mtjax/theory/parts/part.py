@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
-from mtjax.theory.plans import Across, Plan
+from mtjax.theory.plans import Across, ExpertMethod, Plan
 from mtjax.theory.rules import MODEL
 
 
@@ -162,6 +162,8 @@ class Stream:
     """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
     across: Across | None = None
     """How attention reaches the tokens of other ranks; None where a rank has all tokens of its samples."""
+    expert_method: ExpertMethod = "gather"
+    """How tokens come to the experts of other ranks."""
 
     @property
     def elements(self) -> str:
