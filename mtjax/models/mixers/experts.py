@@ -28,9 +28,9 @@ EPSILON = 1e-20
 
 BALANCE_LOSS, Z_LOSS, LOAD, LOST = "balance_loss", "router_z_loss", "expert_load", "lost_choices"
 """What routers report, by the names that a step's metrics have."""
+REPORTED = (BALANCE_LOSS, Z_LOSS, LOAD, LOST)
 COUNTS = (LOAD, LOST)
 """What of this is counted for each layer."""
-
 
 ROUTER_BIAS = "experts.router.bias"
 """What the names of routers' biases end with."""

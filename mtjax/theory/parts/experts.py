@@ -148,7 +148,7 @@ def split_sends(stream: Stream) -> list[Expectation]:
     line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of how much tokens' experts count", "float32")
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, again)):
         line(phase, "all-gather", count, "batch*sequence*num_experts", "scores of experts", "float32")
-    line(LAYER_FORWARD, "all-reduce", f"2*{stream.forward_times}", "batch*num_experts", "a sample's load", "float32")
+    line(LAYER_FORWARD, "all-reduce", f"2*{times}", "batch*num_experts", "a sample's load", "float32")
     line(LAYER_RECOMPUTE, "all-reduce", times, "batch*num_experts", "a sample's load, again", "float32")
     return lines
 
