@@ -151,10 +151,10 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} does not divide over {mesh.expert} expert ways of the mesh; take expert ways "
             f"that divide it: {nearest_divisors(count, mesh.expert)}"
         )
-    if mesh.context > 1:
+    if mesh.context > 1 and model.capacity_factor:
         yield (
-            f"mesh {mesh} has context={mesh.context}, and num_experts is {count}: the two do not go together yet, "
-            "leave one out"
+            f"capacity_factor {model.capacity_factor:g} gives an expert's places to a sample's first tokens, of which "
+            f"each of the {mesh.context} context ways of mesh {mesh} knows its own alone: leave one of the two out"
         )
     if mesh.stage > 1 and model.first_dense_layers:
         yield (

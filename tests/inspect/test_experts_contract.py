@@ -20,6 +20,8 @@ CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
 STAGES = EXPERTS | {"mesh": "data=1,stage=2,expert=2,model=2", "num_layers": 4}
 INTERLEAVED = EXPERTS | {"mesh": "data=2,stage=2,expert=2,model=1", "num_layers": 8}
 INTERLEAVED |= {"schedule": "interleaved", "chunks": 2, "recompute": "selective", "zero": 3}
+SHARED = EXPERTS | {"mesh": "data=1,context=2,expert=2,model=2", "sequence_parallel": True, "zero": 1}
+"""Ranks that share samples."""
 MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
 """Of 8 layers, so many that their load is no small number."""
 
@@ -31,6 +33,8 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
         pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
         pytest.param(INTERLEAVED | MANY | {"router_bias": True}, marks=pytest.mark.long),
+        pytest.param(SHARED | {"balance_loss": 0.0}, marks=pytest.mark.long),
+        pytest.param(SHARED, marks=pytest.mark.exhaustive),
         pytest.param(
             SPLIT | MANY | {"num_layers": 8, "zero": 1, "gradient_wire_dtype": "bfloat16"}, marks=pytest.mark.exhaustive
         ),
@@ -40,6 +44,8 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
         "split sequences, ZeRO-3",
         "capacity",
         "stages, interleaved, ZeRO-3, many experts",
+        "shared samples, no balance loss",
+        "shared samples",
         "many experts, bfloat16 on the wire",
     ],
 )
@@ -86,6 +92,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(INTERLEAVED, marks=pytest.mark.exhaustive),
+        EXPERTS | {"mesh": "data=2,context=2,expert=2,model=1", "recompute": "selective", "zero": 3},
     ],
     ids=[
         "split sequences, ZeRO-3, biases, a layer without",
@@ -95,6 +102,7 @@ def test_h100s_gather_tokens_of_all_ranks_and_send_home_what_experts_say() -> No
         "stages, split sequences, ZeRO-1",
         "stages, capacity, shared, residuals kept, ZeRO-2",
         "stages, interleaved, ZeRO-3",
+        "shared samples, ZeRO-3",
     ],
 )
 def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:

@@ -94,6 +94,24 @@ STAGES: list[Any] = [
 ]
 """Each stage reports what its own layers' routers say; in the second, layers are stacked in another order than they
 run in, and two places are empty."""
+CONTEXT: list[Any] = [
+    pytest.param(
+        "data=1,context=2,expert=2,model=2",
+        DEEPSEEK,
+        {"sequence_parallel": True, "zero": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=2,context=2,expert=2,model=1", {}, {"zero": 3, "recompute": "none"}, marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        "data=1,stage=2,context=2,expert=2,model=1",
+        DEEPSEEK,
+        {"zero": 2, "recompute": "full"},
+        marks=pytest.mark.exhaustive,
+    ),
+]
+"""Ranks that share samples know a sample's load together."""
 PRODUCT = [
     pytest.param(
         mesh,
@@ -132,7 +150,7 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
     return results(program_of("1x1", **dict(model)))
 
 
-@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *PRODUCT])
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *CONTEXT, *PRODUCT])
 def test_steps_are_those_of_one_device(mesh, model, settings):
     model = EXPERTS | model
     known = one_device(tuple(model.items()))
