@@ -1,8 +1,7 @@
 """Compares a compiled program with its contract, and explains every difference."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
@@ -157,10 +156,11 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
         line = required.line
         kind = ALL_REDUCE if line.kind == REDUCE_SCATTER and not is_gpu else line.kind
         key = (line.phase, kind, line.axis, required.dtype if is_gpu else "") if line.pooled else (number,)
-        if key in merged:
-            before = merged[key]
-            both = dataclasses.replace(line, count="1", elements=f"{_product(before.line)} + {_product(line)}")
-            required = _Pool(both, 1, before.total + required.total, required.dtype, before.least + required.least)
+        if before := merged.get(key):
+            kind = REDUCE_SCATTER if REDUCE_SCATTER in (before.line.kind, line.kind) else line.kind
+            dtype = NARROW if NARROW in (before.dtype, required.dtype) else required.dtype
+            line = replace(line, kind=kind, count="1", elements=f"{_product(before.line)} + {_product(line)}")
+            required = _Pool(line, 1, before.total + required.total, dtype, before.least + required.least)
         merged[key] = required
     return list(merged.values())
 

@@ -124,7 +124,7 @@ def expected_blocks(program: Program) -> int:
         return 0
     plan, length = Plan.of(program.config, mesh), model.sequence_length
     samples, ways = plan.microbatch_size, plan.expert_ways
-    capacity, pairs = expert_capacity(model, length), ways * samples * length * model.experts_top_k
+    capacity, pairs = expert_capacity(model, length), ways * int(plan.rank_tokens(length)) * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
         each = min(each, ways * samples * capacity)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from mtjax.models.mixers.experts import COUNTS, REPORTED, router_reports
 from mtjax.models.stack import Chunk
 from mtjax.models.trunk import TEACHER, Batch, Keys, Section, Stream, Trunk, batch_losses, run_sections
 from mtjax.sharding.vocab import LossOptions
@@ -54,17 +55,25 @@ class Cut:
         before = self._stream(section - 1, wire) if section else None
         return self._wire(section, self._section(parameters, section).embed(batch, keys, before), wire)
 
-    def run(self, section: int, parameters: Tree, wire: Stream, microbatch: Part, stage: Array, chunk: Array) -> Stream:
-        """The layers of a chunk."""
-        batch, _, keys = microbatch
+    def run(
+        self, section: int, parameters: Tree, wire: Stream, microbatch: Part, stage: Array, chunk: Array
+    ) -> tuple[Stream, dict[str, Array]]:
+        """The layers of a chunk, and the weighted sums of what their routers report: those of a stage's layers are
+        added up with those of the other stages once a step, and nothing of them travels with the stream."""
+        batch, weights, keys = microbatch
         of, stream = self._section(parameters, section), self._stream(section, wire)
-        x, _ = of.stack(stream.x, of.context(batch, keys, stream), chunk=Chunk(stage, chunk))
-        return self._wire(section, stream._replace(x=x), wire)
+        part = Chunk(stage, chunk)
+        x, states = of.stack(stream.x, of.context(batch, keys, stream), chunk=part)
+        own = {name: weight for name, weight in weights.items() if name in REPORTED}
+        sums = _weighted(router_reports([states]), own)
+        sums = {name: of.stack.among_all(a, part) if name in COUNTS else a for name, a in sums.items()}
+        return self._wire(section, stream._replace(x=x), wire), sums
 
     def leave(self, parameters: Tree, wire: Stream, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses."""
+        """Weighted sums of the losses of the head."""
         batch, weights, keys = microbatch
-        return _weighted(self.model(parameters).losses(wire, batch, keys, self.options), weights)
+        own = {name: weight for name, weight in weights.items() if name not in REPORTED}
+        return _weighted(self.model(parameters).losses(wire, batch, keys, self.options), own)
 
     def _section(self, parameters: Tree, number: int) -> Section:
         return self.model(parameters).sections[self.sections[number]]
@@ -88,7 +97,7 @@ class Taught(Cut):
         return super().loss_sums(parameters, _with_table(parameters, microbatch))
 
     def leave(self, parameters: Tree, wire: Stream, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses."""
+        """Weighted sums of the losses of the head."""
         return super().leave(parameters, wire, _with_table(parameters, microbatch))
 
 

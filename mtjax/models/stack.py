@@ -1,6 +1,7 @@
 """Stacks of layers: parameters along `layers`, and one program for all of them."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ from mtjax.models.context import Context
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import Recompute, scan_layers
-from mtjax.sharding.axes import on_stage, spec, ways
+from mtjax.sharding.axes import on_stage, spec, varying_like, ways
 from mtjax.sharding.parameters import materialize
 from mtjax.theory.stages import PADDING, layer_order
 
@@ -89,6 +90,14 @@ class Stack(nnx.Module):
         padded = self.order.is_padded
         return run_layers(self.layers, numbers, x, context, self.recompute.in_chunk, states, first, padded)
 
+    def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+        """What is counted of each layer of a chunk, where those of all layers of the stack would stand, in their own
+        order; zeros for the others."""
+        all_layers = jnp.asarray(sorted(set(self.order.flat) - {PADDING}))
+        numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
+        is_own = (all_layers[:, None] == numbers).reshape(-1, len(numbers), *(1,) * (counts.ndim - 1))
+        return jnp.where(is_own, counts, 0).sum(1)
+
 
 def run_layers(
     layers: Layer,
@@ -123,7 +132,18 @@ def run_layers(
         def one(x: Array) -> tuple[Array, State]:
             return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
 
-        return on_stage(number == PADDING, lambda x: (x, state), one, x) if is_padded else one(x)
+        if not is_padded:
+            return one(x)
+        return on_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
 
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
+
+
+def _nothing(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:
+    """Zeros like the state that a layer would have put out."""
+
+    def zeros(like: jax.ShapeDtypeStruct) -> Array:
+        return varying_like(jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding.spec), x)
+
+    return jax.tree.map(zeros, jax.eval_shape(run, x)[1])

@@ -90,10 +90,12 @@ class WithFrozen:
         """What the first layer of a section reads."""
         return self.model.enter(section, together(parameters, self.frozen), wire, microbatch)
 
-    def run(self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array) -> Tree:
+    def run(
+        self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array
+    ) -> tuple[Tree, Sums]:
         """Runs the layers of a chunk."""
         return self.model.run(section, together(parameters, self.frozen), wire, microbatch, stage, chunk)
 
     def leave(self, parameters: Tree, wire: Tree, microbatch: Tree) -> Sums:
-        """The losses, from the wire behind the last section."""
+        """The losses of the head, from the wire behind the last section."""
         return self.model.leave(together(parameters, self.frozen), wire, microbatch)

@@ -24,14 +24,14 @@ from mtjax.theory.contract import (
     Symbols,
     add_up,
 )
-from mtjax.theory.counts import counts, fullest_counts, learnt_counts
+from mtjax.theory.counts import Counts, counts, fullest_counts, learnt_counts
 from mtjax.theory.layout import ZERO_AXES, Layout
 from mtjax.theory.parts.embedding import Lookup, Positions
 from mtjax.theory.parts.experts import exchanged_tokens
 from mtjax.theory.parts.heads import teacher_table
 from mtjax.theory.parts.part import Stream
 from mtjax.theory.plans import Across, ExpertMethod, Plan
-from mtjax.theory.rules import MODEL, STAGE
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks, timetable
 
@@ -87,13 +87,15 @@ def _contract(
         before = stack.parts[: stack.parts.index(part)]
         learns = _learns_below(anatomy) or any(is_learnt(anatomy.model, w.name) for p in before for w in p.weights)
         lines += part.sends(replace(common, side=stack.side, needed_again=needed, learns_before=learns))
+    staged = [STAGE] if pipeline else []
     sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
     ranks = JOINED.join(sharing)
     lines += over_ranks_lines(layout.zero, bool(pipeline), wire, ranks, adapts=anatomy.model.lora_rank > 0)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
+        lines.append(load_line([axis for axis in (DATA, STAGE, CONTEXT, EXPERT) if axis in (*sharing, *staged)]))
         same = [axis for axis in sharing if axis not in layout.rules.expert]
-        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same))
+        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns)
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     family = anatomy.model.family
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
@@ -133,8 +135,9 @@ def _learns_below(anatomy: Anatomy) -> bool:
     return any(is_learnt(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
 
 
-def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str) -> list[Expectation]:
-    """The same of experts' matrices, which the axes of `ranks` hold alike and `expert` splits."""
+def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str) -> list[Expectation]:
+    """The same of experts' matrices, which the axes of `ranks` hold alike and `expert` splits; `turns`: how often a
+    step goes through the layers."""
 
     def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
         return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
@@ -143,12 +146,18 @@ def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str) -> list[Expe
         return [line(GRADIENTS, "all-reduce", "1", "expert_parameters", "experts' gradients, once a step")]
     whole = line(GRADIENTS, "all-reduce", "1", "unsplit_expert_parameters", "experts' that ZeRO can't divide")
     split = "expert_parameters - unsplit_expert_parameters"
-    times = "microbatches" if zero >= 2 else "1"
-    lines = [whole, line(GRADIENTS, "reduce-scatter", times, split, "each rank sums its part of experts' gradients")]
+    times, part = (turns, "turn_experts") if zero >= 2 else ("1", split)
+    lines = [whole, line(GRADIENTS, "reduce-scatter", times, part, "each rank sums its part of experts' gradients")]
     if zero < 3:
         return [*lines, line(PARAMETERS, "all-gather", "1", split, "the updated experts", "float32")]
-    times, why = "parameter_gathers*microbatches", "experts' matrices, forward and again backward"
+    times, why = f"parameter_gathers*{turns}", "experts' matrices, forward and again backward"
     return [*lines, line(PARAMETERS, "all-gather", times, "expert_matrices", why, "compute")]
+
+
+def load_line(axes: list[str]) -> Expectation:
+    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
+    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
+    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
 def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: bool = False) -> list[Expectation]:
@@ -169,9 +178,10 @@ def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: b
         return [line(GRADIENTS, "all-reduce", "1", of, why)]
     whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
     split, turns = f"{of} - unsplit_{of}", "ticks" if staged else "microbatches"
-    times = turns if zero >= 2 else "1"
+    times, scattered = (turns, f"turn_{of}" if staged else split) if zero >= 2 else ("1", split)
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
-    scatters = [line(GRADIENTS, "reduce-scatter", times, split, f"each rank sums its part of the gradients, {often}")]
+    why = f"each rank sums its part of the gradients, {often}"
+    scatters = [line(GRADIENTS, "reduce-scatter", times, scattered, why)]
     if staged and zero >= 2 and not adapts:
         why = "once more where embeddings and head, each a branch of its own, have a table in common"
         scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
@@ -200,7 +210,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """The words of the formulas, for a plan; on stages those of the stage that holds most."""
     model, every = anatomy.model, fullest_counts(anatomy, plan)
     held = every.shared
-    adapters = learnt_counts(anatomy, plan)
+    adapters, in_turn = learnt_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
     symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
@@ -211,8 +221,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "adapters": adapters.all,
         "unsplit_adapters": adapters.unsplit,
         "rank": model.lora_rank,
-        "layer_matrices": held.layer_matrices,
-        "layer_vectors": held.layer_vectors,
+        "layer_matrices": held.layer_matrices // in_turn,
+        "layer_vectors": held.layer_vectors // in_turn,
         "outside_matrices": held.outside_matrices,
         "outside_vectors": held.outside_vectors,
     }
@@ -226,6 +236,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "model_ways": plan.mesh.model,
             "shared_parameters": _shared_parameters(anatomy, plan),
             "parameters_used_again": _used_again(anatomy, plan),
+            "turn_parameters": _in_turn(held, plan),
+            "turn_adapters": _in_turn(adapters, plan),
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
     if plan.across:
@@ -235,9 +247,11 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {
             "expert_ways": plan.mesh.expert,
             "exchanged_tokens": exchanged_tokens(model, plan),
+            "routers": model.num_layers - model.first_dense_layers,
             "expert_parameters": every.experts,
             "unsplit_expert_parameters": every.unsplit_experts,
-            "expert_matrices": every.expert_matrices,
+            "turn_experts": (every.experts - every.unsplit_experts) // in_turn,
+            "expert_matrices": every.expert_matrices // in_turn,
         }
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack.layers, plan)
@@ -263,6 +277,12 @@ def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
         return plan.microbatches
     last = timetable(plan.schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
     return int(last.stop - last.start == 1)
+
+
+def _in_turn(held: Counts, plan: Plan) -> int:
+    """Elements that ZeRO splits of what a tick goes through: a chunk of layers, and what is outside the layers."""
+    chunk = (held.in_layers - held.unsplit_in_layers) // plan.chunks
+    return held.all - held.in_layers - (held.unsplit - held.unsplit_in_layers) + chunk
 
 
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:

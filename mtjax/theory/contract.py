@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mtjax.errors import UserError, nearest
 from mtjax.theory.mesh import AXES, MeshShape
-from mtjax.theory.rules import CONTEXT, DATA, EXPERT, STAGE, Axes
+from mtjax.theory.rules import CONTEXT, EXPERT, MODEL, STAGE, Axes
 
 JOINED = "+"
 """Between the axes of a line that crosses several."""
@@ -179,12 +179,10 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
 def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
     """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`, and nothing but
     gradients and what goes from stage to stage crosses `stage`. All-reduces over `context` and `expert` are of
-    gradients."""
+    gradients, and so is all that crosses several of these axes."""
     if axes == (STAGE,):
         return STAGES if kind == "collective-permute" else GRADIENTS
-    if axes in ((CONTEXT,), (EXPERT,)) and kind == "all-reduce":
-        return GRADIENTS
-    if axes not in ((DATA,), (DATA, CONTEXT), (DATA, EXPERT)):
+    if not axes or MODEL in axes or (axes in ((CONTEXT,), (EXPERT,)) and kind != "all-reduce"):
         return None
     return PARAMETERS if kind == "all-gather" else GRADIENTS
 

@@ -68,6 +68,8 @@ class Counts:
     """Biases and norms outside the layers."""
     in_layers: int = 0
     """Of all, those of the layers."""
+    unsplit_in_layers: int = 0
+    """Of the unsplit ones, those of the layers."""
     experts: int = 0
     """Of all, experts' matrices, of which ranks over `expert` have their own."""
     unsplit_experts: int = 0
@@ -83,6 +85,7 @@ class Counts:
             all=self.all - self.experts,
             unsplit=self.unsplit - self.unsplit_experts,
             in_layers=self.in_layers - self.experts,
+            unsplit_in_layers=self.unsplit_in_layers - self.unsplit_experts,
             experts=0,
             unsplit_experts=0,
             expert_matrices=0,
@@ -105,6 +108,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         sums["experts"] += elements if is_expert else 0
         if layout.zero and zero_parts(weight, layout, mesh) == 1:
             sums["unsplit"] += elements
+            sums["unsplit_in_layers"] += elements if stacked else 0
             sums["unsplit_experts"] += elements if is_expert else 0
         elif layout.zero == 3:
             place = "expert" if is_expert else "layer" if stacked else "outside"

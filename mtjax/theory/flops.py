@@ -34,6 +34,13 @@ def once_more_flops(stack: Stack) -> float:
     return sum(product.flops for part in stack.parts for product in part.products() if product.again)
 
 
+def routing_again(stack: Stack, plan: Plan) -> float:
+    """FLOPs of one layer's routers, forward for a sample, that model ways compute alike: of whole sequences all."""
+    if plan.sequence_parallel:
+        return 0.0
+    return (plan.mesh.model - 1) * sum(p.flops for part in stack.parts for p in part.products() if p.is_repeated)
+
+
 def layer_flops(stack: Stack, *, causal: bool = False) -> float:
     """Forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
     return products_flops(stack) + core_flops(stack, causal=causal)
@@ -142,9 +149,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
             flops += stack.layers * core / 2
         needed = again if stack.is_post_norm else grouped
         flops += (3 * stack.layers + again) * repeated_flops(stack, plan.mesh.model)
-        if not plan.sequence_parallel:
-            routing = sum(p.flops for part in stack.parts for p in part.products() if p.is_repeated)
-            flops += (3 * stack.layers + again) * (plan.mesh.model - 1) * routing
+        flops += (3 * stack.layers + again) * routing_again(stack, plan)
         left_out = sum(product.flops for product in unrepeated(stack.parts[-1].products()))
         flops += again * layer_flops(stack, causal=causal) - (again - needed) * left_out
         flops += stack.layers * once_more_flops(stack)
@@ -164,7 +169,8 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
         again = 0.5 if plan.flash_attention or plan.across or plan.recompute == "selective" else 0.0
         once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
-        each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack)
+        once += routing_again(stack, plan)
+        each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
         tick += layers_in_chunk(stack.layers, plan) * (each + again * core)
     ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.stacks))
     return tick * ticks * plan.stages / plan.microbatches

@@ -156,7 +156,8 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     ahead = layers[-1] * _layer_forward(anatomy.stacks[-1], alike, machine, software)
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
     spent = _spent(anatomy, plan, machine)
-    on_layers, counts = spent[MODEL] / stacks, m * plan.chunks * stacks / ticks
+    counts = m * plan.chunks * stacks / ticks
+    on_layers, to_experts = spent[MODEL] / stacks, spent[EXPERT] / stacks
     sent = _exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = _exposed_turns(spent[CONTEXT], plan, attention / counts)
     return StepTime(
@@ -166,14 +167,16 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
         model_axis=on_layers * counts + m / ticks * spent[LOSS_FORWARD],
         stage_axis=sent + spent[GRADIENTS],
-        bubble=ticks * longest - work + (on_layers + turns) * (1 - counts),
+        bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
         copies=copied + _copies(copies_in_step(anatomy, plan), machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
+        expert_axis=to_experts * counts,
         teacher=_teacher(plan, machine, software),
-        hidden={STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns, DATA: 0.0, MODEL: 0.0},
+        hidden=dict.fromkeys((DATA, EXPERT, MODEL), 0.0)
+        | {STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
     )
 
 
@@ -182,7 +185,7 @@ def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
 
     Those of the embedding, which only the first stage has, pass behind the losses of the last.
     """
-    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
+    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
     for entry in transfers(anatomy, plan):
         kind = _axis_of(entry)
         if kind == MODEL and entry.phase in (LOSS_FORWARD, LOSS_BACKWARD):

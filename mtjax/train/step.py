@@ -29,6 +29,7 @@ from mtjax.sharding.schedules.schedule import total_loss
 from mtjax.sharding.zero import store
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
+from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
@@ -184,7 +185,8 @@ class Program(Placed):
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
             if self.config.model.router_bias:
-                updated = balanced(self.learnt_records, updated, parts[LOAD], self.config.model.router_bias_rate)
+                rate, orders = self.config.model.router_bias_rate, self.layer_orders
+                updated = balanced(self.learnt_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # clipping divides by it
             bad = first_bad(loss + norm, gradients, self.learnt_records)
             finite = bad == GOOD
@@ -245,17 +247,27 @@ class Program(Placed):
         return Learning(self.cut(self.loss_options), self.region, parameters, batch)
 
 
-def balanced(records: Tree, parameters: Tree, load: Array, rate: float) -> Tree:
+def balanced(records: Tree, parameters: Tree, load: Array, rate: float, orders: Orders) -> Tree:
     """Parameters with each router's biases changed by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
 
-    Their gradients are 0, so that the optimizer leaves them alone.
+    Their gradients are 0, so that the optimizer leaves them alone. `orders`: in which order layers are stacked.
     """
     behind = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
 
     def one(record: ParameterRecord, value: Array) -> Array:
-        return value + reshard(rate * behind, record.reduced) if record.name.endswith(ROUTER_BIAS) else value
+        if not record.name.endswith(ROUTER_BIAS):
+            return value
+        order = order_of(record.name, orders)
+        own = behind if order is None else in_order(behind, order)
+        return value + reshard(rate * own, record.reduced)
 
     return jax.tree.map(one, records, parameters)
+
+
+def in_order(rows: Array, order: LayerOrder) -> Array:
+    """Rows of layers in the order in which their parameters are stacked; zeros where a stage has no layer."""
+    places = jnp.asarray([len(rows) if number == PADDING else number for number in order.flat])
+    return rows.at[places].get(mode="fill", fill_value=0)
 
 
 def applied_steps(optimizer: Tree) -> Array:

@@ -18,6 +18,13 @@ GATHER = EXPERTS | {"mesh": "data=1,expert=4,model=2", "recompute": "none"}
 SPLIT = EXPERTS | {"mesh": "data=2,expert=2,model=2", "sequence_parallel": True}
 EXCHANGE = EXPERTS | {"mesh": "data=1,expert=4,model=2", "expert_method": "exchange"}
 CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
+STAGES = EXPERTS | {"mesh": "data=1,stage=2,expert=2,model=2", "num_layers": 4}
+INTERLEAVED = EXPERTS | {"mesh": "data=2,stage=2,expert=2,model=1", "num_layers": 8}
+INTERLEAVED |= {"schedule": "interleaved", "chunks": 2, "recompute": "selective", "zero": 3}
+SHARED = EXPERTS | {"mesh": "data=1,context=2,expert=2,model=2", "sequence_parallel": True, "zero": 1}
+"""Ranks that share samples."""
+MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
+"""Of 8 layers, so many that their load is no small number."""
 
 
 @pytest.mark.parametrize(
@@ -27,11 +34,26 @@ CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
         pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
         pytest.param(EXCHANGE | {"first_dense_layers": 1}, marks=pytest.mark.long),
+        pytest.param(INTERLEAVED | MANY | {"router_bias": True}, marks=pytest.mark.long),
+        pytest.param(SHARED | {"balance_loss": 0.0}, marks=pytest.mark.long),
+        pytest.param(SHARED, marks=pytest.mark.exhaustive),
+        pytest.param(
+            SPLIT | MANY | {"num_layers": 8, "zero": 1, "gradient_wire_dtype": "bfloat16"}, marks=pytest.mark.exhaustive
+        ),
     ],
-    ids=["gather, one layer without", "split sequences, ZeRO-3", "capacity", "exchange, one layer without"],
+    ids=[
+        "gather, one layer without",
+        "split sequences, ZeRO-3",
+        "capacity",
+        "exchange, one layer without",
+        "stages, interleaved, ZeRO-3, many experts",
+        "shared samples, no balance loss",
+        "shared samples",
+        "many experts, bfloat16 on the wire",
+    ],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
-    assert inspect(tiny(**settings | {"num_layers": 2}), find_target("cpu")).verdict.violations == ()
+    assert inspect(tiny(**{"num_layers": 2} | settings), find_target("cpu")).verdict.violations == ()
 
 
 @needs_aot
@@ -93,6 +115,13 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
         ),
         pytest.param(CAPACITY, marks=pytest.mark.exhaustive),
         SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
+        STAGES | {"sequence_parallel": True, "zero": 1},
+        pytest.param(
+            STAGES | {"recompute": "none", "zero": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(INTERLEAVED, marks=pytest.mark.exhaustive),
+        EXPERTS | {"mesh": "data=2,context=2,expert=2,model=1", "recompute": "selective", "zero": 3},
     ],
     ids=[
         "exchange, split sequences, ZeRO-3",
@@ -100,9 +129,13 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
         "shared expert, ZeRO-1",
         "capacity",
         "capacity, split sequences, shared, ZeRO-2",
+        "stages, split sequences, ZeRO-1",
+        "stages, capacity, shared, residuals kept, ZeRO-2",
+        "stages, interleaved, ZeRO-3",
+        "shared samples, ZeRO-3",
     ],
 )
 def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:
     report = inspect(tiny(**settings), find_target("h100x8"))
     assert report.verdict.violations == ()
-    assert report.flops.difference == 0
+    assert abs(report.flops.difference) <= (1e-3 if "stage" in settings["mesh"] else 0)  # beside layers, the timetable

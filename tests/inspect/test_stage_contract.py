@@ -52,11 +52,16 @@ def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
     ("settings", "halves"),
     [
         (SPLIT, 18),
-        ({"recompute": "selective", "schedule": "interleaved", "chunks": 2}, 2 * 17),
+        ({"recompute": "selective", "schedule": "interleaved", "chunks": 2, "zero": 2}, 2 * 17),
         ({"recompute": "full", "schedule": "gpipe", "zero": 3, "layers_per_stage": (1, 3)}, 18),
         ({"recompute": "none", "family": "bert", "sequence_parallel": True, "zero": 2}, 18),
     ],
-    ids=["1f1b, split sequences, ZeRO-1", "interleaved", "gpipe, ZeRO-3, unequal stages", "BERT, residuals kept"],
+    ids=[
+        "1f1b, split sequences, ZeRO-1",
+        "interleaved, ZeRO-2",
+        "gpipe, ZeRO-3, unequal stages",
+        "BERT, residuals kept",
+    ],
 )
 def test_contracts_hold_on_h100s(settings: dict[str, Any], halves: int) -> None:
     """Operations and bytes; the stream travels in parts, also where all model ranks have all of it."""

@@ -4,13 +4,13 @@ import itertools
 from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS
 from mtjax.train.watch.expert_load import load_entries, load_in_words
 from tests.tiny import batch_of, initial_state, program_of
+from tests.train.test_stages import PLAIN, by_name
 
 EXPERTS: dict[str, Any] = {
     "family": "llama",
@@ -84,17 +84,63 @@ CASES: list[Any] = [
         marks=pytest.mark.exhaustive,
     ),
 ]
+STAGES: list[Any] = [
+    pytest.param(
+        "data=1,stage=2,expert=2,model=2",
+        CAPACITY,
+        {"sequence_parallel": True, "zero": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=2,stage=2,expert=2,model=1",
+        DEEPSEEK | PLAIN | {"num_layers": 6},
+        {"zero": 3, "recompute": "none", "schedule": "interleaved", "chunks": 2, "layers_per_stage": (4, 2)},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=2",
+        DEEPSEEK | {"num_layers": 6},
+        {
+            "expert_method": "exchange",
+            "sequence_parallel": True,
+            "zero": 2,
+            "recompute": "selective",
+            "layers_per_stage": (2, 4),
+        },
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=1",
+        {"num_layers": 6},
+        {"zero": 0, "recompute": "full", "schedule": "gpipe"},
+        marks=pytest.mark.exhaustive,
+    ),
+]
+"""Each stage reports what its own layers' routers say; in the second, layers are stacked in another order than they
+run in, and two places are empty."""
+CONTEXT: list[Any] = [
+    pytest.param(
+        "data=1,context=2,expert=2,model=2",
+        DEEPSEEK,
+        {"expert_method": "exchange", "sequence_parallel": True, "zero": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=2,context=2,expert=2,model=1", {}, {"zero": 3, "recompute": "none"}, marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        "data=1,stage=2,context=2,expert=2,model=1",
+        DEEPSEEK,
+        {"zero": 2, "recompute": "full"},
+        marks=pytest.mark.exhaustive,
+    ),
+]
+"""Ranks that share samples know a sample's load together."""
 PRODUCT = [
     pytest.param(
         mesh,
         model,
-        {
-            "recompute": recompute,
-            "zero": zero,
-            "sequence_parallel": split,
-            "expert_method": method,
-            "microbatch_size": 1,
-        },
+        {"recompute": recompute, "zero": zero, "sequence_parallel": split, "expert_method": method},
         marks=pytest.mark.exhaustive,
     )
     for mesh, model, (recompute, zero), split, method in itertools.product(
@@ -120,10 +166,9 @@ def results(program: Any, *, evaluates: bool = True) -> dict[str, np.ndarray]:
         names = ("loss", "grad_norm", BALANCE_LOSS, Z_LOSS, LOAD, LOST)
         found |= {f"{name} {step}": np.asarray(metrics[name]) for name in names if name in metrics}
         if step == 0:
-            moments = jax.tree_util.tree_leaves_with_path(state.optimizer)
-            found |= {jax.tree_util.keystr(path): np.asarray(a) for path, a in moments}
-    bias = state.parameters["stack"]["layers"]["experts"]["router"].get("bias")
-    return found if bias is None else found | {"biases": np.asarray(bias)}
+            found |= by_name(program, state.optimizer)
+    bias = by_name(program, state.parameters).get("stack.layers.experts.router.bias")
+    return found if bias is None else found | {"biases": bias}
 
 
 @cache
@@ -131,11 +176,11 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
     return results(program_of("1x1", **dict(model)))
 
 
-@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PRODUCT])
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *CONTEXT, *PRODUCT])
 def test_steps_are_those_of_one_device(mesh, model, settings):
     model = EXPERTS | model
     known = one_device(tuple(model.items()))
-    found = results(program_of(mesh, **model, **settings))
+    found = results(program_of(mesh, **model, **{"microbatch_size": 1} | settings))
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
     layers = model.get("num_layers", 2) - model.get("first_dense_layers", 0)

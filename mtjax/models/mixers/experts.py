@@ -20,6 +20,7 @@ from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
 from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.context.places import of_sample, sample_length
 from mtjax.sharding.experts import apply_experts
 
 JITTER_SITE = 5
@@ -28,9 +29,9 @@ EPSILON = 1e-20
 
 BALANCE_LOSS, Z_LOSS, LOAD, LOST = "balance_loss", "router_z_loss", "expert_load", "lost_choices"
 """What routers report, by the names that a step's metrics have."""
+REPORTED = (BALANCE_LOSS, Z_LOSS, LOAD, LOST)
 COUNTS = (LOAD, LOST)
 """What of this is counted for each layer."""
-
 
 ROUTER_BIAS = "experts.router.bias"
 """What the names of routers' biases end with."""
@@ -60,6 +61,7 @@ class Router(nnx.Module):
 
         The losses are means over a sample's tokens: E sum(f P) with f an expert's share of the chosen and P its mean
         share of the scores (arXiv 2101.03961, section 2.2), and the squares of the logits' log-sums (arXiv 2202.08906).
+        Of ranks that share a sample each reports its own tokens' part of both, by the load of all of them.
         """
         model, place = self.model, spec("batch", "act_seq", None)
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.places)
@@ -78,10 +80,11 @@ class Router(nnx.Module):
         gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)
         if model.router_normalize:
             gates = gates / (gates.sum(-1, keepdims=True) + EPSILON)
-        load = hot.sum((1, 2))
-        share = (scores / (scores.sum(-1, keepdims=True) + EPSILON)).mean(1)
-        balance = model.num_experts * (load * share).sum(-1) / (x.shape[1] * model.experts_top_k)
-        z = jnp.square(jax.nn.logsumexp(logits, -1)).mean(1)
+        load, length = hot.sum((1, 2)), sample_length(x.shape[1])
+        share = (scores / (scores.sum(-1, keepdims=True) + EPSILON)).sum(1) / length
+        whole = varying_like(of_sample(load), load)
+        balance = model.num_experts * (whole * share).sum(-1) / (length * model.experts_top_k)
+        z = jnp.square(jax.nn.logsumexp(logits, -1)).sum(1) / length
         report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
         if (capacity := expert_capacity(model, x.shape[1])) is not None:
             report[LOST] = jnp.maximum(load - capacity, 0).sum(-1)

@@ -4,6 +4,7 @@ A sample is cut into twice as many chunks as there are ranks, c, and rank i has 
 tokens see little, and a late one, whose tokens see much (zig-zag: arXiv 2405.07719, Llama 3's arXiv 2407.21783).
 """
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from mtjax.sharding.axes import rules_in_force
+from mtjax.sharding.axes import rules_in_force, sum_parts
 from mtjax.theory.rules import Axes
 
 
@@ -40,6 +41,18 @@ def context_axes() -> Axes:
     """The manual mesh axes that split samples' tokens here; () where a rank has all of them."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in rules_in_force().seq if axis in manual)
+
+
+def of_sample(x: Array) -> Array:
+    """The sum of what the ranks that share a sample each have of it; x itself where a rank has all of it."""
+    axes = context_axes()
+    # XLA for GPUs would join a sum over `model` before with this one, wherever nobody else reads what comes between.
+    return sum_parts(lax.optimization_barrier(x), axes) if axes else x
+
+
+def sample_length(length: int) -> int:
+    """Tokens of a sample of which this rank has so many."""
+    return length * math.prod(lax.axis_size(axis) for axis in context_axes())
 
 
 def token_places(length: int) -> Int[Array, " seq"] | None:

@@ -45,12 +45,15 @@ class CutModel(Protocol):
         """What the first layer of a section reads, from the wire behind the section before."""
         ...
 
-    def run(self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array) -> Tree:
-        """Runs the layers of a chunk of a section that a stage has."""
+    def run(
+        self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array
+    ) -> tuple[Tree, Sums]:
+        """Runs the layers of a chunk of a section that a stage has: the wire behind them, and what they add to the
+        losses by themselves."""
         ...
 
     def leave(self, parameters: Tree, wire: Tree, microbatch: Tree) -> Sums:
-        """The losses, from the wire behind the last section."""
+        """The losses of the head, from the wire behind the last section."""
         ...
 
 

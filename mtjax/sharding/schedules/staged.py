@@ -10,6 +10,8 @@ works on a microbatch that does not count. Embedding and losses stand in branche
 takes.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +94,16 @@ class _Turn(NamedTuple):
     """Whether this stage has work in this half."""
 
 
+def _with_own(losses: Sums, own: Sums, counts: Array | bool = True) -> Sums:
+    """Losses and what a part of the model adds to some of them, if it counts."""
+    return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in own.items()}
+
+
+def _of_losses(own: Sums, counts: Array) -> Sums:
+    """The gradient of the loss by what a chunk adds to it: of what is counted beside the losses 0."""
+    return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in own.items()}
+
+
 class _Carry(NamedTuple):
     """What goes from one tick to the next."""
 
@@ -128,9 +140,10 @@ class _Run:
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
             (wire, losses), turn = carry, self._turn(row)
-            wire = self._through_chunk(unpacked(wire, self.wire), turn)
-            own = on_stage(self._leaves(turn) & turn.counts, lambda: self._left(wire, turn), lambda: none)
-            return (self._send(packed(wire), 1), jax.tree.map(jnp.add, losses, own)), None
+            wire, losses = self._through_chunk(unpacked(wire, self.wire), turn, losses)
+            left = lambda losses: _with_own(losses, self._left(wire, turn))  # noqa: E731
+            losses = on_stage(self._leaves(turn) & turn.counts, left, lambda losses: losses, losses)
+            return (self._send(packed(wire), 1), losses), None
 
         (_, losses), _ = lax.scan(tick, (packed(self.wire), none), self._rows(self.table.forward))
         return losses
@@ -141,7 +154,8 @@ class _Run:
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
             (wire, out), turn = carry, self._turn(row)
-            wire, last = self._through_chunk(unpacked(wire, self.wire), turn), self._leaves(turn) & turn.counts
+            wire, _ = self._through_chunk(unpacked(wire, self.wire), turn, {})
+            last = self._leaves(turn) & turn.counts
             new = jax.tree.map(lambda a: a.astype(jnp.float32), wire)
             return (self._send(packed(wire), 1), put_in_slot(out, jnp.where(last, turn.microbatch, count), new)), None
 
@@ -152,13 +166,14 @@ class _Run:
         (_, out), _ = lax.scan(tick, (packed(self.wire), nothing), self._rows(self.table.forward))
         return jax.tree.map(joined, out, self.wire)
 
-    def _through_chunk(self, wire: Tree, turn: _Turn) -> Tree:
-        """The wire behind a chunk."""
+    def _through_chunk(self, wire: Tree, turn: _Turn, losses: Sums) -> tuple[Tree, Sums]:
+        """The wire behind a chunk, and losses with what its layers add to them."""
 
-        def of_section(section: int, wire: Tree) -> tuple[Tree]:
-            return (self._chunk(section, self.parts, self._entered(section, wire, turn), turn),)
+        def of_section(section: int, wire: Tree, losses: Sums) -> tuple[Tree, Sums]:
+            wire, own = self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+            return wire, _with_own(losses, own, turn.counts)
 
-        return self._in_section(turn, of_section, wire)[0]
+        return self._in_section(turn, of_section, wire, losses)
 
     # --- losses and gradients
 
@@ -208,9 +223,9 @@ class _Run:
         if skips and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
             # Not where ranks share samples: all devices take part in a permute, whichever of them it is between.
-            out = on_stage(self._leaves(turn), lambda: start, lambda: self._chunk(section, self.parts, start, turn))
-            return out, wires, arrays
-        out, arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
+            chunk = lambda: self._chunk(section, self.parts, start, turn)[0]  # noqa: E731
+            return on_stage(self._leaves(turn), lambda: start, chunk), wires, arrays
+        (out, _), arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
         return out, wires, arrays
 
     def _backward(
@@ -227,14 +242,15 @@ class _Run:
         """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
         wire = take_from_slot(wires, turn.slot)
         start = wire if section == 0 else self._entered(section, wire, turn)
-        out, pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        (out, own), pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        losses = _with_own(losses, own, turn.counts)
         gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
         if section == self.sections - 1:
             leave = partial(self._leave_backward, out, turn)
             unchanged = lambda *values: values  # noqa: E731
             last = self._leaves(turn) & turn.counts
             gradient, sums, losses = on_stage(last, leave, unchanged, gradient, sums, losses)
-        gradients, gradient = pull(gradient)
+        gradients, gradient = pull((gradient, _of_losses(own, turn.counts)))
         sums = accumulated(self.records, sums, gradients, self._in_stack(section))
         enter = partial(self._enter_backward, section, wire, turn)
         first = self._enters(section, turn) & turn.counts
@@ -245,7 +261,7 @@ class _Run:
         """The losses and their gradients; replaces the gradient of the last chunk's output."""
         own, pull = jax.vjp(lambda parts, wire: self._left(wire, turn, parts), self.parts, wire)
         gradients, gradient = pull(jax.tree.map(jnp.ones_like, own))
-        return gradient, self._with_outside(sums, gradients), jax.tree.map(jnp.add, losses, own)
+        return gradient, self._with_outside(sums, gradients), _with_own(losses, own)
 
     def _enter_backward(self, section: int, wire: Tree, turn: _Turn, gradient: Tree, sums: Tree) -> tuple[Tree, Tree]:
         """Through what makes a section's input."""
@@ -261,7 +277,7 @@ class _Run:
         enter = lambda wire: self.model.enter(section, self._parameters(self.parts), wire, turn.part)  # noqa: E731
         return on_stage(self._enters(section, turn), enter, lambda wire: wire, wire)
 
-    def _chunk(self, section: int, parts: Tree, start: Tree, turn: _Turn, sums: Tree = None) -> Tree:
+    def _chunk(self, section: int, parts: Tree, start: Tree, turn: _Turn, sums: Tree = None) -> tuple[Tree, Sums]:
         chunk = turn.chunk - section * self.chunks
         return self.model.run(section, self._parameters(parts, sums, section), start, turn.part, self.stage, chunk)
 
@@ -295,8 +311,15 @@ class _Run:
     def _no_losses(self) -> Sums:
         """Zeros."""
         part, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.wire)[0]
-        losses = jax.eval_shape(lambda: self.model.leave(self._parameters(self.parts), self.wire, part))
-        return {name: varying_like(jnp.zeros((), jnp.float32), like) for name in losses}
+        zero = jnp.zeros((), jnp.int32)
+        first = _Turn(part, zero, zero, zero, zero > 0)
+
+        def losses() -> Sums:
+            of_layers = [self._chunk(i, self.parts, self.wire, first)[1] for i in range(self.sections)]
+            return functools.reduce(operator.or_, of_layers, self._left(self.wire, first))
+
+        zeros = lambda a: varying_like(jnp.zeros(a.shape, jnp.float32), like)  # noqa: E731
+        return jax.tree.map(zeros, jax.eval_shape(losses))
 
     # --- turns
 

@@ -13,7 +13,7 @@ from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm, over_model, weight
 from mtjax.theory.parts.sublayer import own_token_sums, own_vector_sums, sublayer_keeps, sublayer_sends
 from mtjax.theory.plans import Plan
-from mtjax.theory.rules import EXPERT
+from mtjax.theory.rules import CONTEXT, EXPERT
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Experts(Part):
     """Inner width of the expert that every token goes to; 0 without one."""
     capacity: int | None = None
     """Tokens of a sample that an expert takes at most; None where it takes all that come."""
+    balances: bool = True
+    """Whether there is a loss by the mean load of a sample."""
 
     @property
     def inputs(self) -> int:
@@ -108,6 +110,7 @@ class Experts(Part):
     def sends(self, stream: Stream) -> list[Expectation]:
         """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
         lines = split_sends(stream) if stream.split else whole_sends(stream)
+        lines += mean_loads(stream) if self.balances else []
         if stream.split:
             lines += sublayer_sends(stream, "the shared expert") if self.shared else []
             lines += own_vector_sums(stream, self.norm, bias=False)
@@ -121,6 +124,8 @@ ROUTES = "batch*sequence*top_k"
 """Numbers of a microbatch's experts, and how much each counts."""
 EVERY = "expert_ways*batch*sequence*hidden"
 """Tokens of all ranks over which experts are spread."""
+LOADS = "batch*num_experts"
+"""Of a microbatch's samples, a number for each expert."""
 
 
 def whole_sends(stream: Stream) -> list[Expectation]:
@@ -154,8 +159,25 @@ def split_sends(stream: Stream) -> list[Expectation]:
     line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of how much tokens' experts count", "float32")
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, again)):
         line(phase, "all-gather", count, "batch*sequence*num_experts", "scores of experts", "float32")
-    line(LAYER_FORWARD, "all-reduce", f"2*{stream.forward_times}", "batch*num_experts", "a sample's load", "float32")
-    line(LAYER_RECOMPUTE, "all-reduce", times, "batch*num_experts", "a sample's load, again", "float32")
+    line(LAYER_FORWARD, "all-reduce", times, LOADS, "a sample's load", "float32")
+    return lines
+
+
+def mean_loads(stream: Stream) -> list[Expectation]:
+    """What the loss that balances loads adds up: the load of all tokens of a sample, and their scores."""
+    lines: list[Expectation] = []
+    if stream.split:
+        why = "a sample's scores, and its load again"
+        lines += [
+            over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
+            for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
+        ]
+    if stream.across:
+        why = "a sample's load, of all ranks that share it"
+        lines += [
+            Expectation(phase, "all-reduce", CONTEXT, stream.times, LOADS, "float32", why=why)
+            for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
+        ]
     return lines
 
 
