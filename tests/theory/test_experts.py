@@ -1,11 +1,18 @@
-"""To how many ranks tokens go, beside all choices of experts that there are."""
+"""To how many ranks tokens go, beside all choices of experts that there are, and how long that takes."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from mtjax import config
 from mtjax.config import Model
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.hardware import DGX_H100
+from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.parts.experts import exchanged_share
+from mtjax.theory.plans import Plan
+from mtjax.theory.timing import step_time
 
 
 @pytest.mark.parametrize(
@@ -19,3 +26,13 @@ def test_a_token_goes_to_the_ranks_of_its_experts_each_counted_once(experts, top
         there = [expert for group in best for expert in range(group * size, (group + 1) * size)]
         found += [len({expert * ways // experts for expert in choice}) for choice in combinations(there, top_k)]
     assert exchanged_share(model, ways) == pytest.approx(sum(found) / len(found) / ways)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,expert=8,model=1", "data=1,stage=2,expert=8,model=1"])
+def test_an_exchange_lasts_until_the_rank_with_most_has_its_tokens(mesh):
+    run = config.replace(config.load("mixtral-8x7b"), expert_method="exchange")
+    plan = Plan.of(run, parse_mesh(mesh))
+    even, uneven = (
+        step_time(anatomy_of(run.model), replace(plan, expert_imbalance=load), DGX_H100) for load in (1.0, 1.5)
+    )
+    assert 1.45 < uneven.expert_axis / even.expert_axis < 1.5
