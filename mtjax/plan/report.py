@@ -22,7 +22,7 @@ from mtjax.theory.schedules import bubble, slots
 from mtjax.theory.software import MTJAX
 from mtjax.theory.teaching import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import StepTime, fullest_load, members_inside, step_time
+from mtjax.theory.timing import StepTime, members_inside, step_time, transfer_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""
@@ -156,7 +156,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     )
     machine = Machine(server, plan.element_bytes)
     for c in [*traffic.transfers(anatomy, plan), *traffic.teacher_transfers(plan)]:
-        alone = machine.transfer(c, members_inside(plan, c.axis, server)) * fullest_load(c, anatomy, plan)
+        alone = transfer_time(c, anatomy, plan, machine)
         axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
         result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)

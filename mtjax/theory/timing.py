@@ -101,7 +101,7 @@ def step_time(
     head = m * _head(anatomy, _alike(plan), machine, software)
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
-        spent[_axis_of(entry)] += _transfer(entry, anatomy, plan, machine)
+        spent[_axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
     exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = _exposed_turns(spent[CONTEXT], plan, attention)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
@@ -127,13 +127,13 @@ def step_time(
     )
 
 
-def _transfer(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
+def transfer_time(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
     """Seconds of a collective in a step, until the rank with most of it is done."""
     alone = machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
-    return alone * fullest_load(entry, anatomy, plan)
+    return alone * _fullest_load(entry, anatomy, plan)
 
 
-def fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
+def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
     """How much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank with most
     has tokens to take, at most all of them."""
     if entry.operation != "ragged-all-to-all":
@@ -198,7 +198,7 @@ def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
         elif kind == STAGE and entry.phase == GRADIENTS:
             kind = GRADIENTS
         if entry.phase not in (EMBEDDING_FORWARD, EMBEDDING_BACKWARD):
-            spent[kind] += _transfer(entry, anatomy, plan, machine)
+            spent[kind] += transfer_time(entry, anatomy, plan, machine)
     return spent
 
 
