@@ -153,7 +153,7 @@ def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
     assert "Traceback" not in stderr
     (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))
     assert line == stderr.splitlines()[-1]
-    assert re.search("Read-only file system|No such file or directory|no longer ours", line)
+    assert re.search("Read-only file system|No such file or directory|no longer ours|its disk is gone", line)
     real_disk()
     left = [int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit()]
     again = launcher.train_here(str(out), "--resume", "--steps", str(max(left) + 1))

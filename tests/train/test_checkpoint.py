@@ -20,6 +20,7 @@ from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
 from mtjax.train.checkpoints import checkpoint, damage
 from mtjax.train.checkpoints.checkpoint import Checkpoints, check_same_model, fingerprints
+from mtjax.train.checkpoints.saves import Saves
 from tests.tiny import program_of, run_steps, tiny_config
 
 CONSUMED = 24
@@ -151,6 +152,24 @@ def test_a_folder_that_vanishes_before_a_save_is_said_at_once(saved, tmp_path):
         checkpoints.save(state, program.config, CONSUMED)
         checkpoints.wait()
     assert time.monotonic() - start < 100
+
+
+def test_a_folder_that_is_another_one_under_its_name_fails_a_save(tmp_path):
+    """A disk is gone while a checkpoint is written, and Orbax makes the folder again, on the disk below."""
+    folder, program = tmp_path / "checkpoints", program_of("2x4")
+    checkpoints, said = Checkpoints(folder, keep_last=9), []
+    saves = Saves(checkpoints, 1, advice=lambda: "mtjax train --resume", say=said.append)
+    state, _ = run_steps(program, 1)
+    saves.save(state, program.config, CONSUMED, last=False)
+    checkpoints.wait()
+    folder.rename(tmp_path / "gone")
+    folder.mkdir()
+    saves.finish()
+    assert "step 1 could not be saved" in said[0] and "its disk is gone, or it was moved" in said[0]
+    state, _ = run_steps(program, 1, state)
+    with pytest.raises(UserError, match="step 2 could not be saved: .*its disk is gone.*no checkpoint can be seen"):
+        saves.save(state, program.config, CONSUMED, last=False)
+    assert not list(folder.iterdir())
 
 
 def data_files(step_folder):

@@ -36,6 +36,7 @@ class Saves:
     ) -> None:
         self._checkpoints, self._tolerated, self._advice, self._say = checkpoints, tolerated, advice, say
         self._failed, self._under_way = 0, 0
+        self._place = _place(checkpoints.folder)
         # What is raised here and said in a sentence, asyncio repeats for each array, and Orbax with its stack.
         logging.getLogger("asyncio").addFilter(_is_news)
         logging.getLogger("absl").addFilter(_is_news)
@@ -48,7 +49,7 @@ class Saves:
         """
         step = int(state.step)
         self.finish()
-        if why := _agreed("the room for a checkpoint", obstacle(self._checkpoints.folder, state)):
+        if why := _agreed("the room for a checkpoint", self._moved() or obstacle(self._checkpoints.folder, state)):
             self._count(step, why, last=last)
             return
         try:
@@ -76,6 +77,7 @@ class Saves:
         why = None
         try:
             self._checkpoints.wait()
+            why = self._moved()
         except PeerFailed:
             pass  # that process says why
         except Exception as e:
@@ -85,6 +87,16 @@ class Saves:
             self._count(step, why, last=last)
         else:
             self._failed = 0
+
+    def _moved(self) -> str | None:
+        """What is wrong when the folder's name means another one now.
+
+        Under a disk that is gone there is its mount point, where Orbax would make the folders that it misses.
+        """
+        folder = self._checkpoints.folder
+        if _place(folder) in (None, self._place):
+            return None
+        return f"{folder} is not the folder that this run began with: its disk is gone, or it was moved"
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, UserError):
@@ -100,9 +112,18 @@ class Saves:
                 f"a row fail, and this was number {self._failed}"
             )
             return
-        saved = self._checkpoints.newest_on_disk()
-        kept = f"the last good checkpoint is {shown(saved)}" if saved else "there is no checkpoint"
+        saved = None if self._moved() else self._checkpoints.newest_on_disk()
+        kept = f"the last good checkpoint is {shown(saved)}" if saved else "no checkpoint can be seen there"
         raise UserError(f"step {step} could not be saved: {why}; {kept}; repair it, and go on with: {self._advice()}")
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one of the same name; None if there is none here."""
+    try:
+        seen = folder.stat()
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino
 
 
 def _is_news(record: logging.LogRecord) -> bool:
