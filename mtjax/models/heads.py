@@ -17,6 +17,7 @@ from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
 from mtjax.models.project import with_sequences
 from mtjax.sharding.axes import spec
+from mtjax.sharding.context.places import sample_length
 
 PADDING_LOGIT = -1e30
 HEAD_SITE = 2**31 - 4
@@ -52,10 +53,14 @@ class Masked(NamedTuple):
 
     @classmethod
     def of(cls, loss_mask: Float[Array, "batch seq"]) -> "Masked":
-        """From a batch's mask, by a product and a sum instead of gathers, which would not stay on their shard."""
+        """From a batch's mask, by a product and a sum instead of gathers, which would not stay on their shard.
+
+        All of a sample's may be tokens of one rank, where ranks share it.
+        """
         is_masked = loss_mask > 0
         number = jnp.cumsum(is_masked, axis=1) - 1
-        most = most_masked(loss_mask.shape[1])
+        length = loss_mask.shape[1]
+        most = min(most_masked(sample_length(length)), length)
         chosen = (number[:, None] == jnp.arange(most)[:, None]) & is_masked[:, None]
         return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
 

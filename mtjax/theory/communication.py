@@ -263,7 +263,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
-        symbols |= part.symbols
+        symbols |= part.symbols(plan)
     return symbols
 
 

@@ -105,8 +105,8 @@ def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
     return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
 
 
-CONTEXT_FAMILIES = ("gpt", "llama")
-"""Families whose tokens attend to those before them: of the others attention over `context` is not there."""
+CONTEXT_FAMILIES = ("gpt", "llama", "bert")
+"""Families whose attention ranks can share: T5's has a bias, and a second one that reads other tokens."""
 
 
 def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
@@ -121,14 +121,14 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
             )
         return
     if model.family not in CONTEXT_FAMILIES:
-        known = " and ".join(CONTEXT_FAMILIES)
+        known = f"{', '.join(CONTEXT_FAMILIES[:-1])} and {CONTEXT_FAMILIES[-1]}"
         yield (
             f"mesh {mesh} splits samples over context={ways}, which is for {known}, and family is "
             f"{model.family}: leave it out"
         )
     if model.head != "language":
         yield (
-            f"mesh {mesh} splits samples over context={ways}, which is for losses of next tokens, and head is "
+            f"mesh {mesh} splits samples over context={ways}, which is for losses of tokens, and head is "
             f"{model.head}: leave it out"
         )
     length, each = model.sequence_length, 2 * ways

@@ -10,6 +10,7 @@ from dataclasses import replace
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
 from mtjax.theory.parts.part import unrepeated
 from mtjax.theory.plans import Plan, Recompute
@@ -133,8 +134,8 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
     """
     if plan.is_staged:
-        return _staged_flops(computed_over(anatomy, plan.mesh.model), plan, causal=causal)
-    anatomy = computed_over(anatomy, plan.mesh.model)
+        return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
+    anatomy = computed_over(anatomy, plan.mesh)
     flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
     if _is_in_chunks(anatomy, plan):
         flops += logit_flops(anatomy)
@@ -177,15 +178,20 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
 
 
 def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
-    """`core_flops` of the blocks that ranks compute: where c of them share samples, c+1 of 2c."""
-    whole = core_flops(stack, causal=causal)
-    return whole if causal else whole * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+    """`core_flops` of the blocks that ranks compute: of causal attention, where c of them share samples, c+1 of 2c."""
+    whole, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
+    return whole if causal or not is_causal else whole * (plan.mesh.context + 1) / (2 * plan.mesh.context)
 
 
-def computed_over(anatomy: Anatomy, model_ways: int) -> Anatomy:
-    """What the model ways compute with: key and value heads that are fewer, once for every way."""
+def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
+    """What ranks compute together, some of it more than once: on each of the model ways key and value heads that are
+    fewer than these, on each of those that share a sample what of a head only one of them needs."""
     model = anatomy.model
-    return anatomy if num_kv_heads(model) >= model_ways else anatomy_of(replace(model, num_kv_heads=model_ways))
+    if num_kv_heads(model) < mesh.model:
+        anatomy = anatomy_of(replace(model, num_kv_heads=mesh.model))
+    if mesh.shares_samples:
+        anatomy = replace(anatomy, head=tuple(part.over_context(mesh.context) for part in anatomy.head))
+    return anatomy
 
 
 def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:

@@ -69,7 +69,7 @@ class Plan:
     """Layers of each stage; equal shares when None."""
     context_method: ContextMethod = "ring"
     keeps_documents_apart: bool = False
-    """Whether tokens see those of their own document only."""
+    """Whether tokens see those of their own document only, or, which sends as much, none of the padding."""
     flash_attention: bool = False
     dropout: bool = True
     attention_dropout: bool | None = None
@@ -207,7 +207,7 @@ class Plan:
             unrolled=training.unroll_layers,
             context_method=run.parallel.context_method,
             expert_method=run.parallel.expert_method,
-            keeps_documents_apart=run.data.reset_attention_mask,
+            keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
             flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
             dropout=run.model.hidden_dropout > 0,
             attention_dropout=run.model.attention_dropout > 0,

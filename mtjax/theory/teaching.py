@@ -124,5 +124,5 @@ def teacher_flops(plan: Plan) -> float:
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
-    anatomy = computed_over(teacher.anatomy, plan.mesh.model)
+    anatomy = computed_over(teacher.anatomy, plan.mesh)
     return forward_flops(anatomy) - (logit_flops(anatomy) if anatomy.model.head == "language" else 0.0)

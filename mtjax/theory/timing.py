@@ -373,7 +373,8 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 @cache
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
-    sizes = [product for part in anatomy.head for product in part.products(plan.mesh.model)]
+    head = (part.over_context(plan.mesh.context) for part in anatomy.head)
+    sizes = [product for part in head for product in part.products(plan.mesh.model)]
     seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
     logits = max(sizes, key=lambda product: product.flops)
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]

@@ -89,14 +89,14 @@ CONTEXT = [
         "sequence_length 24 .* 16 context x model ways .* 16 and 32$",
     ),
     (
-        {"family": "bert"},
+        {"family": "t5"},
         "data=1,context=2,model=1",
-        "context=2, .* for gpt and llama, and family is bert: leave",
+        "context=2, .* for gpt, llama and bert, and family is t5: leave",
     ),
     (
         {"head": "classification"},
         "data=1,context=2,model=1",
-        "context=2, .* next tokens, and head is classification: leave it out",
+        "context=2, .* losses of tokens, and head is classification: leave it out",
     ),
     (
         {"context_method": "gather"},

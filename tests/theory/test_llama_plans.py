@@ -39,8 +39,8 @@ def test_key_and_value_heads_are_split_or_whole() -> None:
     key_value = 2 * 8192 * 1024
     assert held_of_a_layer(8) == LAYER / 8 + 2 * 8192
     assert held_of_a_layer(16) == (LAYER - key_value) / 16 + key_value + 2 * 8192
-    assert flops.computed_over(LLAMA3_70B, 8) is LLAMA3_70B
-    assert flops.computed_over(LLAMA3_70B, 16).model.num_kv_heads == 16
+    assert flops.computed_over(LLAMA3_70B, MeshShape(model=8)) is LLAMA3_70B
+    assert flops.computed_over(LLAMA3_70B, MeshShape(model=16)).model.num_kv_heads == 16
 
 
 def test_shared_key_and_value_heads_send_their_gradients() -> None:

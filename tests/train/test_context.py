@@ -17,6 +17,8 @@ from tests.tiny import batch_of, initial_state, program_of, run_steps
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 """Rotary positions, and a key head that all queries share, with both dropouts."""
 DOCUMENTS: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
+BERT: dict[str, Any] = {"family": "bert"}
+"""Padded samples; tokens attend to all others, and one head reads the first token, another masked ones."""
 
 # (mesh, model, what does not change the numbers)
 CASES: list[Any] = [
@@ -39,6 +41,18 @@ CASES: list[Any] = [
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
+    pytest.param(
+        "data=1,context=4,model=2",
+        BERT,
+        {"recompute": "full", "sequence_parallel": True, "microbatch_size": 2, "zero": 2},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,stage=2,context=2,model=1",
+        BERT,
+        {"context_method": "gather", "microbatch_size": 2},
+        marks=pytest.mark.long,
+    ),
 ]
 PRODUCT = [
     pytest.param(
@@ -55,7 +69,7 @@ PRODUCT = [
     )
     for mesh, model, method, (recompute, zero), split in itertools.product(
         ("data=1,context=2,model=1", "data=1,context=4,model=2", "data=2,context=2,model=2"),
-        ({}, DOCUMENTS, LLAMA, LLAMA | DOCUMENTS),
+        ({}, DOCUMENTS, LLAMA, LLAMA | DOCUMENTS, BERT),
         ("ring", "gather"),
         (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
         (False, True),
@@ -64,9 +78,9 @@ PRODUCT = [
 
 
 def results(program):
-    """The loss and gradients of a batch with dropout, its loss without, and the losses of three steps."""
+    """The loss and gradients of a batch with dropout, its losses without, and the losses of three steps."""
     state, batch = initial_state(program), batch_of(program, 0)
-    total, count = program.evaluate(state.parameters, batch)["loss"]
+    evaluated = program.evaluate(state.parameters, batch).values()
     key = jax.random.wrap_key_data(state.random)
     with jax.set_mesh(program.mesh):
         loss, _, gradients = jax.jit(program.gradients)(state.parameters, batch, key)
@@ -74,7 +88,7 @@ def results(program):
     _, losses = run_steps(program, 2, state)
     return found | {
         "loss": np.asarray(loss),
-        "evaluated": np.asarray(total / count),
+        "evaluated": np.asarray([total / count for total, count in evaluated]),
         "steps": np.array([[m["loss"], m["grad_norm"]] for m in losses]),
     }
 

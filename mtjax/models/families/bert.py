@@ -23,6 +23,8 @@ from mtjax.models.project import with_sequences
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.sharding.context.places import of_first_token, token_places
+from mtjax.sharding.context.turns import Method
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 KEYS = 7
@@ -46,6 +48,7 @@ class Encoder(nnx.Module):
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.rate = model.hidden_dropout
+        self.method: Method = config.parallel.context_method
         self.dtype = dtype
 
     def __call__(
@@ -74,13 +77,15 @@ class Encoder(nnx.Module):
     def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
         tokens, types = batch["tokens"], batch["token_types"]
         with jax.named_scope("embedding"):
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype)
+            places = token_places(tokens.shape[1])
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, places=places)
             if self.token_types is not None:
                 x = x + embed_types(self.token_types, jnp.zeros_like(tokens) if types is None else types, self.dtype)
-            return Stream(dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL))
+            return Stream(dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
 
     def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
-        return Context(keys, batch["padding_mask"], is_causal=False)
+        places = token_places(batch["tokens"].shape[1])
+        return Context(keys, batch["padding_mask"], is_causal=False, places=places, method=self.method)
 
 
 class BERT(Encoder, WithVocabulary):
@@ -107,7 +112,8 @@ class BERT(Encoder, WithVocabulary):
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
             parts = {"masked_lm": masked.put(losses)}
             if self.order is not None:
-                parts["sentence_order"] = class_losses(self.order(hidden), batch["sentence_order"])
+                losses = class_losses(self.order(hidden), batch["sentence_order"])
+                parts["sentence_order"] = of_first_token(losses, hidden.shape[1])
             return parts
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:

@@ -36,8 +36,8 @@ def attend_across(
     context: Context,
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal self-attention to the tokens of all ranks that share the samples; `rate` is that of dropout."""
-    assert context.is_causal and context.bias is None and context.places is not None
+    """Self-attention to the tokens of all ranks that share the samples; `rate` is that of dropout."""
+    assert context.bias is None and context.places is not None
     scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
     drops = None
     if rate and context.dropout_keys is not None:
@@ -47,7 +47,7 @@ def attend_across(
     blocks: BlockKernel = XlaBlocks(scale, rate, length) if kernel == "xla" else CudnnBlocks(scale)
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     queries = Queries(query, context.places, context.segment_ids)
-    return context_attention(blocks, context.method, queries, key, value, drops, names)
+    return context_attention(blocks, context.method, context.is_causal, queries, key, value, drops, names)
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,19 @@ Tree = Any
 def context_attention(
     kernel: BlockKernel,
     method: Method,
+    is_causal: bool,
     queries: Queries,
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
     drops: Drops | None,
     names: tuple[str, str],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal softmax attention to the tokens of all ranks that share samples.
+    """Softmax attention to the tokens of all ranks that share samples.
 
     Args:
       kernel: for blocks of queries and keys.
       method: how keys and values come to the queries.
+      is_causal: whether tokens attend to those before them only.
       queries: this rank's; places are [seq], alike in all samples.
       key: this rank's; heads / groups queries in turn share a key and a value head.
       value: what is mixed.
@@ -44,7 +46,7 @@ def context_attention(
     if drops is not None:
         drops = drops._replace(heads=reshard(drops.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
-    across = _Across(kernel, method, axis, heads, statistics, spec("heads"), names)
+    across = _Across(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
     return _attend(across, queries.query, key, value, (queries.places, queries.segments, drops))
 
 
@@ -53,6 +55,7 @@ class _Across(NamedTuple):
 
     kernel: BlockKernel
     method: Method
+    is_causal: bool
     axis: str
     heads: PartitionSpec
     statistics: PartitionSpec
@@ -82,7 +85,7 @@ class _Across(NamedTuple):
         places, segments, drops = rest
         rank = places[0] // (len(places) // 2)  # its first chunk's number
         of_samples = jnp.broadcast_to(places, query.shape[:2])
-        turns = Turns(self.kernel, self.method, self.axis, rank, drops)
+        turns = Turns(self.kernel, self.method, self.is_causal, self.axis, rank, drops)
         return turns, Queries(query, of_samples, segments), Keys(key, value, of_samples, segments)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import rules_in_force, sum_parts
 from mtjax.theory.rules import Axes
@@ -53,6 +53,13 @@ def of_sample(x: Array) -> Array:
 def sample_length(length: int) -> int:
     """Tokens of a sample of which this rank has so many."""
     return length * math.prod(lax.axis_size(axis) for axis in context_axes())
+
+
+def of_first_token(values: Float[Array, " batch"], length: int) -> Float[Array, " batch"]:
+    """Values that a rank has computed of a sample's first token: zeros where its own `length` tokens begin later, so
+    that the sum over the ranks that share the sample is the value."""
+    places = token_places(length)
+    return values if places is None else jnp.where(places[0] == 0, values, 0)
 
 
 def token_places(length: int) -> Int[Array, " seq"] | None:

@@ -5,7 +5,8 @@ In turn r, a rank's queries meet the keys of the rank r places before it.
 Ring: keys and values go from rank to rank while a turn computes, and so do their gradients, back to where they belong
 in the end (arXiv 2310.01889). Gather: each rank has all keys and values at once.
 
-Because of how samples are cut (`mtjax.sharding.context.places`), a rank with causal queries and the keys of another has
+Where tokens attend to all others, a turn computes all that there is. Because of how samples are cut
+(`mtjax.sharding.context.places`), a rank with causal queries and the keys of another has
 two of four pairs of chunks to compute, whatever the ranks: its second chunk sees the other's first; and its first chunk
 does too where the other rank stands before it, else its second chunk sees the other's second. No branch, no mask, and
 all ranks compute as much.
@@ -35,6 +36,7 @@ class Turns:
 
     kernel: BlockKernel
     method: Method
+    is_causal: bool
     axis: str
     """The mesh axis whose ranks share samples."""
     rank: Array
@@ -48,9 +50,11 @@ class Turns:
 
     def forward(self, queries: Queries, keys: Keys) -> tuple[Array, Array]:
         """Output, and float32 log-sums, of entire rows."""
-        mixed, log_sums = self.kernel.forward(queries, keys, self.drops, True)
+        mixed, log_sums = self.kernel.forward(queries, keys, self.drops, self.is_causal)
 
         def turn(state: Tree, keys: Keys, other: Array) -> Tree:
+            if not self.is_causal:
+                return _merge(state, *self.kernel.forward(queries, keys, self.drops, False))
             before = other < self.rank
             pairs = _pairs(before, queries), _pairs_of_keys(before, keys)
             return _merge_pairs(before, state, self.kernel.forward(*pairs, self.drops, False))
@@ -61,20 +65,17 @@ class Turns:
 
     def backward(self, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
         """Gradients of the rank's queries, keys and values."""
-        of_queries, *own = _wide(self.kernel.backward(queries, keys, self.drops, True))
+        of_queries, *own = _wide(self.kernel.backward(queries, keys, self.drops, self.is_causal))
         gathers, place = self.method == "gather", self.rank
 
         def turn(state: Tree, keys: Keys, other: Array) -> Tree:
             of_queries, of_keys = state
-            before = other < self.rank
-            pairs = _pairs(before, queries), _pairs_of_keys(before, keys)
-            more, *others = _wide(self.kernel.backward(*pairs, self.drops, False))
-            others = [_back_to_keys(before, a) for a in others]
+            more, *others = self._backward_of_others(queries, keys, other)
             if gathers:
                 of_keys = [total.at[other].add(a) for total, a in zip(of_keys, others, strict=True)]
             else:
                 of_keys = [total + a for total, a in zip(of_keys, others, strict=True)]
-            return of_queries + _back_to_queries(before, more), of_keys
+            return of_queries + more, of_keys
 
         if gathers:
             own = [jnp.zeros_like(a, shape=(self.ways, *a.shape)).at[place].set(a) for a in own]
@@ -85,6 +86,15 @@ class Turns:
             of_queries, of_keys = self._take(keys, (of_queries, own), turn, lambda s: (s[0], self._send(s[1])))
             of_keys = self._send([a.astype(keys.key.dtype) for a in of_keys])  # home: half the bytes of float32
         return of_queries.astype(queries.query.dtype), of_keys[0], of_keys[1]
+
+    def _backward_of_others(self, queries: Queries, keys: Keys, other: Array) -> list[Array]:
+        """What the keys of another rank add to the gradients of queries, and of these keys and their values."""
+        if not self.is_causal:
+            return _wide(self.kernel.backward(queries, keys, self.drops, False))
+        before = other < self.rank
+        pairs = _pairs(before, queries), _pairs_of_keys(before, keys)
+        of_queries, *of_keys = _wide(self.kernel.backward(*pairs, self.drops, False))
+        return [_back_to_queries(before, of_queries), *(_back_to_keys(before, a) for a in of_keys)]
 
     def _take(self, mine: Keys, state: T, turn: Turn, between: Callable[[T], T] = lambda state: state) -> T:
         """The turns with the keys of all others; the loop is kept, or XLA would send everything before it computes.

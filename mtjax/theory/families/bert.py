@@ -34,6 +34,7 @@ def _pretraining(model: Model) -> tuple[Part, ...]:
         padded_vocab_size(model),
         model.hidden_size,
         most_masked(model.sequence_length),
+        sequence=model.sequence_length,
         owns_table=not model.tie_embeddings,
         norm=model.norm,
         takes_first=model.sentence_order,

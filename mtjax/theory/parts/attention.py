@@ -119,8 +119,8 @@ class Attention(_Heads):
     def cached(self, context: int) -> int:
         return 2 * self.kv_size * context
 
-    @property
-    def symbols(self) -> Mapping[str, int]:
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        del plan
         return {"key_width": self.kv_size, "head_width": self.head_dim}
 
     def sends(self, stream: Stream) -> list[Expectation]:
@@ -290,8 +290,11 @@ def across_sends(stream: Stream) -> list[Expectation]:
             sent.append((1, "batch*sequence", "numbers of the keys' documents", {"dtype": "int32"}))
         for arrays, elements, what, settings in sent:
             each = f"{arrays}*{others}" if arrays > 1 else others
-            forward = f"{each}*{stream.forward_times}"
-            line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, on", **settings)
+            forward, hops = stream.forward_times, each
+            if arrays == 1:  # the same in all layers: the compiler may send them once on their first hop
+                hops, first = "(context_ways - 2)", {"pooled": True, "hoisted": True, **settings}
+                line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, to the next", **first)
+            line(LAYER_FORWARD, "collective-permute", f"{hops}*{forward}", elements, f"{what}, on", **settings)
             line(LAYER_RECOMPUTE, "collective-permute", f"{each}*{again}", elements, f"{what}, again", **settings)
             back = f"{arrays}*({others}*layers - {sent_before})*{stream.turns}"
             line(LAYER_BACKWARD, "collective-permute", back, elements, f"{what}, once more", **settings)

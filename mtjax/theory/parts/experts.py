@@ -103,8 +103,8 @@ class Experts(Part):
         shared = self.shared_expert.working(plan) if self.shared_expert else 0.0
         return max((2 * plan.element_bytes + 4) * everyone + 4 * matrices, shared)
 
-    @property
-    def symbols(self) -> Mapping[str, int]:
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        del plan
         return {"top_k": self.top_k, "num_experts": self.count, "capacity": self.capacity or 0}
 
     def sends(self, stream: Stream) -> list[Expectation]:

@@ -1,7 +1,7 @@
 """What turns hidden states into losses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.config import Model
 from mtjax.config.sizes import padded_vocab_size
@@ -67,8 +67,13 @@ def teacher_table(model: Model, width: int) -> Weight:
 
 @dataclass(frozen=True)
 class MaskedOutput(Output):
-    """BERT's: dense, activation and norm, which every rank holds, then logits of the masked tokens alone."""
+    """BERT's: dense, activation and norm, which every rank holds, then logits of the masked tokens alone.
 
+    `tokens` is the most of a sample that are masked.
+    """
+
+    sequence: int = 0
+    """Tokens of a sample."""
     norm: str = "layernorm"
     takes_first: bool = True
     """Whether the first token's hidden state is taken too, for the sentence order."""
@@ -82,9 +87,15 @@ class MaskedOutput(Output):
     def products(self, model_ways: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.hidden), *super().products(model_ways)]
 
-    @property
-    def symbols(self) -> Mapping[str, int]:
-        return {"masked_tokens": self.tokens}
+    def over_context(self, ways: int) -> "MaskedOutput":
+        """On each of these ranks as many as are ever masked in a sample: all of them may be tokens of one rank."""
+        return replace(self, tokens=min(self.tokens * ways, self.sequence))
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
+
+    def working(self, plan: Plan) -> float:
+        return Output.working(self.over_context(plan.mesh.context), plan)
 
     def sends(self, stream: Stream) -> list[Expectation]:
         masked = "batch*masked_tokens"
@@ -113,6 +124,7 @@ class OneToken(Part):
     hidden: int
     outputs: int
     name: str = "head"
+    tokens: int = 1
     has_pooler: bool = True
     """Where not, the linear layer has no bias either."""
     stands_alone: bool = True
@@ -126,8 +138,12 @@ class OneToken(Part):
         return [*pooler, *linear(f"{self.name}.classifier", embed, classes, bias=self.has_pooler)]
 
     def products(self, model_ways: int = 1) -> list[Product]:
-        pooler = [Product(1, self.hidden, self.hidden)] if self.has_pooler else []
-        return [*pooler, Product(1, self.hidden, self.outputs)]
+        pooler = [Product(self.tokens, self.hidden, self.hidden)] if self.has_pooler else []
+        return [*pooler, Product(self.tokens, self.hidden, self.outputs)]
+
+    def over_context(self, ways: int) -> "OneToken":
+        """Each of these ranks computes it of its own first token, and one of them has the sample's."""
+        return replace(self, tokens=ways)
 
     def sends(self, stream: Stream) -> list[Expectation]:
         if not stream.split or not self.stands_alone:

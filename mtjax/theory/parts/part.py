@@ -233,9 +233,14 @@ class Part:
         del context
         return 0
 
-    @property
-    def symbols(self) -> Mapping[str, int]:
+    def over_context(self, ways: int) -> "Part":
+        """What ranks that share a sample compute of it together, where that is more than one of them would alone."""
+        del ways
+        return self
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
         """Words of its lines beside those that every stream has, with their values."""
+        del plan
         return {}
 
     def sends(self, stream: Stream) -> list[Expectation]:
