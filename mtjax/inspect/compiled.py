@@ -18,6 +18,7 @@ from mtjax.models.kernels.grouped import Blocks
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.theory.parts.experts import rank_places
 from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
 
@@ -127,8 +128,8 @@ def expected_blocks(program: Program) -> int:
     capacity, pairs = expert_capacity(model, length), ways * int(plan.rank_tokens(length)) * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
-        each = min(each, ways * samples * capacity)
-        places = model.num_experts * samples * capacity if ways > 1 else pairs
+        each = min(each, ways * plan.rank_tokens(capacity))
+        places = model.num_experts * samples * rank_places(capacity, length, plan) if ways > 1 else pairs
     rows = Blocks(model.activation, model.num_experts).rows(places)
     return model.num_experts // ways * math.ceil(each / rows)
 

@@ -10,7 +10,8 @@ Exchange: a rank is sent the tokens that its experts are to see, each once, howe
 back the sum over these. No token is lost; what is sent depends on where tokens go (`mtjax.sharding.exchange`).
 
 Capacity: where an expert takes at most so many tokens of a sample, each rank has as many places for every expert and
-sample; it sends the tokens in them to the experts' ranks, and these send back what their experts make of them.
+sample; it sends the tokens in them to the experts' ranks, and these send back what their experts make of them. Ranks
+that share a sample tell each other how many of its tokens want which expert.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from mtjax.sharding.axes import explicit_axes, explicit_part, rules_in_force, spec, varying_like
+from mtjax.sharding.context.places import context_axes, of_chunks_before
 from mtjax.sharding.exchange import Trip, taken
 from mtjax.sharding.opaque import opaque
 from mtjax.theory.plans import ExpertMethod
@@ -74,7 +76,8 @@ def apply_experts(
     matrices = tuple(explicit_part(spec(*names)) for _, names in (up, down))
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
-    across = _Across(product, rules.expert, is_shared, rules.mlp, sequence, tokens, matrices, capacity, method)
+    context = context_axes()
+    across = _Across(product, rules.expert, is_shared, rules.mlp, sequence, context, tokens, matrices, capacity, method)
     return _apply(across, x, gates, experts, varying_like(up[0], x), varying_like(down[0], x))
 
 
@@ -90,6 +93,8 @@ class _Across(NamedTuple):
     """Those that split an expert's inner width."""
     sequence: Axes
     """Those of them that split the sequences of x."""
+    context: Axes
+    """Those whose ranks share samples."""
     tokens: PartitionSpec
     """Of x, gates and numbers."""
     matrices: tuple[PartitionSpec, ...]
@@ -122,7 +127,7 @@ class _Across(NamedTuple):
             y = self._gathered(x, gates, experts, up, down)
         else:
             count = up.shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
-            places = _Places.of(experts, count, self.capacity)
+            places = _Places.of(experts, count, self.capacity, self.context)
             if is_apart:
                 y = self._placed(x, gates, places, up, down)
             else:
@@ -184,13 +189,22 @@ class _Places(NamedTuple):
     """Pairs for which there was no place left."""
 
     @classmethod
-    def of(cls, experts: Int[Array, "batch seq chosen"], count: int, capacity: int) -> "_Places":
-        """Pairs take places in the order of the text, so that what is lost depends on a sample alone."""
-        samples = experts.shape[0]
+    def of(cls, experts: Int[Array, "batch seq chosen"], count: int, capacity: int, context: Axes = ()) -> "_Places":
+        """Pairs take places in the order of the text, so that what is lost depends on a sample alone.
+
+        Where ranks over `context` share samples, each has places for what is not lost of its own tokens.
+        """
+        samples, length = experts.shape[:2]
         each = experts.reshape(samples, -1)
         hot = jax.nn.one_hot(each, count, dtype=jnp.int32)
-        number = ((jnp.cumsum(hot, 1) - 1) * hot).sum(-1)
-        is_lost = number >= capacity
+        number = _number(hot)
+        if context:
+            chunks = hot.reshape(samples, 2, -1, count)
+            before = jnp.moveaxis(of_chunks_before(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
+            is_lost = (_number(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= capacity
+            number, capacity = _number(jnp.where(is_lost[..., None], 0, hot)), min(capacity, length)
+        else:
+            is_lost = number >= capacity
         place = (each * samples + jnp.arange(samples)[:, None]) * capacity + number
         size = count * samples * capacity
         place = jnp.where(is_lost, size, place).reshape(-1)
@@ -207,6 +221,11 @@ class _Places(NamedTuple):
         total = varying_like(jnp.zeros((like.size // like.shape[-1], like.shape[-1]), jnp.float32), values)
         total = total.at[self.pairs // of_row].add(values.astype(jnp.float32), mode="drop")
         return total.astype(like.dtype).reshape(like.shape)
+
+
+def _number(hot: Int[Array, "*batch pairs experts"]) -> Int[Array, "*batch pairs"]:
+    """How many pairs before each want the same expert."""
+    return ((jnp.cumsum(hot, -2) - 1) * hot).sum(-1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

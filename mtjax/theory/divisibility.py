@@ -151,11 +151,6 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} does not divide over {mesh.expert} expert ways of the mesh; take expert ways "
             f"that divide it: {nearest_divisors(count, mesh.expert)}"
         )
-    if mesh.context > 1 and model.capacity_factor:
-        yield (
-            f"capacity_factor {model.capacity_factor:g} gives an expert's places to a sample's first tokens, of which "
-            f"each of the {mesh.context} context ways of mesh {mesh} knows its own alone: leave one of the two out"
-        )
     if mesh.stage > 1 and model.first_dense_layers:
         yield (
             f"mesh {mesh} has {mesh.stage} stages, which share layers that are all alike, and first_dense_layers is "

@@ -185,12 +185,14 @@ def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
 
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     """What ranks compute together, some of it more than once: on each of the model ways key and value heads that are
-    fewer than these, on each of those that share a sample what of a head only one of them needs."""
+    fewer than these, on each of those that share a sample what only one of them may need."""
     model = anatomy.model
     if num_kv_heads(model) < mesh.model:
         anatomy = anatomy_of(replace(model, num_kv_heads=mesh.model))
     if mesh.shares_samples:
-        anatomy = replace(anatomy, head=tuple(part.over_context(mesh.context) for part in anatomy.head))
+        stacks = (replace(s, parts=tuple(p.over_context(mesh.context) for p in s.parts)) for s in anatomy.stacks)
+        head = (part.over_context(mesh.context) for part in anatomy.head)
+        anatomy = replace(anatomy, stacks=tuple(stacks), head=tuple(head))
     return anatomy
 
 

@@ -104,11 +104,6 @@ CONTEXT = [
         "context_method gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
     ),
     (
-        {"num_experts": 4, "capacity_factor": 1.5},
-        "data=1,context=2,expert=2,model=1",
-        "capacity_factor 1.5 .* each of the 2 context ways .* leave one of the two out",
-    ),
-    (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
         "2 stages, .* first_dense_layers is 1: leave one of the two out",

@@ -129,6 +129,13 @@ CONTEXT: list[Any] = [
         "data=2,context=2,expert=2,model=1", {}, {"zero": 3, "recompute": "none"}, marks=pytest.mark.exhaustive
     ),
     pytest.param(
+        "data=1,context=2,expert=2,model=2",
+        CAPACITY,
+        {"sequence_parallel": True, "zero": 2, "recompute": "full", "microbatch_size": 2},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("data=1,context=4,model=1", CAPACITY, {"recompute": "selective"}, marks=pytest.mark.exhaustive),
+    pytest.param(
         "data=1,stage=2,context=2,expert=2,model=1",
         DEEPSEEK,
         {"zero": 2, "recompute": "full"},

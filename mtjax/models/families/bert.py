@@ -23,7 +23,7 @@ from mtjax.models.project import with_sequences
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
-from mtjax.sharding.context.places import of_first_token, token_places
+from mtjax.sharding.context.places import of_first_rank, token_places
 from mtjax.sharding.context.turns import Method
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
@@ -113,7 +113,7 @@ class BERT(Encoder, WithVocabulary):
             parts = {"masked_lm": masked.put(losses)}
             if self.order is not None:
                 losses = class_losses(self.order(hidden), batch["sentence_order"])
-                parts["sentence_order"] = of_first_token(losses, hidden.shape[1])
+                parts["sentence_order"] = of_first_rank(losses, hidden.shape[1])
             return parts
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:

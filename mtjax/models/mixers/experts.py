@@ -20,7 +20,7 @@ from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
 from mtjax.sharding.axes import spec, varying_like
-from mtjax.sharding.context.places import of_sample, sample_length
+from mtjax.sharding.context.places import of_first_rank, of_sample, sample_length
 from mtjax.sharding.experts import apply_experts
 
 JITTER_SITE = 5
@@ -86,8 +86,8 @@ class Router(nnx.Module):
         balance = model.num_experts * (whole * share).sum(-1) / (length * model.experts_top_k)
         z = jnp.square(jax.nn.logsumexp(logits, -1)).sum(1) / length
         report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
-        if (capacity := expert_capacity(model, x.shape[1])) is not None:
-            report[LOST] = jnp.maximum(load - capacity, 0).sum(-1)
+        if (capacity := expert_capacity(model, length)) is not None:
+            report[LOST] = of_first_rank(jnp.maximum(whole - capacity, 0).sum(-1), x.shape[1])
         return Routes(chosen, gates * model.router_scale, report)
 
 
@@ -150,7 +150,7 @@ class Experts(nnx.Module):
             routes = self.router(x, context)
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
         writes = context.reading is not None
-        capacity = None if writes else expert_capacity(self.router.model, x.shape[1])
+        capacity = None if writes else expert_capacity(self.router.model, sample_length(x.shape[1]))
         out = apply_experts(self.blocks, x, routes.gates, routes.experts, up, down, capacity, context.expert_method)
         if self.shared is not None:
             out = out + self.shared(x, context, None)[0]

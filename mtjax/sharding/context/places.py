@@ -55,11 +55,24 @@ def sample_length(length: int) -> int:
     return length * math.prod(lax.axis_size(axis) for axis in context_axes())
 
 
-def of_first_token(values: Float[Array, " batch"], length: int) -> Float[Array, " batch"]:
-    """Values that a rank has computed of a sample's first token: zeros where its own `length` tokens begin later, so
-    that the sum over the ranks that share the sample is the value."""
+def of_first_rank(values: Float[Array, " batch"], length: int) -> Float[Array, " batch"]:
+    """Values of samples, as the rank knows them that has a sample's first tokens: zeros where a rank's own `length`
+    tokens begin later, so that the sum over the ranks that share the sample is the value."""
     places = token_places(length)
     return values if places is None else jnp.where(places[0] == 0, values, 0)
+
+
+def of_chunks_before(held: Int[Array, "2 samples experts"], axes: Axes) -> Int[Array, "2 samples experts"]:
+    """What all chunks of a sample before each of this rank's two have together.
+
+    Args:
+      held: what each of its two has.
+      axes: whose ranks share the sample.
+    """
+    every, rank, ways = lax.all_gather(held, axes), lax.axis_index(axes), lax.axis_size(axes)
+    in_order = jnp.concatenate([every[:, 0], every[::-1, 1]])
+    before = jnp.cumsum(in_order, 0) - in_order
+    return jnp.stack([before[rank], before[2 * ways - 1 - rank]])
 
 
 def token_places(length: int) -> Int[Array, " seq"] | None:

@@ -5,7 +5,7 @@ Symbols beside those of `mtjax.theory.parts.part`: E experts, k that a token goe
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
@@ -98,25 +98,33 @@ class Experts(Part):
         both and of the gradients of the experts here."""
         everyone = plan.mesh.expert * plan.rank_tokens(self.tokens) * self.hidden
         if self.capacity is not None:
-            everyone = plan.microbatch_size * self.count * self.capacity * self.hidden
+            everyone = plan.microbatch_size * self.count * self._places(plan) * self.hidden
         matrices = self.count / plan.mesh.expert * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
         shared = self.shared_expert.working(plan) if self.shared_expert else 0.0
         return max((2 * plan.element_bytes + 4) * everyone + 4 * matrices, shared)
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
-        del plan
-        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self.capacity or 0}
+        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._places(plan)}
+
+    def over_context(self, ways: int) -> "Experts":
+        """Each of these ranks has as many places as an expert takes of a sample, or as it has tokens."""
+        return self if self.capacity is None else replace(self, capacity=min(self.capacity * ways, self.tokens))
+
+    def _places(self, plan: Plan) -> int:
+        return 0 if self.capacity is None else rank_places(self.capacity, self.tokens, plan)
 
     def sends(self, stream: Stream) -> list[Expectation]:
         """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
         lines = split_sends(stream) if stream.split else whole_sends(stream)
         lines += mean_loads(stream) if self.balances else []
+        if stream.across and (self.balances or self.capacity is not None):
+            lines += shared_loads(stream, again=self.balances)
         if stream.split:
             lines += sublayer_sends(stream, "the shared expert") if self.shared else []
             lines += own_vector_sums(stream, self.norm, bias=False)
             lines.append(own_token_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
         if self.capacity is not None:
-            return [*lines, *places(stream)]
+            return [*lines, *places(stream), *(loads_before(stream) if stream.across else [])]
         return [*lines, *(exchanges(stream) if stream.expert_method == "exchange" else gathers(stream))]
 
 
@@ -165,20 +173,22 @@ def split_sends(stream: Stream) -> list[Expectation]:
 
 def mean_loads(stream: Stream) -> list[Expectation]:
     """What the loss that balances loads adds up: the load of all tokens of a sample, and their scores."""
-    lines: list[Expectation] = []
-    if stream.split:
-        why = "a sample's scores, and its load again"
-        lines += [
-            over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
-            for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
-        ]
-    if stream.across:
-        why = "a sample's load, of all ranks that share it"
-        lines += [
-            Expectation(phase, "all-reduce", CONTEXT, stream.times, LOADS, "float32", why=why)
-            for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
-        ]
-    return lines
+    if not stream.split:
+        return []
+    why = "a sample's scores, and its load again"
+    return [
+        over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
+        for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
+    ]
+
+
+def shared_loads(stream: Stream, *, again: bool) -> list[Expectation]:
+    """What the ranks that share a sample add up: what each expert is to take of it; `again` where a loss reads that."""
+    why = "a sample's load, of all ranks that share it"
+    return [
+        Expectation(phase, "all-reduce", CONTEXT, stream.times, LOADS, "float32", why=why)
+        for phase in (LAYER_FORWARD, *([LAYER_RECOMPUTE] if again else []))
+    ]
 
 
 def _grouped(stream: Stream) -> str:
@@ -259,6 +269,11 @@ def exchanged_tokens(model: Model, plan: Plan) -> int:
     return round(ways * exchanged_share(model, ways) * plan.rank_tokens(model.sequence_length))
 
 
+def rank_places(capacity: int, tokens: int, plan: Plan) -> int:
+    """Places that a rank has for each expert and sample of so many tokens: an expert's, or its own tokens' if fewer."""
+    return min(capacity, tokens // plan.mesh.context)
+
+
 def places(stream: Stream) -> list[Expectation]:
     """What goes over `expert` where every expert has so many places for each sample: places to the experts' ranks, and
     back. The backward pass sends tokens once more, gradients of results there, and those of tokens back."""
@@ -273,3 +288,12 @@ def places(stream: Stream) -> list[Expectation]:
     line(LAYER_BACKWARD, f"3*{stream.times}", f"{room}*hidden", "tokens, gradients of what experts said, of tokens")
     line(LAYER_BACKWARD, f"2*{stream.times}", room, "how much each counts, and its gradients", "float32")
     return lines
+
+
+def loads_before(stream: Stream) -> list[Expectation]:
+    """What ranks that share a sample tell each other: how many tokens of each of their chunks want which expert."""
+    why, elements = "how many tokens of each chunk go to which expert", f"2*context_ways*{LOADS}"
+    counts = {LAYER_FORWARD: stream.forward_times, LAYER_RECOMPUTE: _grouped(stream), LAYER_BACKWARD: stream.times}
+    return [
+        Expectation(phase, "all-gather", CONTEXT, count, elements, "int32", why=why) for phase, count in counts.items()
+    ]
