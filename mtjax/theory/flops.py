@@ -143,9 +143,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
         whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
         flops -= (3 * stack.layers + again) * (whole - core)
-        alone = plan.across and not plan.flash_attention and stack.tokens <= plan.mesh.context * QUERIES_AT_A_TIME
-        if alone:  # scores of own keys, where no loop takes them in parts: computed again once for both who ask
-            flops -= (again - grouped) * whole / (2 * plan.mesh.context)
+        flops -= (again - grouped) * _scores_asked_for_twice(stack, plan, causal=causal)
         if plan.flash_attention or plan.across or plan.recompute == "selective":  # the scores alone: the output is kept
             flops += stack.layers * core / 2
         needed = again if stack.is_post_norm else grouped
@@ -181,6 +179,17 @@ def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
     """`core_flops` of the blocks that ranks compute: of causal attention, where c of them share samples, c+1 of 2c."""
     whole, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
     return whole if causal or not is_causal else whole * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+
+
+def _scores_asked_for_twice(stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """FLOPs of scores, for a sample, that a layer that is computed again and its backward pass both ask for, and that
+    XLA computes once: where ranks share samples, those that no loop takes in parts. These are a rank's own, and of two
+    ranks the other's too."""
+    ways = plan.mesh.context
+    if not plan.across or plan.flash_attention or stack.tokens > ways * QUERIES_AT_A_TIME:
+        return 0.0
+    share = _computed_core_flops(stack, plan, causal=causal) if ways == 2 else core_flops(stack, causal=causal) / ways
+    return share / 2
 
 
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
