@@ -159,7 +159,7 @@ FAULTS = (
     ),
     Fault(
         "models: layers behind those without experts count from 0 again",
-        "own = first_layer(model, record.name) + np.arange(record.shape[0])",
+        "own = np.asarray(layer_numbers(model, record.name))",
         "own = np.arange(record.shape[0])",
         "finetune",
         "test_layers_with_experts_count_on_from_those_without",

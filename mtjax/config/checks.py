@@ -214,6 +214,16 @@ def check_experts(config: Config) -> None:
             f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
             "take fewer, or num_experts 0"
         )
+    if model.num_layers % model.moe_every:
+        raise UserError(
+            f"num_layers {model.num_layers} is not a multiple of moe_every {model.moe_every}; the nearest that divide "
+            f"it are {nearest_divisors(model.num_layers, model.moe_every)}"
+        )
+    if model.moe_every > 1 and model.first_dense_layers:
+        raise UserError(
+            f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both say which layers have "
+            "experts: leave one of the two out"
+        )
     check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
@@ -296,6 +306,11 @@ def check_recompute(model: Model, training: Training) -> None:
         raise UserError(
             f"recompute_method block is for layers that are alike, and first_dense_layers is "
             f"{model.first_dense_layers}: take uniform"
+        )
+    if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
+        raise UserError(
+            f"moe_every is {model.moe_every}, where each layer is computed again by itself: leave out "
+            f"recompute_method {training.recompute_method} and recompute_num_layers {number}"
         )
     stacks = {"num_layers": layers}
     if dense := model.first_dense_layers:

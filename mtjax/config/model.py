@@ -61,6 +61,8 @@ class Model:
     MLP. Experts have no biases."""
     first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
     """Of num_layers, the first ones that have an MLP and no experts."""
+    moe_every: int = at_least(1, 1, most=LAYERS, shapes=WITH_EXPERTS)
+    """Experts in every N-th layer alone, the last of each N; the others have an MLP. 1: in every layer."""
     experts_top_k: int = at_least(1, 2, most=HEADS, shapes=WITH_EXPERTS)
     """Experts that a token goes to."""
     expert_size: int | None = at_least(1, None, most=INNER_WIDTH, shapes=WITH_EXPERTS)

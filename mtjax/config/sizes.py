@@ -1,6 +1,7 @@
 """Sizes that follow from settings: what is not given is filled in here."""
 
 import math
+from collections.abc import Sequence
 
 from mtjax.config.model import Model
 from mtjax.config.training import Training
@@ -28,6 +29,22 @@ def expert_capacity(model: Model, tokens: int) -> int | None:
     if model.capacity_factor is None:
         return None
     return max(1, math.ceil(model.capacity_factor * tokens * model.experts_top_k / model.num_experts))
+
+
+def dense_layers(model: Model) -> tuple[int, ...]:
+    """Numbers of the layers without experts, in a model whose others have some."""
+    if model.moe_every > 1:
+        return tuple(number for number in range(model.num_layers) if (number + 1) % model.moe_every)
+    return tuple(range(model.first_dense_layers))
+
+
+def dense_settings(dense: Sequence[int], num_layers: int) -> dict[str, int] | None:
+    """The settings of a model whose layers with these numbers have no experts; None where there are none such."""
+    if list(dense) == list(range(len(dense))):
+        return {"first_dense_layers": len(dense)}
+    every = num_layers // (num_layers - len(dense))
+    is_even = num_layers % every == 0 and [n for n in range(num_layers) if (n + 1) % every] == list(dense)
+    return {"moe_every": every} if is_even else None
 
 
 def head_dim(model: Model) -> int:

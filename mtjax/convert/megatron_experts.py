@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.sizes import expert_size
+from mtjax.config.sizes import dense_layers, dense_settings, expert_size
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid", None),
@@ -41,9 +41,10 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
     ]
     unknown = [kind for kind in _balance(arguments) if kind not in (*BALANCE_TYPES, "none")]
     wrong += [f"moe_router_load_balancing_type is {kind!r}" for kind in unknown]
-    if _first_dense(arguments) is None:
+    if _dense(arguments) is None:
         wrong.append(
-            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, and experts are in all layers behind the first"
+            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, and experts are in all layers, in all behind "
+            "the first ones, or in the last of each N"
         )
     if arguments.get("add_bias_linear", True):
         wrong.append("its experts have biases (add_bias_linear)")
@@ -86,15 +87,14 @@ def _balance(arguments: Mapping[str, Any]) -> dict[str, float]:
     return {str(kinds): float(weights)}
 
 
-def _first_dense(arguments: Mapping[str, Any]) -> int | None:
-    """Layers before those with experts; None where layers of both kinds alternate."""
-    every = arguments.get("moe_layer_freq", 1) or 1
+def _dense(arguments: Mapping[str, Any]) -> dict[str, int] | None:
+    """Our settings of which layers have no experts; None where others do not."""
+    every, layers = arguments.get("moe_layer_freq", 1) or 1, arguments.get("num_layers") or 1
     if not isinstance(every, list | tuple):
-        return 0 if every == 1 else None
-    layers = arguments.get("num_layers")
-    dense = list(every).index(1) if 1 in every else len(every)
-    alike = dense < len(every) == layers and all(is_one == 1 for is_one in every[dense:])
-    return dense if alike else None
+        every = [int(number % every == 0) for number in range(layers)]
+    dense = [number for number, is_one in enumerate(every) if not is_one]
+    alike = len(every) == layers > len(dense) and set(every) <= {0, 1}
+    return dense_settings(dense, layers) if alike else None
 
 
 def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     weights = [weight for kind, weight in _balance(arguments).items() if kind in BALANCE_TYPES]
     return {
         "num_experts": arguments["num_experts"],
-        "first_dense_layers": _first_dense(arguments),
+        **(_dense(arguments) or {}),
         "experts_top_k": chosen,
         "expert_size": arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size"),
         "shared_expert_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
@@ -155,11 +155,11 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
     """
     if not model.num_experts:
         return {}
-    dense, is_limited = model.first_dense_layers, model.expert_groups_kept < model.expert_groups
+    dense, is_limited = dense_layers(model), model.expert_groups_kept < model.expert_groups
     is_softmax = model.router_score == "softmax"
     return {
         "num_experts": model.num_experts,
-        "moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense) if dense else 1,
+        "moe_layer_freq": [int(number not in dense) for number in range(model.num_layers)] if dense else 1,
         "moe_router_topk": model.experts_top_k,
         "moe_ffn_hidden_size": expert_size(model),
         "moe_shared_expert_intermediate_size": model.shared_expert_size or None,

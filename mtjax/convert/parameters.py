@@ -12,7 +12,7 @@ from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.records import ParameterRecord
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.stages import first_layer
+from mtjax.theory.stages import layer_numbers
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Parameter:
     """Of one layer's slice."""
     num_layers: int | None
     """None when it is not stacked."""
-    first: int = 0
-    """Number of its first layer in the model."""
+    numbers: tuple[int, ...] = ()
+    """Of its layers in the model; empty when it is not stacked."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,5 +67,5 @@ def _parameter(record: ParameterRecord, model: Model) -> Parameter:
     for axis in record.used_axes:
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
     num_layers = record.shape[0] if record.is_stacked else None
-    first = first_layer(model, record.name)
-    return Parameter(record.name, tuple(distinct), record.shape[record.is_stacked :], num_layers, first)
+    numbers = layer_numbers(model, record.name)
+    return Parameter(record.name, tuple(distinct), record.shape[record.is_stacked :], num_layers, numbers)

@@ -58,8 +58,8 @@ class Tensor:
     """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
     expert: int | None = None
     """The expert that this tensor is of, where there is one for each."""
-    first: int = 0
-    """What the names of its layers count from."""
+    numbers: tuple[int, ...] = ()
+    """Of layers in the model, by which their names count, where there is one of each."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the tensor that it is or is a part of, from the sizes of the parameter's dimensions."""
@@ -154,10 +154,10 @@ class Row:
     untied: tuple[Tensor, ...] = ()
     """The tensors instead, if any, in a model whose output is not tied to the embedding."""
 
-    def counted_from(self, first: int) -> "Row":
-        """With names of layers that begin with this number."""
-        count = lambda tensors: tuple(replace(tensor, first=first) for tensor in tensors)  # noqa: E731
-        return replace(self, tensors=count(self.tensors), untied=count(self.untied)) if first else self
+    def numbered(self, numbers: tuple[int, ...]) -> "Row":
+        """Of layers with these numbers."""
+        number = lambda tensors: tuple(replace(tensor, numbers=numbers) for tensor in tensors)  # noqa: E731
+        return replace(self, tensors=number(self.tensors), untied=number(self.untied))
 
     def fits(self, parameter: Parameter) -> bool:
         """Whether its tensors have the parameter's dimensions: a gated MLP's has one more, and is another row's."""
@@ -188,7 +188,7 @@ class Table:
           UserError: a parameter of the model has no row: lists all such.
         """
         rows = {
-            row.ours: row.counted_from(parameters[row.ours].first)
+            row.ours: row.numbered(parameters[row.ours].numbers)
             for row in self.rows
             if row.ours in parameters and row.fits(parameters[row.ours])
         }
@@ -233,7 +233,7 @@ class Selection:
 
 def name_of(tensor: Tensor, layer: int | None) -> str:
     """The full name of a tensor in one layer."""
-    return tensor.name if layer is None else tensor.name.format(layer=tensor.first + layer)
+    return tensor.name if layer is None else tensor.name.format(layer=tensor.numbers[layer])
 
 
 def with_vocab(array: np.ndarray, parameter: Parameter, rows: int) -> np.ndarray:

@@ -336,11 +336,12 @@ class Decoder:
     def _prepared(self, parameters: Tree) -> DecoderWeights:
         with self._traced():
             model: Any = self.placed.model_in_use(parameters)
-            take, layers = jax.jit(self._layer), []
+            take, layers = jax.jit(self._layer), {}
             for stack in model.written_stacks:
                 stacked, stack.layers = stack.layers, None
-                layers += [self._call(take, stacked, np.int32(i)) for i in range(len(stack.order.flat))]
-            return DecoderWeights(self._call(jax.jit(self._outside), model), layers)
+                layers |= {number: self._call(take, stacked, np.int32(i)) for i, number in enumerate(stack.order.flat)}
+            in_order = [layer for _, layer in sorted(layers.items())]
+            return DecoderWeights(self._call(jax.jit(self._outside), model), in_order)
 
     def _layer(self, stack: Layer, number: Array) -> Layer:
         """One layer's own arrays."""

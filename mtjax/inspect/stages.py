@@ -76,7 +76,7 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
         return None
     table, parallel = schedule.training, step.config.parallel
     orders = [
-        layer_order(stack.layers, table.stages, parallel.chunks, parallel.layers_per_stage)
+        layer_order(stack.layer_numbers, table.stages, parallel.chunks, parallel.layers_per_stage)
         for stack in step.anatomy.stacks
     ]
     stages = tuple(

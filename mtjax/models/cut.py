@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from mtjax.models.mixers.experts import COUNTS, REPORTED, router_reports
-from mtjax.models.stack import Chunk
+from mtjax.models.stack import Chunk, Stack
 from mtjax.models.trunk import TEACHER, Batch, Keys, Section, Stream, Trunk, batch_losses, run_sections
 from mtjax.sharding.vocab import LossOptions
 
@@ -63,6 +63,7 @@ class Cut:
         batch, weights, keys = microbatch
         of, stream = self._section(parameters, section), self._stream(section, wire)
         part = Chunk(stage, chunk)
+        assert isinstance(of.stack, Stack)
         x, states = of.stack(stream.x, of.context(batch, keys, stream), chunk=part)
         own = {name: weight for name, weight in weights.items() if name in REPORTED}
         sums = _weighted(router_reports([states]), own)

@@ -9,7 +9,7 @@ query, key and value 3/t, attention's output 1/t, what it adds to the residual s
 byte each - less than the `10 + 24/t` bytes of arXiv 2205.05198, whose kernels keep the results of norms and GELU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -113,6 +113,42 @@ def scan_layers(
     if group > 1:
         states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
     return x, states
+
+
+def scan_turns(
+    run: RunLayer, x: Array, stacks: Sequence[Layers], numbers: Array, recompute: Recompute
+) -> tuple[Array, States]:
+    """Runs layers of several stacks in turns: in each turn as many of every stack, one stack after the other.
+
+    Args:
+      run: one layer, of any of them.
+      x: input of the first.
+      stacks: their parameters; as many turns divide the layers of each.
+      numbers: of the layers in the order in which they run, [turns, layers of a turn].
+      recompute: what each layer saves for its backward pass.
+
+    Returns:
+      The output of the last, and the states of the last layers of the turns, stacked.
+    """
+    turns, found = len(numbers), [without_sums(layers) for layers in stacks]
+    ((saving, _),) = _loops(turns, recompute)
+    saved = saving(run)
+
+    def in_turns(tree: Any) -> Any:
+        return jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tree)
+
+    def turn(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
+        one, state = iter(numbers), None
+        for layers in stacks:
+            for i in range(len(jax.tree.leaves(layers)[0])):
+                x, state = saved(x, jax.tree.map(lambda a, i=i: a[i], layers), next(one), None)
+        return x, state
+
+    stack: Any = (in_turns([layers for layers, _ in found]), numbers, None)
+    sums = [total for _, totals in found for total in totals or []]
+    if not sums:
+        return _scan(turn, x, stack)
+    return _scan_adding(turn, x, stack, [(lambda run: run, turns)], in_turns(sums), None)
 
 
 def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:

@@ -1,8 +1,9 @@
 """Stacks of layers: parameters along `layers`, and one program for all of them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from mtjax.config import Model, Parallel
 from mtjax.models.context import Context
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.recompute import Recompute, scan_layers, scan_turns
 from mtjax.sharding.axes import on_stage, spec, varying_like, ways
 from mtjax.sharding.parameters import materialize
 from mtjax.theory.stages import PADDING, layer_order
@@ -43,7 +44,7 @@ class Stack(nnx.Module):
         recompute: Recompute,
         parallel: Parallel,
         key: Array,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """Draws the parameters.
 
@@ -54,11 +55,10 @@ class Stack(nnx.Module):
           recompute: what each layer saves for its backward pass.
           parallel: which layers each stage has.
           key: of all layers of the model, which have one each.
-          layers: their numbers, where the model has other stacks before or behind; all `num_layers` when None.
+          layers: their numbers, where the model has other stacks too; all `num_layers` when None.
         """
-        own = layers or range(model.num_layers)
-        share = (ways("layers"), parallel.chunks, parallel.layers_per_stage)
-        self.order = layer_order(len(own), *share, first=own.start)
+        own = tuple(layers or range(model.num_layers))
+        self.order = layer_order(own, ways("layers"), parallel.chunks, parallel.layers_per_stage)
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(own) < model.num_layers:
@@ -99,6 +99,25 @@ class Stack(nnx.Module):
         return jnp.where(is_own, counts, 0).sum(1)
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """Two stacks whose layers take turns: one of the first behind all of the second's with numbers between its own."""
+
+    stack: Stack
+    others: Stack
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: Context, states: State = None
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Runs all layers, in training; states come out of the first stack's alone."""
+        assert states is None
+        turns = self.stack.order.flat
+        numbers = np.sort([*self.others.order.flat, *turns]).reshape(len(turns), -1)
+        layers, recompute = (self.others.layers, self.stack.layers), self.stack.recompute
+        with jax.named_scope("layers"):
+            return scan_turns(partial(_run_layer, context), x, layers, jnp.asarray(numbers), recompute)
+
+
 def run_layers(
     layers: Layer,
     numbers: Int[Array, " layers"],
@@ -126,18 +145,20 @@ def run_layers(
     """
 
     def run(x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
-        keys = context.dropout_keys
-        own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-
-        def one(x: Array) -> tuple[Array, State]:
-            return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
-
+        one = lambda x: _run_layer(context, x, layer, number, state)  # noqa: E731
         if not is_padded:
             return one(x)
         return on_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
 
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
+
+
+def _run_layer(context: Context, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
+    """One layer, with dropout keys of its own."""
+    keys = context.dropout_keys
+    own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+    return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
 
 
 def _nothing(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Key
 from mtjax.models.context import Context
 from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.mixer import State
-from mtjax.models.stack import Stack
+from mtjax.models.stack import Interleaved, Stack
 from mtjax.sharding.vocab import LossOptions
 
 Batch = Mapping[str, Any]
@@ -38,9 +38,9 @@ class Stream(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A stack of layers and what it reads."""
+    """A stack of layers, or two that take turns, and what it reads."""
 
-    stack: Stack
+    stack: Stack | Interleaved
     embed: Callable[[Batch, Keys, Stream | None], Stream]
     """(batch, keys, output of the section before, None for the first) -> what the first layer reads."""
     context: Callable[[Batch, Keys, Stream], Context]

@@ -25,10 +25,15 @@ class Stack:
     """Prefix of the words of its sizes in formulas."""
     is_post_norm: bool = False
     """A norm follows each residual add, and needs its input again in the backward pass."""
-    first: int = 0
-    """Number of its first layer among those of all stacks that run one after the other."""
+    numbers: tuple[int, ...] = ()
+    """Of its layers, among those of all stacks that run one after the other or in turns; 0, 1, ... when empty."""
     is_encoder: bool = False
     """Whether it has read a text before another stack begins to write."""
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Numbers of its layers in the model."""
+        return self.numbers or tuple(range(self.layers))
 
     @property
     def weights(self) -> list[Weight]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import (
+    dense_layers,
     expert_size,
     mlp_size,
     nearest_divisors,
@@ -101,7 +102,7 @@ def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
     if not model.num_experts:
         return [("mlp", "mlp_size", mlp_size(model))]
     widths = [("mlp", "expert_size", expert_size(model))]
-    widths += [("mlp", "mlp_size", mlp_size(model))] if model.first_dense_layers else []
+    widths += [("mlp", "mlp_size", mlp_size(model))] if dense_layers(model) else []
     return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
 
 
@@ -151,11 +152,15 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} does not divide over {mesh.expert} expert ways of the mesh; take expert ways "
             f"that divide it: {nearest_divisors(count, mesh.expert)}"
         )
-    if mesh.stage > 1 and model.first_dense_layers:
-        yield (
-            f"mesh {mesh} has {mesh.stage} stages, which share layers that are all alike, and first_dense_layers is "
-            f"{model.first_dense_layers}: leave one of the two out"
-        )
+    for name, count, unset in (
+        ("first_dense_layers", model.first_dense_layers, 0),
+        ("moe_every", model.moe_every, 1),
+    ):
+        if mesh.stage > 1 and count != unset:
+            yield (
+                f"mesh {mesh} has {mesh.stage} stages, which share layers that are all alike, and {name} is {count}: "
+                "leave one of the two out"
+            )
     if plan.unrolled:
         yield f"unroll_layers is for layers without experts, and num_experts is {count}: leave one of the two out"
 

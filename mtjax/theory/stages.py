@@ -43,7 +43,7 @@ class LayerOrder:
     @property
     def is_plain(self) -> bool:
         """Whether parameters are stacked in the order of the layers."""
-        return self.flat == tuple(range(self.flat[0], self.flat[0] + len(self.flat)))
+        return not self.is_padded and list(self.flat) == sorted(self.flat)
 
     def layers_on(self, stage: int) -> int:
         """Layers of a stage."""
@@ -52,23 +52,22 @@ class LayerOrder:
 
 @cache
 def layer_order(
-    layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None, first: int = 0
+    layers: tuple[int, ...], stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None
 ) -> LayerOrder:
     """The order of a stack's layers: chunk by chunk over the stages.
 
     Args:
-      layers: of the stack.
+      layers: numbers of the stack's.
       stages: ways of the pipeline.
       chunks: of each stage.
       per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
-      first: number of the stack's first layer.
     """
-    counts = per_stage or (layers // stages,) * stages
-    places = max(counts) // chunks
+    counts = per_stage or (len(layers) // stages,) * stages
+    places, first = max(counts) // chunks, 0
     numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
     for chunk in range(chunks):
         for stage, count in enumerate(counts):
-            own = range(first, first + count // chunks)
+            own = layers[first : first + count // chunks]
             numbers[stage][chunk] = (*own, *(PADDING,) * (places - len(own)))
             first += len(own)
     return LayerOrder(tuple(tuple(stage) for stage in numbers))
@@ -91,12 +90,13 @@ def layers_in_chunk(layers: int, plan: Plan) -> int:
     """Places for layers in a chunk of a stack of so many; without stages, or in Megatron, all that a stage has."""
     if not plan.is_staged:
         return layers // plan.mesh.stage
-    return layer_order(layers, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
+    return layer_order(tuple(range(layers)), plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
 
 
-def first_layer(model: Model, name: str) -> int:
-    """The number of the first layer whose parameters an array stacks, by its dotted name; 0 where it stacks none."""
-    return next((stack.first for stack in anatomy_of(model).stacks if f".{stack.path}.layers." in f".{name}"), 0)
+def layer_numbers(model: Model, name: str) -> tuple[int, ...]:
+    """The numbers of the layers whose parameters an array stacks, by its dotted name; () where it stacks none."""
+    stacks = anatomy_of(model).stacks
+    return next((stack.layer_numbers for stack in stacks if f".{stack.path}.layers." in f".{name}"), ())
 
 
 Orders = Mapping[str, LayerOrder]
@@ -110,7 +110,7 @@ def layer_orders(model: Model, parallel: Parallel) -> Orders:
     """The order of each stack's layers in a run whose parameters are stacked in another order than the layers'."""
     stages = parse_mesh(parallel.mesh).stage
     orders = {
-        stack.path: layer_order(stack.layers, stages, parallel.chunks, parallel.layers_per_stage)
+        stack.path: layer_order(stack.layer_numbers, stages, parallel.chunks, parallel.layers_per_stage)
         for stack in anatomy_of(model).stacks
         if stages > 1
     }

@@ -5,7 +5,7 @@ The devices find out before a step changes anything (`first_bad`), and all of th
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ from jax import Array
 from mtjax.config import Training
 from mtjax.sharding.axes import split_like_rows
 from mtjax.sharding.placement import least_of_parts
-from mtjax.theory.families.decoder import DENSE
+from mtjax.theory.families.decoder import DENSE, STACK
 from mtjax.theory.layout import LAYERS
 
 Tree = Any
+
+Numbers = Callable[[str], Sequence[int]]
 
 GOOD = -1
 """What `first_bad` says when everything is finite."""
@@ -35,13 +37,13 @@ class Tensor:
     name: str
     """Dotted."""
     layer: int | None = None
-    """Counted from 0."""
+    """Its number, counted from 0."""
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def tensors(records: Tree) -> list[Tensor]:
+def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
     """The tensors of a model in the order in which the backward pass meets them; `first_bad` counts so.
 
     Layers come from the last to the first, then parameters outside of them. A cotangent that overflows in a layer
@@ -49,12 +51,13 @@ def tensors(records: Tree) -> list[Tensor]:
 
     Args:
       records: of every parameter.
+      numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
     """
-    in_tree_order = _in_tree_order(records)
+    in_tree_order = _in_tree_order(records, numbers_of)
     return [in_tree_order[i] for i in _backwards(in_tree_order)]
 
 
-def first_bad(scalar: Array, values: Tree, records: Tree) -> Array:
+def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
     """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
 
     A tensor counts as finite when a quarter of the sum of squares of each device's part is.
@@ -63,11 +66,12 @@ def first_bad(scalar: Array, values: Tree, records: Tree) -> Array:
       scalar: has to be finite too. When only this is not, the answer is the number of tensors.
       values: gradients or parameters, wherever they live.
       records: of every parameter.
+      numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
 
     Returns:
       `GOOD` when everything is finite.
     """
-    in_tree_order = _in_tree_order(records)
+    in_tree_order = _in_tree_order(records, numbers_of)
     leaves = jax.tree.leaves(values)
     stacked = [record.is_stacked for record in jax.tree.leaves(records)]
     counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
@@ -88,24 +92,26 @@ def first_bad(scalar: Array, values: Tree, records: Tree) -> Array:
     return jnp.where((first == len(in_tree_order)) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
 
 
-def _in_tree_order(records: Tree) -> list[Tensor]:
+def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
     named: list[Tensor] = []
     for record in jax.tree.leaves(records):
-        layers = range(record.shape[0]) if record.is_stacked else [None]
+        layers: Sequence[int | None] = [None]
+        if record.is_stacked:  # on stages there may be places without a layer
+            numbers, rows = numbers_of(record.name), range(record.shape[0])
+            layers = numbers if len(numbers) == len(rows) else rows
         named += [Tensor(record.name, layer) for layer in layers]
     return named
 
 
 def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
-    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's, and layers with
-    experts before those without."""
+    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's."""
 
-    def key(place: int) -> tuple[bool, bool, str, int, int]:
+    def key(place: int) -> tuple[bool, str, int, int]:
         tensor = in_tree_order[place]
         if tensor.layer is None:
-            return True, False, "", 0, place
+            return True, "", 0, place
         stack = tensor.name.partition(f".{LAYERS}.")[0]
-        return False, stack == DENSE, stack, -tensor.layer, place
+        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, place
 
     return sorted(range(len(in_tree_order)), key=key)
 

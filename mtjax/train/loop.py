@@ -1,7 +1,7 @@
 """A training run from its config to its summary: the one long story, read it from top to bottom."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.sizes import dense_layers
 from mtjax.errors import UserError
 from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
 from mtjax.storage import shown
@@ -254,7 +255,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             judged = run.text.held_out is not None and step % output.valid_every == 0
             judged |= run.this_start.evaluations is not None and step % output.evaluate_every == 0
             if step % output.log_every == 0 or step == start.step + 1 or judged or last:
-                entry = measure(step, jax.device_get(results), clock, run.config.model.first_dense_layers)
+                entry = measure(step, jax.device_get(results), clock, dense_layers(run.config.model))
                 check_steps(run, state)
                 entry |= judge(run, state, step, clock)
                 report(run, entry, compiled=step == start.step + 1)
@@ -288,8 +289,8 @@ def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array
         clock.restart(step - 1)
 
 
-def measure(step: int, results: dict[str, Any], clock: StepClock, dense: int) -> dict[str, Any]:
-    """A step's entry in the metrics; the first `dense` layers have no experts."""
+def measure(step: int, results: dict[str, Any], clock: StepClock, dense: Sequence[int]) -> dict[str, Any]:
+    """A step's entry in the metrics; layers with the numbers `dense` have no experts."""
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
     load = load_entries(results[LOAD], results.get(LOST), dense) if LOAD in results else {}

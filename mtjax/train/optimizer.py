@@ -11,7 +11,7 @@ import optax
 
 from mtjax.config import Config, Model
 from mtjax.sharding.records import ParameterRecord
-from mtjax.theory.stages import PLAIN, Orders, first_layer, order_of
+from mtjax.theory.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
@@ -54,7 +54,7 @@ def layer_factors(record: ParameterRecord, decay: float, model: Model, orders: O
         is_below = record.name.startswith(BELOW)
         return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
     order = order_of(record.name, orders)
-    own = first_layer(model, record.name) + np.arange(record.shape[0])
+    own = np.asarray(layer_numbers(model, record.name))
     numbers = own if order is None else np.maximum(order.flat, 0)
     return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
 

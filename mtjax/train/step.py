@@ -29,7 +29,7 @@ from mtjax.sharding.schedules.schedule import total_loss
 from mtjax.sharding.zero import store
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
-from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
+from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
 from mtjax.train import precision, xla_options
 from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
@@ -120,17 +120,21 @@ class Program(Placed):
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
+    def layer_numbers(self, name: str) -> tuple[int, ...]:
+        """The numbers of the layers whose parameters an array stacks, by its dotted name."""
+        return layer_numbers(self.config.model, name)
+
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that `first_bad` numbers."""
-        return tensors(self.learnt_records)
+        return tensors(self.learnt_records, self.layer_numbers)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """A trained parameter that is not finite; None where all are."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), learnt(self.records, parameters))
-            return first_bad(jnp.zeros(()), bad, self.learnt_records)
+            return first_bad(jnp.zeros(()), bad, self.learnt_records, self.layer_numbers)
 
         place = int(self.on_mesh(jax.jit(find), parameters))
         return None if place == GOOD else self.tensors[place]
@@ -188,7 +192,7 @@ class Program(Placed):
                 rate, orders = self.config.model.router_bias_rate, self.layer_orders
                 updated = balanced(self.learnt_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # clipping divides by it
-            bad = first_bad(loss + norm, gradients, self.learnt_records)
+            bad = first_bad(loss + norm, gradients, self.learnt_records, self.layer_numbers)
             finite = bad == GOOD
             updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {

@@ -223,5 +223,6 @@ def test_arguments_of_losses_and_layers_are_read():
     several = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.01, 0.02]}
     found = expert_settings(ARGUMENTS | several | {"moe_layer_freq": [0, 0, 1, 1]})
     assert (found["first_dense_layers"], found["expert_size"]) == (2, 64)
+    assert expert_settings(ARGUMENTS | {"moe_layer_freq": [0, 1, 0, 1]})["moe_every"] == 2
     assert found["balance_loss"] == pytest.approx(0.03)
     assert expert_settings(ARGUMENTS | {"moe_aux_loss_coeff": 0.5})["balance_loss"] == 0

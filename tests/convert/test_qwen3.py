@@ -11,23 +11,36 @@ from mtjax.errors import UserError
 CONFIG = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "vocab_size": 128}
 
 
-def first_dense_layers(**entries: Any) -> int:
+def layers(**entries: Any) -> tuple[int, int]:
+    """The first ones without experts, and of how many one has experts."""
     settings = QWEN3_MOE.model_settings(CONFIG | entries, frozenset(), "config.json")
-    return config_of(settings, "config.json").model.first_dense_layers
+    model = config_of(settings, "config.json").model
+    return model.first_dense_layers, model.moe_every
 
 
-def test_layers_without_experts_are_the_first():
+def test_layers_without_experts_are_read_and_written():
     """As transformers' decoder layer decides: not in mlp_only_layers, and a multiple of the step from 1 on."""
-    assert first_dense_layers() == 0
-    assert first_dense_layers(mlp_only_layers=None, decoder_sparse_step=1) == 0
-    assert first_dense_layers(mlp_only_layers=[1, 0]) == 2
-    assert first_dense_layers(decoder_sparse_step=4) == 3
-    assert QWEN3_MOE.write(config_of({"num_layers": 4, "num_experts": 8, "first_dense_layers": 2}, "").model)[
-        "mlp_only_layers"
-    ] == [0, 1]
+    assert layers() == (0, 1)
+    assert layers(mlp_only_layers=None, decoder_sparse_step=1) == (0, 1)
+    assert layers(mlp_only_layers=[1, 0]) == (2, 1)
+    assert layers(decoder_sparse_step=4) == (3, 1)
+    assert layers(decoder_sparse_step=2) == layers(mlp_only_layers=[0, 2]) == (0, 2)
+    assert layers(decoder_sparse_step=3, num_hidden_layers=6) == (0, 3)
+    for settings, written in (({"first_dense_layers": 2}, [0, 1]), ({"moe_every": 2}, [0, 2])):
+        model = config_of({"num_layers": 4, "num_experts": 8} | settings, "").model
+        assert QWEN3_MOE.write(model)["mlp_only_layers"] == written
 
 
-@pytest.mark.parametrize("entries", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"mlp_only_layers": [1]},
+        {"mlp_only_layers": [1, 3]},
+        {"decoder_sparse_step": 3},
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"mlp_only_layers": [0, 1, 2, 3]},
+    ],
+)
 def test_other_layers_without_experts_are_refused(entries: dict[str, Any]):
-    with pytest.raises(UserError, match="behind some that have experts, and mtjax's are the first"):
-        first_dense_layers(**entries)
+    with pytest.raises(UserError, match="in all behind the first ones, or in every N-th"):
+        layers(**entries)

@@ -174,6 +174,19 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             },
             "num_layers - first_dense_layers 3 is not a multiple of recompute_num_layers 2",
         ),
+        (
+            {"num_experts": 4, "moe_every": 3, "num_layers": 4},
+            "num_layers 4 is not a multiple of moe_every 3; .* 2 and 4",
+        ),
+        (
+            {"num_experts": 4, "moe_every": 2, "first_dense_layers": 1},
+            "moe_every 2 and first_dense_layers 1 both say which layers have experts: leave one",
+        ),
+        (
+            {"num_experts": 4, "moe_every": 2, "num_layers": 4, "recompute": "full", "recompute_num_layers": 2},
+            "moe_every is 2, .* leave out recompute_method uniform and recompute_num_layers 2",
+        ),
+        ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
         ({"expert_method": "exchange"}, "expert_method is exchange, and num_experts is 0"),
         (

@@ -84,6 +84,14 @@ FAMILIES = {
     "qwen3 with experts behind an MLP": lambda: qwen3(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], moe_intermediate_size=24
     ),
+    "qwen3 with experts in every second layer": lambda: qwen3(
+        "Qwen3Moe",
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        moe_intermediate_size=24,
+    ),
     "mixtral": lambda: mixtral(),
     "dots1": lambda: dots1(),
     "dots1, one group, not normalised": lambda: dots1(

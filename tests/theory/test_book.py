@@ -21,6 +21,7 @@ MODELS = {
     "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
     "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
     "llama, experts but in the first layer": {"family": "llama", "num_experts": 4, "first_dense_layers": 1},
+    "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "bert": {"family": "bert"},
     "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
     "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},

@@ -108,6 +108,11 @@ CONTEXT = [
         "data=1,stage=2,expert=2,model=1",
         "2 stages, .* first_dense_layers is 1: leave one of the two out",
     ),
+    (
+        {"num_experts": 4, "moe_every": 2, "num_layers": 4, "microbatch_size": 1},
+        "data=1,stage=2,expert=2,model=1",
+        "2 stages, .* moe_every is 2: leave one of the two out",
+    ),
 ]
 """The same of ranks that share the tokens of samples."""
 

@@ -188,36 +188,38 @@ def test_a_parameter_that_is_not_finite_is_found_and_a_large_one_is_not():
 
 
 def test_tensors_come_as_the_backward_pass_meets_them():
+    """Here layers of "stack" and "dense" take turns."""
     axes = {
-        "decoder": {"layers": {"a": ("layers", "embed"), "b": ("layers", "embed")}},
+        "stack": {"layers": {"a": ("layers", "embed"), "b": ("layers", "embed")}},
         "embedding": ("vocab", "embed"),
         "encoder": {"layers": {"a": ("layers", "embed")}},
         "dense": {"layers": {"a": ("layers", "embed")}},
     }
     stack = np.zeros((2, 3), np.float32)
     values = {
-        "decoder": {"layers": {"a": stack, "b": stack}},
+        "stack": {"layers": {"a": stack, "b": stack}},
         "embedding": np.zeros((5, 3), np.float32),
         "encoder": {"layers": {"a": stack}},
         "dense": {"layers": {"a": stack}},
     }
     records = records_like(axes, values)
-    order = tensors(records)
+    numbers_of = lambda name: {"stack": (1, 3), "dense": (0, 2)}.get(name.partition(".")[0], ())  # noqa: E731
+    order = tensors(records, numbers_of)
     assert list(map(str, order)) == [
-        "decoder.layers.a, layer 1",
-        "decoder.layers.b, layer 1",
-        "decoder.layers.a, layer 0",
-        "decoder.layers.b, layer 0",
+        "stack.layers.a, layer 3",
+        "stack.layers.b, layer 3",
+        "dense.layers.a, layer 2",
+        "stack.layers.a, layer 1",
+        "stack.layers.b, layer 1",
+        "dense.layers.a, layer 0",
         "encoder.layers.a, layer 1",
         "encoder.layers.a, layer 0",
-        "dense.layers.a, layer 1",
-        "dense.layers.a, layer 0",
         "embedding",
     ]
     values["encoder"]["layers"]["a"] = np.full((2, 3), np.nan, np.float32)
-    values["decoder"]["layers"]["b"] = np.array([[0, np.inf, 0], [0, 0, 0]], np.float32)
+    values["stack"]["layers"]["b"] = np.array([[0, np.inf, 0], [0, 0, 0]], np.float32)
     with jax.set_mesh(mesh_of("1x1")):
-        assert int(first_bad(jnp.float32(0), values, records)) == 3
+        assert int(first_bad(jnp.float32(0), values, records, numbers_of)) == 4
 
 
 def follow(results, **fields):

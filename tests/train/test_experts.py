@@ -44,6 +44,9 @@ CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 DENSE: dict[str, Any] = {"num_layers": 3, "first_dense_layers": 1}
 """Two layers with experts behind one with an MLP."""
 
+TURNS: dict[str, Any] = {"num_layers": 6, "moe_every": 3}
+"""Two layers with experts, each behind two with an MLP."""
+
 # (mesh, model, what does not change the numbers)
 CASES: list[Any] = [
     pytest.param(
@@ -65,6 +68,13 @@ CASES: list[Any] = [
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,expert=4,model=1", {}, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
+    pytest.param(
+        "data=2,expert=2,model=2",
+        DEEPSEEK | TURNS,
+        {"sequence_parallel": True, "zero": 2, "microbatch_size": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("2x2", TURNS, {"zero": 3, "recompute": "selective"}, marks=pytest.mark.exhaustive),
     pytest.param(
         "data=2,expert=2,model=2",
         DEEPSEEK,
@@ -190,7 +200,7 @@ def test_steps_are_those_of_one_device(mesh, model, settings):
     found = results(program_of(mesh, **model, **{"microbatch_size": 1} | settings))
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
-    layers = model.get("num_layers", 2) - model.get("first_dense_layers", 0)
+    layers = model.get("num_layers", 2) // model.get("moe_every", 1) - model.get("first_dense_layers", 0)
     assert known[f"{LOAD} 0"].sum() == layers * 8 * 16 * model.get("experts_top_k", 2)
     assert ("capacity_factor" in model) == (known.get(f"{LOST} 0", np.zeros(1)).sum() > 0)
     if "biases" in known:
@@ -206,7 +216,7 @@ def test_the_load_in_metrics_and_in_words():
         "expert_load_max": 4.0,
         "dead_experts": 3,
     }
-    behind_dense = load_entries(counts, None, 1)
+    behind_dense = load_entries(counts, None, [0])
     assert behind_dense["expert_load"] == [[], *entries["expert_load"]]
     assert "expert 0 of layer 2" in (load_in_words(behind_dense) or "")
     named = "none for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"

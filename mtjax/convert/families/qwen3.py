@@ -3,7 +3,7 @@
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.sizes import expert_size, head_dim
+from mtjax.config.sizes import dense_layers, dense_settings, expert_size, head_dim
 from mtjax.convert.families.family import Family, Field, Json, head_json, head_settings
 from mtjax.convert.families.llama import (
     ATTENTION,
@@ -42,20 +42,21 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 def _read_experts(config: Json, names: frozenset[str]) -> dict[str, Any]:
     count = config.get("num_local_experts", config.get("num_experts", 128))
-    return {**_read_alike(config, names), "num_experts": count, "first_dense_layers": _first_dense(config)}
+    return {**_read_alike(config, names), "num_experts": count, **_dense(config)}
 
 
-def _first_dense(config: Json) -> int:
-    """Layers before those with experts: every `decoder_sparse_step`th, counted from 1, but for `mlp_only_layers`."""
+def _dense(config: Json) -> dict[str, int]:
+    """Every `decoder_sparse_step`th layer has experts, counted from 1, but for `mlp_only_layers`."""
     layers, step = config.get("num_hidden_layers", FIELDS[0].default), config.get("decoder_sparse_step", 1)
     without = config.get("mlp_only_layers") or []
     dense = [i for i in range(layers) if i in without or (i + 1) % step]
-    if dense != list(range(len(dense))):
+    settings = dense_settings(dense, layers) if len(dense) < layers else None
+    if settings is None:
         raise UserError(
-            f"decoder_sparse_step {step} and mlp_only_layers {without} put layers without experts behind some that "
-            "have experts, and mtjax's are the first"
+            f"decoder_sparse_step {step} and mlp_only_layers {without} give {layers - len(dense)} of {layers} layers "
+            "experts, and mtjax has them in all, in all behind the first ones, or in every N-th"
         )
-    return len(dense)
+    return settings
 
 
 def _write_alike(model: Model) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _write(model: Model) -> dict[str, Any]:
 def _write_experts(model: Model) -> dict[str, Any]:
     # Version 5 of transformers calls their number num_local_experts.
     count = {"num_experts": model.num_experts, "num_local_experts": model.num_experts}
-    layers = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_dense_layers))}
+    layers = {"decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers(model))}
     return {**_write_alike(model), **count, **layers, "moe_intermediate_size": expert_size(model)}
 
 

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
+from mtjax.config.sizes import dense_layers
 from mtjax.models.cache import Reading
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
@@ -22,7 +23,7 @@ from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
-from mtjax.models.stack import Stack
+from mtjax.models.stack import Interleaved, Stack
 from mtjax.models.trunk import (
     HARD,
     SOFT,
@@ -54,9 +55,11 @@ class Decoder(nnx.Module):
         recompute = Recompute.of(config.training)
         kind = "transformer with experts" if model.num_experts else "transformer"
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
-        dense = model.first_dense_layers
-        self.dense = stack(kind="transformer", layers=range(dense)) if dense else None
-        self.stack = stack(kind=kind, layers=range(dense, model.num_layers))
+        dense = dense_layers(model)
+        others = [number for number in range(model.num_layers) if number not in dense]
+        self.dense = stack(kind="transformer", layers=dense) if dense else None
+        self.stack = stack(kind=kind, layers=others)
+        self.takes_turns = model.moe_every > 1
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
@@ -83,7 +86,9 @@ class Decoder(nnx.Module):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """One stack, or two, where the first layers have no experts."""
+        """One stack, or two, where the first layers have no experts; two that take turns are run by one section."""
+        if self.dense is not None and self.takes_turns:
+            return {"stack": Section(Interleaved(self.stack, self.dense), self._embed, self._context)}
         if self.dense is None:
             return {"stack": Section(self.stack, self._embed, self._context)}
         return {

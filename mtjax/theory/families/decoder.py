@@ -3,6 +3,7 @@
 from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
+    dense_layers,
     expert_capacity,
     expert_size,
     head_dim,
@@ -33,20 +34,23 @@ def decoder(model: Model) -> Anatomy:
     return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=_stacks(model), head=(final, head))
 
 
+STACK = "stack"
+"""Path of the layers, and of those with experts where others have none."""
 DENSE = "dense"
-"""Path of the stack of layers without experts, where those behind them have experts; and, with an underscore, what the
+"""Path of the stack of layers without experts, where others have experts; and, with an underscore, what the
 words of its sizes begin with in formulas."""
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
-    """One, or of models with experts two, if the first layers have none."""
-    tokens, dense = model.sequence_length, model.first_dense_layers
+    """One, or of models with experts two, if some layers have none."""
+    tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
-    sizes, layers = (tokens, model.hidden_size), model.num_layers - dense
-    last = Stack("stack", layers, *sizes, (attention, feed_forward(model, tokens)), first=dense)
+    sizes, others = (tokens, model.hidden_size), tuple(n for n in range(model.num_layers) if n not in dense)
+    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others)
     if not dense:
         return (last,)
-    return (Stack(DENSE, dense, *sizes, (attention, mlp(model, tokens)), side=f"{DENSE}_"), last)
+    parts = (attention, mlp(model, tokens))
+    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense), last)
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:

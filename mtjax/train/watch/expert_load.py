@@ -1,5 +1,6 @@
 """How evenly the tokens of a step went to the experts of each layer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ MOST_NAMED = 3
 """Dead experts that are named in a line."""
 
 
-def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: int = 0) -> dict[str, Any]:
+def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[int] = ()) -> dict[str, Any]:
     """What metrics say of a step's load.
 
     They are expert_load, each expert's load over the mean, layer by layer, nothing of one without experts;
@@ -18,12 +19,13 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: int = 0) ->
     Args:
       counts: tokens, [layers, experts].
       lost: choices of each layer that were lost, [layers]; None where experts take all tokens.
-      dense: layers without experts, which come first.
+      dense: numbers of the layers without experts.
     """
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())
+    rows, layers = iter(load.round(4).tolist()), len(load) + len(dense)
     found = {
-        "expert_load": [[]] * dense + load.round(4).tolist(),
+        "expert_load": [[] if number in dense else next(rows) for number in range(layers)],
         "expert_load_max": float(load.max()),
         "dead_experts": dead,
     }
