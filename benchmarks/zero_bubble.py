@@ -66,7 +66,7 @@ Program = tuple[Any, tuple[Tree, ...]]
 def programs() -> dict[str, Program]:
     """Every program by name."""
     placed = Placed(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
-    (section,) = placed.sections
+    ((section,),) = placed.sections
     parameters = placed.initialize_parameters(0)
     keys = jax.random.split(jax.random.key(1), 2)
 

@@ -62,7 +62,7 @@ class Whole:
 
     function: Callable[[Any, Any], jax.Array]
 
-    sections: tuple[str, ...] = ()
+    sections: tuple[tuple[str, ...], ...] = ()
 
     def loss_sums(self, parameters: Any, microbatch: Any) -> dict[str, jax.Array]:
         return {"loss": self.function(parameters, microbatch)}

@@ -18,7 +18,7 @@ from mtjax.sharding.schedules.staged import Staged
 from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.memory import Memory, stage_memory
 from mtjax.theory.schedules import megatron_bubble
-from mtjax.theory.stages import layer_order
+from mtjax.theory.stages import stack_order
 from mtjax.theory.timetable import Timetable
 
 ONWARD, BACK, EITHER_WAY = "activations", "gradients", "either way"
@@ -76,8 +76,7 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
         return None
     table, parallel = schedule.training, step.config.parallel
     orders = [
-        layer_order(stack.layer_numbers, table.stages, parallel.chunks, parallel.layers_per_stage)
-        for stack in step.anatomy.stacks
+        stack_order(stack, table.stages, parallel.chunks, parallel.layers_per_stage) for stack in step.anatomy.stacks
     ]
     stages = tuple(
         Stage(sum(order.layers_on(i) for order in orders), table.in_flight(i), stage_memory(step.anatomy, step.plan, i))

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from mtjax.models.mixers.experts import COUNTS, REPORTED, router_reports
-from mtjax.models.stack import Chunk, Stack
+from mtjax.models.stack import Chunk
 from mtjax.models.trunk import TEACHER, Batch, Keys, Section, Stream, Trunk, batch_losses, run_sections
 from mtjax.sharding.vocab import LossOptions
 
@@ -28,7 +28,7 @@ class Cut:
     model: Callable[[Tree], Trunk]
     """Of parameters."""
     options: LossOptions
-    sections: Sequence[str]
+    sections: Sequence[tuple[str, ...]]
 
     def loss_sums(self, parameters: Tree, microbatch: Part) -> dict[str, Array]:
         """Weighted sums of the losses."""
@@ -63,7 +63,6 @@ class Cut:
         batch, weights, keys = microbatch
         of, stream = self._section(parameters, section), self._stream(section, wire)
         part = Chunk(stage, chunk)
-        assert isinstance(of.stack, Stack)
         x, states = of.stack(stream.x, of.context(batch, keys, stream), chunk=part)
         own = {name: weight for name, weight in weights.items() if name in REPORTED}
         sums = _weighted(router_reports([states]), own)
@@ -77,7 +76,7 @@ class Cut:
         return _weighted(self.model(parameters).losses(wire, batch, keys, self.options), own)
 
     def _section(self, parameters: Tree, number: int) -> Section:
-        return self.model(parameters).sections[self.sections[number]]
+        return self.model(parameters).sections[self.sections[number][0]]
 
     def _stream(self, section: int, wire: Stream) -> Stream:
         if section == len(self.sections) - 1:

@@ -62,7 +62,7 @@ class Placed:
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
-        self.sections = tuple(model.sections)
+        self.sections = tuple((name, *section.others) for name, section in model.sections.items())
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)

@@ -116,26 +116,33 @@ def scan_layers(
 
 
 def scan_turns(
-    run: RunLayer, x: Array, stacks: Sequence[Layers], numbers: Array, recompute: Recompute
+    run: RunLayer,
+    x: Array,
+    stacks: Sequence[Layers],
+    numbers: Array,
+    recompute: Recompute,
+    first: Array | None = None,
 ) -> tuple[Array, States]:
     """Runs layers of several stacks in turns: in each turn as many of every stack, one stack after the other.
 
     Args:
       run: one layer, of any of them.
       x: input of the first.
-      stacks: their parameters; as many turns divide the layers of each.
+      stacks: their parameters.
       numbers: of the layers in the order in which they run, [turns, layers of a turn].
       recompute: what each layer saves for its backward pass.
+      first: the first turn's number, where the stacks hold layers of more turns than are run; None where of just these.
 
     Returns:
       The output of the last, and the states of the last layers of the turns, stacked.
     """
     turns, found = len(numbers), [without_sums(layers) for layers in stacks]
+    held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in found) // numbers.shape[1]
     ((saving, _),) = _loops(turns, recompute)
     saved = saving(run)
 
     def in_turns(tree: Any) -> Any:
-        return jax.tree.map(lambda a: a.reshape(turns, -1, *a.shape[1:]), tree)
+        return jax.tree.map(lambda a: a.reshape(held, -1, *a.shape[1:]), tree)
 
     def turn(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
         one, state = iter(numbers), None
@@ -146,9 +153,9 @@ def scan_turns(
 
     stack: Any = (in_turns([layers for layers, _ in found]), numbers, None)
     sums = [total for _, totals in found for total in totals or []]
-    if not sums:
+    if not sums and first is None:
         return _scan(turn, x, stack)
-    return _scan_adding(turn, x, stack, [(lambda run: run, turns)], in_turns(sums), None)
+    return _scan_adding(turn, x, stack, [(lambda run: run, turns)], in_turns(sums) or None, first)
 
 
 def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:

@@ -58,7 +58,7 @@ class Stack(nnx.Module):
           layers: their numbers, where the model has other stacks too; all `num_layers` when None.
         """
         own = tuple(layers or range(model.num_layers))
-        self.order = layer_order(own, ways("layers"), parallel.chunks, parallel.layers_per_stage)
+        self.order = layer_order(model.num_layers, ways("layers"), parallel.chunks, parallel.layers_per_stage).of(own)
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(own) < model.num_layers:
@@ -100,22 +100,48 @@ class Stack(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Interleaved:
-    """Two stacks whose layers take turns: one of the first behind all of the second's with numbers between its own."""
+class Mixed:
+    """Two stacks of one section: the layers of one behind those of the other, or in turns."""
 
-    stack: Stack
     others: Stack
+    stack: Stack
+    takes_turns: bool
+    """Whether each layer of the stack comes behind all of the others' with numbers between its own."""
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, states: State = None
+        self,
+        x: Float[Array, "batch act_seq embed"],
+        context: Context,
+        states: State = None,
+        chunk: Chunk | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Runs all layers, in training; states come out of the first stack's alone."""
+        """Runs all layers, or a chunk of them, in training; states come out of the stack alone."""
         assert states is None
-        turns = self.stack.order.flat
-        numbers = np.sort([*self.others.order.flat, *turns]).reshape(len(turns), -1)
-        layers, recompute = (self.others.layers, self.stack.layers), self.stack.recompute
+        if self.takes_turns:
+            return self._in_turns(x, context, chunk)
+        x, _ = self.others(x, context, chunk=chunk)
+        return self.stack(x, context, chunk=chunk)
+
+    def _in_turns(self, x: Array, context: Context, chunk: Chunk | None) -> tuple[Array, State]:
+        orders, recompute, first = (self.others.order, self.stack.order), self.stack.recompute, None
+        turns = len(self.stack.order.flat) if chunk is None else self.stack.order.places
+        rows = [
+            np.asarray(order.numbers).reshape(-1, turns, order.places // self.stack.order.places) for order in orders
+        ]
+        numbers = jnp.asarray(np.concatenate(rows, -1))
+        if chunk is None:
+            own = numbers[0]
+        else:
+            chunks = len(self.stack.order.numbers[0])
+            own, recompute = numbers[chunk.stage * chunks + chunk.number], recompute.in_chunk
+            first = chunk.number * turns if chunks > 1 else None
+        layers, run = (self.others.layers, self.stack.layers), partial(_run_place, context, self.stack.order.is_padded)
         with jax.named_scope("layers"):
-            return scan_turns(partial(_run_layer, context), x, layers, jnp.asarray(numbers), recompute)
+            return scan_turns(run, x, layers, own, recompute, first)
+
+    def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+        """See `Stack.among_all`: of the stack alone."""
+        return self.stack.among_all(counts, chunk)
 
 
 def run_layers(
@@ -144,21 +170,24 @@ def run_layers(
       The residual stream, and the layers' new states, stacked likewise; None where no layer has any.
     """
 
-    def run(x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
-        one = lambda x: _run_layer(context, x, layer, number, state)  # noqa: E731
-        if not is_padded:
-            return one(x)
-        return on_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
-
+    run = partial(_run_place, context, is_padded)
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
 
 
-def _run_layer(context: Context, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
-    """One layer, with dropout keys of its own."""
+def _run_place(
+    context: Context, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
+) -> tuple[Array, State]:
+    """One layer, with dropout keys of its own; or what passes a place without one."""
     keys = context.dropout_keys
     own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-    return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
+
+    def one(x: Array) -> tuple[Array, State]:
+        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
+
+    if not is_padded:
+        return one(x)
+    return on_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
 
 
 def _nothing(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:

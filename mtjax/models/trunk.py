@@ -14,7 +14,7 @@ from jaxtyping import Float, Key
 from mtjax.models.context import Context
 from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.mixer import State
-from mtjax.models.stack import Interleaved, Stack
+from mtjax.models.stack import Mixed, Stack
 from mtjax.sharding.vocab import LossOptions
 
 Batch = Mapping[str, Any]
@@ -38,13 +38,15 @@ class Stream(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A stack of layers, or two that take turns, and what it reads."""
+    """A stack of layers, or two, and what it reads."""
 
-    stack: Stack | Interleaved
+    stack: Stack | Mixed
     embed: Callable[[Batch, Keys, Stream | None], Stream]
     """(batch, keys, output of the section before, None for the first) -> what the first layer reads."""
     context: Callable[[Batch, Keys, Stream], Context]
     """(batch, keys, stream) -> what every layer reads besides the residual stream; without communication."""
+    others: tuple[str, ...] = ()
+    """Names of the parameters of other stacks than that which the section is called after."""
 
 
 class Headless(Protocol):

@@ -228,7 +228,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Bubbles and memory of the schedules, including the plan's own."""
-    p, m, stacks = plan.stages, plan.microbatches, len(anatomy.stacks)
+    p, m, sections = plan.stages, plan.microbatches, len(anatomy.sections)
     note = "kept: inputs of chunks, or what autodiff keeps of them, on every stage at a time; mtjax.theory.timetable"
     result = table(
         f"Schedules of {p} stages, {m} microbatches",
@@ -245,7 +245,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     schedules: dict[tuple[ScheduleName, int], None] = {("gpipe", 1): None, ("1f1b", 1): None}
     schedules |= {("interleaved", v): None for v in sorted(several)}
     for schedule, v in schedules:
-        counts = (p, m, v * stacks)
+        counts = (p, m, v * sections)
         row = f"{num_ticks(*counts)}", percent(bubble(*counts)), f"{slots(schedule, *counts)}", f"{layers // v}"
         name = schedule + (f", {v} chunks" if v > 1 else "")
         result.add_row(name + (" (planned)" if (schedule, v) == (plan.schedule, plan.chunks) else ""), *row, MODEL)

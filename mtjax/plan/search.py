@@ -137,8 +137,10 @@ def expert_methods(anatomy: Anatomy, plan: Plan) -> tuple[ExpertMethod, ...]:
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
-    """Numbers of chunks that divide a stage's layers of every stack; 1 without stages."""
-    return divisors(math.gcd(*(stack.layers // stages for stack in anatomy.stacks))) if stages > 1 else [1]
+    """Numbers of chunks that divide a stage's layers of every section; 1 without stages."""
+    if stages == 1:
+        return [1]
+    return divisors(math.gcd(*(sum(stack.layers for stack in section) // stages for section in anatomy.sections)))
 
 
 def search(

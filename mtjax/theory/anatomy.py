@@ -26,7 +26,9 @@ class Stack:
     is_post_norm: bool = False
     """A norm follows each residual add, and needs its input again in the backward pass."""
     numbers: tuple[int, ...] = ()
-    """Of its layers, among those of all stacks that run one after the other or in turns; 0, 1, ... when empty."""
+    """Of its layers, among those of all stacks of its section; 0, 1, ... when empty."""
+    among: int | None = None
+    """Layers of all stacks of its section; its own when None."""
     is_encoder: bool = False
     """Whether it has read a text before another stack begins to write."""
 
@@ -59,6 +61,12 @@ class Anatomy:
     def outside(self) -> tuple[Part, ...]:
         """The parts that are not in layers."""
         return (*self.embed, *self.head)
+
+    @property
+    def sections(self) -> tuple[tuple[Stack, ...], ...]:
+        """The stacks of each section: sections run one after the other, the layers of one's stacks by their numbers."""
+        together = tuple(stack for stack in self.stacks if stack.among is not None)
+        return (together,) if together else tuple((stack,) for stack in self.stacks)
 
     @property
     def written_stacks(self) -> tuple[Stack, ...]:

@@ -108,7 +108,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
 
     Args:
-      anatomy: of the model; with several stacks, the streams of all travel together.
+      anatomy: of the model; with several sections, the streams of all travel together.
       layout: whether the stream is split along the sequence.
       scattered: whether the model ranks can split what they all have for the way.
       wire: type in which gradients travel.
@@ -116,7 +116,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     lines = []
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
     dropped: dict[str, Any] = {} if _learns_below(anatomy) else {"pooled": True, "hoisted": True}
-    for stack in anatomy.stacks:
+    for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
         each = f"{elements}/model_ways" if layout.sequence or scattered else elements
@@ -229,7 +229,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if plan.teacher_width:
         table = teacher_table(model, plan.teacher_width)
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
-    staged, chunks = plan.is_staged, plan.chunks * len(anatomy.stacks)
+    staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
     if staged:
         symbols |= {
             "ticks": num_ticks(plan.mesh.stage, plan.microbatches, chunks),
@@ -254,7 +254,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "expert_matrices": every.expert_matrices // in_turn,
         }
     for stack in anatomy.stacks:
-        layers = layers_in_chunk(stack.layers, plan)
+        layers = layers_in_chunk(stack, plan)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,

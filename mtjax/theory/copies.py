@@ -87,7 +87,7 @@ def copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     turns = plan.microbatches * (plan.chunks if plan.is_staged else 1)
     found = copies_in_step(anatomy, plan)
     for stack in anatomy.stacks:
-        n = turns * layers_in_chunk(stack.layers, plan)
+        n = turns * layers_in_chunk(stack, plan)
         found += [copy._replace(times=n * copy.times) for copy in copies_in_turn(stack, anatomy.model, plan)]
     return found
 
@@ -105,14 +105,14 @@ def copies_in_step(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     """Copies that are made once, however many microbatches there are."""
     found: list[Copy] = []
     for stack in anatomy.stacks:
-        layers = layers_in_chunk(stack.layers, plan) * (plan.chunks if plan.is_staged else 1)
+        layers = layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
         for one in _held(stack, anatomy.model, plan.layout(anatomy.model), plan.mesh):
             found += _once(one, plan, layers)
     return found
 
 
 def _kept(stack: Stack, plan: Plan) -> Iterator[Copy]:
-    layers = layers_in_chunk(stack.layers, plan)
+    layers = layers_in_chunk(stack, plan)
     in_slots = plan.is_staged and plan.recompute != "full"
     for size in kept_in_turn(stack, plan).values():
         if size and layers > 1:

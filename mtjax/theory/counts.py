@@ -138,7 +138,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
         return anatomy.weights
     stacked = []
     for stack in anatomy.stacks:
-        layers = stages * layers_in_chunk(stack.layers, plan) * (plan.chunks if plan.is_staged else 1)
+        layers = stages * layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
         stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
     first = [w for part in anatomy.embed for w in part.weights]
     last = [w for part in anatomy.head for w in part.weights]

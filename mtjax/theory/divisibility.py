@@ -152,15 +152,6 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} does not divide over {mesh.expert} expert ways of the mesh; take expert ways "
             f"that divide it: {nearest_divisors(count, mesh.expert)}"
         )
-    for name, count, unset in (
-        ("first_dense_layers", model.first_dense_layers, 0),
-        ("moe_every", model.moe_every, 1),
-    ):
-        if mesh.stage > 1 and count != unset:
-            yield (
-                f"mesh {mesh} has {mesh.stage} stages, which share layers that are all alike, and {name} is {count}: "
-                "leave one of the two out"
-            )
     if plan.unrolled:
         yield f"unroll_layers is for layers without experts, and num_experts is {count}: leave one of the two out"
 
@@ -246,6 +237,9 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Layers that the stages and their chunks can't share."""
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
     stacks = {f"num_{stack.side}layers": stack.layers for stack in _stacks(model)}
+    if any(stack.among for stack in _stacks(model)):
+        stacks = {"num_layers": model.num_layers}
+        yield from _broken_turns(model, plan)
     if per_stage is not None and len(set(stacks.values())) > 1:
         counts = " and ".join(f"{name} {count}" for name, count in stacks.items())
         yield f"layers_per_stage {_listed(per_stage)} is for both stacks, which have {counts}: make them equal"
@@ -260,6 +254,16 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
             yield _not_shared(name, count, stages, chunks)
         elif per_stage is not None:
             yield from _unequal_shares(name, count, plan, per_stage)
+
+
+def _broken_turns(model: Model, plan: Plan) -> Iterator[str]:
+    """Chunks that would end between layers of a turn."""
+    shares = plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)
+    if odd := next((n for n in shares if n % (plan.chunks * model.moe_every)), None):
+        yield (
+            f"moe_every {model.moe_every} does not divide the {odd / plan.chunks:g} layers that a stage has at a time: "
+            f"take num_layers or stages, chunks and layers_per_stage so that each has whole turns"
+        )
 
 
 def _not_shared(name: str, count: int, stages: int, chunks: int) -> str:

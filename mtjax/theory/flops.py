@@ -170,8 +170,8 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
         once += routing_again(stack, plan)
         each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
-        tick += layers_in_chunk(stack.layers, plan) * (each + again * core)
-    ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.stacks))
+        tick += layers_in_chunk(stack, plan) * (each + again * core)
+    ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.sections))
     return tick * ticks * plan.stages / plan.microbatches
 
 

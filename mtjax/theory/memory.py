@@ -5,7 +5,7 @@ part, in `mtjax.theory.parts`; here it is added up.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtjax.theory.anatomy import Anatomy, Stack
@@ -189,14 +189,14 @@ def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float
 def _kept_on_stages(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     """What waits in the slots of a pipeline's stages, and what a chunk at work keeps.
 
-    A slot has a chunk's input: a stream of every stack. With full recompute the chunk at work keeps what a layer keeps
-    where nothing is computed again; else every slot has that of a chunk of each stack, and its output, and the chunk at
-    work has a copy. One more slot takes what halves keep that do not count.
+    A slot has a chunk's input: a stream of every section. With full recompute the chunk at work keeps what a layer
+    keeps where nothing is computed again; else every slot has that of a chunk of each section, and its output, and the
+    chunk at work has a copy. One more slot takes what halves keep that do not count.
     """
-    count = 1 + slots(plan.schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.stacks))
-    wire = sum(_stream_bytes(stack, plan) for stack in anatomy.stacks)
+    count = 1 + slots(plan.schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    wire = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections)
     kept: Counter[str] = Counter({STAGE_INPUTS: count * wire})
-    chunks = [_kept_in_chunk(stack, plan) for stack in anatomy.stacks]
+    chunks = [_kept_in_chunk(section, plan) for section in anatomy.sections]
     at_work = max(chunks, key=lambda kinds: sum(kinds.values()))
     kept.update(at_work)  # pyright: ignore[reportArgumentType]
     if plan.recompute != "full":
@@ -206,18 +206,19 @@ def _kept_on_stages(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     return dict(kept)
 
 
-def _kept_in_chunk(stack: Stack, plan: Plan) -> dict[str, float]:
+def _kept_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
     """What the backward half of a chunk reads: with full recompute, after the chunk has been computed again."""
-    layers, kinds = layers_in_chunk(stack.layers, plan), layer_activations(stack, plan)
-    return {
-        name: layers * size for name, size in kinds.items() if plan.recompute != "selective" or name != PROBABILITIES
-    }
+    kept: Counter[str] = Counter()
+    for stack in section:
+        layers, kinds = layers_in_chunk(stack, plan), layer_activations(stack, plan)
+        kept.update({name: layers * size for name, size in kinds.items()})  # pyright: ignore[reportArgumentType]
+    return {name: size for name, size in kept.items() if plan.recompute != "selective" or name != PROBABILITIES}
 
 
 def _fullest_stack(anatomy: Anatomy, plan: Plan) -> float:
     """What the layer at work needs, at the fullest moment: a decoder's, or an encoder's, which comes when the decoder's
-    layers have given free what they kept."""
-    if plan.is_staged:
+    layers have given free what they kept. Of layers that take turns none has when the others work."""
+    if plan.is_staged or anatomy.model.moe_every > 1:
         return max(_working(anatomy, stack, plan) for stack in anatomy.stacks)
     free, most = 0.0, 0.0
     for stack in reversed(anatomy.stacks):
@@ -239,7 +240,7 @@ def _kept(stack: Stack, plan: Plan) -> dict[str, float]:
 
 def kept_in_turn(stack: Stack, plan: Plan) -> dict[str, float]:
     """What loops over a rank's layers of a stack keep of a microbatch, by kind; on stages those over a chunk's."""
-    return _kept_in_chunk(stack, plan) if plan.is_staged else _kept(stack, plan)
+    return _kept_in_chunk((stack,), plan) if plan.is_staged else _kept(stack, plan)
 
 
 def _stream_bytes(stack: Stack, plan: Plan) -> float:

@@ -1,11 +1,12 @@
 """Which layers of a stack each stage of a pipeline has, and in which order their parameters are stacked."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 from mtjax.config import Model, Parallel
+from mtjax.theory.anatomy import Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
@@ -45,29 +46,40 @@ class LayerOrder:
         """Whether parameters are stacked in the order of the layers."""
         return not self.is_padded and list(self.flat) == sorted(self.flat)
 
+    def of(self, own: Collection[int]) -> "LayerOrder":
+        """That of a stack which has these of the layers."""
+        chunks = [[[number for number in chunk if number in own] for chunk in stage] for stage in self.numbers]
+        places = max(len(chunk) for stage in chunks for chunk in stage)
+        padded = (tuple((*chunk, *(PADDING,) * (places - len(chunk))) for chunk in stage) for stage in chunks)
+        return LayerOrder(tuple(padded))
+
+    @property
+    def in_stack(self) -> "LayerOrder":
+        """With numbers of the layers in their stack: 0, 1, 2 ..."""
+        own = {number: i for i, number in enumerate(sorted(set(self.flat) - {PADDING}))} | {PADDING: PADDING}
+        return LayerOrder(tuple(tuple(tuple(map(own.__getitem__, c)) for c in stage) for stage in self.numbers))
+
     def layers_on(self, stage: int) -> int:
         """Layers of a stage."""
         return sum(number != PADDING for chunk in self.numbers[stage] for number in chunk)
 
 
 @cache
-def layer_order(
-    layers: tuple[int, ...], stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None
-) -> LayerOrder:
-    """The order of a stack's layers: chunk by chunk over the stages.
+def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None) -> LayerOrder:
+    """The order of a section's layers: chunk by chunk over the stages.
 
     Args:
-      layers: numbers of the stack's.
+      layers: of the section.
       stages: ways of the pipeline.
       chunks: of each stage.
       per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
     """
-    counts = per_stage or (len(layers) // stages,) * stages
+    counts = per_stage or (layers // stages,) * stages
     places, first = max(counts) // chunks, 0
     numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
     for chunk in range(chunks):
         for stage, count in enumerate(counts):
-            own = layers[first : first + count // chunks]
+            own = range(first, first + count // chunks)
             numbers[stage][chunk] = (*own, *(PADDING,) * (places - len(own)))
             first += len(own)
     return LayerOrder(tuple(tuple(stage) for stage in numbers))
@@ -86,11 +98,17 @@ def balanced_layers(layers: int, stages: int, chunks: int = 1) -> tuple[int, ...
     return tuple(chunks * (share + (stage in from_middle[:larger])) for stage in range(stages))
 
 
-def layers_in_chunk(layers: int, plan: Plan) -> int:
-    """Places for layers in a chunk of a stack of so many; without stages, or in Megatron, all that a stage has."""
+@cache
+def stack_order(stack: Stack, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None) -> LayerOrder:
+    """The order of a stack's layers, with the stages' shares of its section as in `layer_order`."""
+    return layer_order(stack.among or stack.layers, stages, chunks, per_stage).of(stack.layer_numbers)
+
+
+def layers_in_chunk(stack: Stack, plan: Plan) -> int:
+    """Places for a stack's layers in a chunk; without stages, or in Megatron, all that a stage has."""
     if not plan.is_staged:
-        return layers // plan.mesh.stage
-    return layer_order(tuple(range(layers)), plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
+        return -(-stack.layers // plan.mesh.stage)
+    return stack_order(stack, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
 
 
 def layer_numbers(model: Model, name: str) -> tuple[int, ...]:
@@ -107,10 +125,11 @@ PLAIN: Orders = MappingProxyType({})
 
 
 def layer_orders(model: Model, parallel: Parallel) -> Orders:
-    """The order of each stack's layers in a run whose parameters are stacked in another order than the layers'."""
+    """The order of each stack's layers in a run whose parameters are stacked in another order than the layers', which
+    count from 0 in each stack."""
     stages = parse_mesh(parallel.mesh).stage
     orders = {
-        stack.path: layer_order(stack.layer_numbers, stages, parallel.chunks, parallel.layers_per_stage)
+        stack.path: stack_order(stack, stages, parallel.chunks, parallel.layers_per_stage).in_stack
         for stack in anatomy_of(model).stacks
         if stages > 1
     }

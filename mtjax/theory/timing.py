@@ -149,20 +149,25 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     it leaves out that chunk's forward half, in the same tick but in GPipe: the losses add what they take beyond it.
     Where ranks share samples it leaves out nothing.
     """
-    stacks, m = len(anatomy.stacks), plan.microbatches
-    ticks = num_ticks(plan.mesh.stage, m, plan.chunks * stacks)
-    alike, layers = _alike(plan), [layers_in_chunk(stack.layers, plan) for stack in anatomy.stacks]
-    each = [_layer(stack, alike, machine, software) for stack in anatomy.stacks]
-    turns = [_copies(copies_in_turn(stack, anatomy.model, plan), machine, software) for stack in anatomy.stacks]
-    chunks = [[n * s for s in (*layer, turn)] for n, layer, turn in zip(layers, each, turns, strict=True)]
+    sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
+    ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
+
+    def of_stack(stack: Stack) -> list[float]:
+        """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
+        turn = _copies(copies_in_turn(stack, anatomy.model, plan), machine, software)
+        return [layers_in_chunk(stack, plan) * s for s in (*_layer(stack, alike, machine, software), turn)]
+
+    chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
     products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
     work = products + attention + element_wise + copied
     longest = max(sum(chunk) for chunk in chunks)
-    ahead = layers[-1] * _layer_forward(anatomy.stacks[-1], alike, machine, software)
+    ahead = sum(
+        layers_in_chunk(stack, plan) * _layer_forward(stack, alike, machine, software) for stack in anatomy.sections[-1]
+    )
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
     spent = _spent(anatomy, plan, machine)
-    counts = m * plan.chunks * stacks / ticks
-    on_layers, to_experts = spent[MODEL] / stacks, spent[EXPERT] / stacks
+    counts = m * plan.chunks * sections / ticks
+    on_layers, to_experts = spent[MODEL] / sections, spent[EXPERT] / sections
     sent = _exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = _exposed_turns(spent[CONTEXT], plan, attention / counts)
     return StepTime(
@@ -220,7 +225,7 @@ def _exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back
       ahead: seconds of a forward half.
       back: seconds of a backward half.
     """
-    counts = (plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.stacks))
+    counts = (plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
     ticks, full, one = num_ticks(*counts), full_ticks(plan.schedule, *counts), both / 2
     return (ticks - full) * both + full * (max(0.0, one - ahead) + max(0.0, one - back))
 
@@ -274,10 +279,9 @@ def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
         return 0.0
     (anatomy, own), turns = teacher, plan.microbatches
     if own.is_staged:
-        turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.stacks))
+        turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
     layers = [
-        layers_in_chunk(stack.layers, own) * _layer_forward(stack, _alike(own), machine, software)
-        for stack in anatomy.stacks
+        layers_in_chunk(stack, own) * _layer_forward(stack, _alike(own), machine, software) for stack in anatomy.stacks
     ]
     sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
     return turns * sum(layers) + sum(sent)

@@ -55,7 +55,7 @@ def layer_factors(record: ParameterRecord, decay: float, model: Model, orders: O
         return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
     order = order_of(record.name, orders)
     own = np.asarray(layer_numbers(model, record.name))
-    numbers = own if order is None else np.maximum(order.flat, 0)
+    numbers = own if order is None else own[np.maximum(order.flat, 0)]
     return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
 
 

@@ -193,7 +193,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.shares_samples),
-        (SECTIONS, staged and len(anatomy_of(config.model).stacks) > 1),
+        (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)
 

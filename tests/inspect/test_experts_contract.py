@@ -122,6 +122,8 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(INTERLEAVED, marks=pytest.mark.exhaustive),
+        pytest.param(INTERLEAVED | {"moe_every": 2}, marks=pytest.mark.exhaustive),
+        STAGES | {"num_layers": 5, "first_dense_layers": 3, "layers_per_stage": (2, 3), "recompute": "none", "zero": 2},
         EXPERTS | {"mesh": "data=2,context=2,expert=2,model=1", "recompute": "full", "zero": 3, "capacity_factor": 1.0},
     ],
     ids=[
@@ -134,6 +136,8 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
         "stages, split sequences, ZeRO-1",
         "stages, capacity, shared, residuals kept, ZeRO-2",
         "stages, interleaved, ZeRO-3",
+        "stages, interleaved, every second layer, ZeRO-3",
+        "stages, one with three layers without, ZeRO-2",
         "shared samples, capacity, ZeRO-3",
     ],
 )

@@ -106,12 +106,12 @@ CONTEXT = [
     (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
-        "2 stages, .* first_dense_layers is 1: leave one of the two out",
+        "num_layers 5 does not divide over 2 stages; .* layers_per_stage",
     ),
     (
-        {"num_experts": 4, "moe_every": 2, "num_layers": 4, "microbatch_size": 1},
+        {"num_experts": 4, "moe_every": 2, "num_layers": 6, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
-        "2 stages, .* moe_every is 2: leave one of the two out",
+        "moe_every 2 does not divide the 3 layers that a stage has at a time: take num_layers or stages",
     ),
 ]
 """The same of ranks that share the tokens of samples."""

@@ -128,6 +128,33 @@ STAGES: list[Any] = [
 ]
 """Each stage reports what its own layers' routers say; in the second, layers are stacked in another order than they
 run in, and two places are empty."""
+MIXED: list[Any] = [
+    pytest.param(
+        "data=2,stage=2,expert=2,model=1",
+        DEEPSEEK | {"num_layers": 8, "moe_every": 2},
+        {"zero": 2, "recompute": "selective", "schedule": "interleaved", "chunks": 2},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=2",
+        {"num_layers": 5, "first_dense_layers": 3},
+        {"sequence_parallel": True, "zero": 1, "recompute": "full", "layers_per_stage": (2, 3)},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=1",
+        {"num_layers": 6, "moe_every": 2},
+        {"zero": 3, "recompute": "full", "layers_per_stage": (2, 4)},
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=1",
+        DEEPSEEK | {"num_layers": 8, "first_dense_layers": 1},
+        {"zero": 3, "recompute": "none", "schedule": "interleaved", "chunks": 2},
+        marks=pytest.mark.exhaustive,
+    ),
+]
+"""Stages and their chunks have layers with experts and without, some one kind alone."""
 CONTEXT: list[Any] = [
     pytest.param(
         "data=1,context=2,expert=2,model=2",
@@ -193,7 +220,7 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
     return results(program_of("1x1", **dict(model)))
 
 
-@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *CONTEXT, *PRODUCT])
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *MIXED, *CONTEXT, *PRODUCT])
 def test_steps_are_those_of_one_device(mesh, model, settings):
     model = EXPERTS | model
     known = one_device(tuple(model.items()))

@@ -23,7 +23,7 @@ from mtjax.models.heads import WithVocabulary
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
-from mtjax.models.stack import Interleaved, Stack
+from mtjax.models.stack import Mixed, Stack
 from mtjax.models.trunk import (
     HARD,
     SOFT,
@@ -39,7 +39,7 @@ from mtjax.sharding.context.places import token_places
 from mtjax.sharding.context.turns import Method
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
-from mtjax.theory.families.decoder import DENSE
+from mtjax.theory.families.decoder import DENSE, STACK
 from mtjax.theory.plans import ExpertMethod
 
 
@@ -86,15 +86,11 @@ class Decoder(nnx.Module):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """One stack, or two, where the first layers have no experts; two that take turns are run by one section."""
-        if self.dense is not None and self.takes_turns:
-            return {"stack": Section(Interleaved(self.stack, self.dense), self._embed, self._context)}
+        """One, of a stack or two: the second has the layers without experts where others have some."""
         if self.dense is None:
-            return {"stack": Section(self.stack, self._embed, self._context)}
-        return {
-            DENSE: Section(self.dense, self._embed, self._context),
-            "stack": Section(self.stack, _passed_on, self._context),
-        }
+            return {STACK: Section(self.stack, self._embed, self._context)}
+        mixed = Mixed(self.dense, self.stack, self.takes_turns)
+        return {STACK: Section(mixed, self._embed, self._context, (DENSE,))}
 
     def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
         with jax.named_scope("embedding"):
@@ -112,12 +108,6 @@ class Decoder(nnx.Module):
         if ids is None:
             ids = (jnp.arange(length) if places is None else places)[None]
         return dataclasses.replace(context, rotation=self.rotary(ids))
-
-
-def _passed_on(batch: Batch, keys: Keys, before: Stream | None) -> Stream:
-    """What the layers of a section read that goes on where another has ended."""
-    assert before is not None
-    return before
 
 
 class GPT(Decoder, WithVocabulary):

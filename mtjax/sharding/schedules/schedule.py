@@ -33,8 +33,8 @@ class CutModel(Protocol):
         ...
 
     @property
-    def sections(self) -> Sequence[str]:
-        """Stacks of layers that run one after the other: the names of their parameters."""
+    def sections(self) -> Sequence[tuple[str, ...]]:
+        """Of each section of layers, which run one after the other, the names of its stacks' parameters."""
         ...
 
     def wire(self, parameters: Tree, microbatch: Tree) -> Tree:

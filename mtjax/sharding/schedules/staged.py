@@ -300,8 +300,8 @@ class _Run:
 
     def _in_stack(self, section: int) -> AddsUp:
         """Whether a parameter is of a section's layers."""
-        name = f"{self.model.sections[section]}."
-        return lambda record: record.is_stacked and record.name.startswith(name)
+        names = tuple(f"{name}." for name in self.model.sections[section])
+        return lambda record: record.is_stacked and record.name.startswith(names)
 
     def _with_outside(self, sums: Tree, gradients: Tree) -> Tree:
         """Sums with the gradients of what is outside the stacks."""

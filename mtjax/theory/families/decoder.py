@@ -46,11 +46,12 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
     sizes, others = (tokens, model.hidden_size), tuple(n for n in range(model.num_layers) if n not in dense)
-    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others)
+    among = model.num_layers if dense else None
+    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, among=among)
     if not dense:
         return (last,)
     parts = (attention, mlp(model, tokens))
-    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense), last)
+    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, among=among), last)
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
