@@ -161,9 +161,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
     work = products + attention + element_wise + copied
     longest = max(sum(chunk) for chunk in chunks)
-    ahead = sum(
-        layers_in_chunk(stack, plan) * _layer_forward(stack, alike, machine, software) for stack in anatomy.sections[-1]
-    )
+    ahead = sum(layers_in_chunk(s, plan) * _layer_forward(s, alike, machine, software) for s in anatomy.sections[-1])
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
     spent = _spent(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
@@ -280,11 +278,9 @@ def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
     (anatomy, own), turns = teacher, plan.microbatches
     if own.is_staged:
         turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
-    layers = [
-        layers_in_chunk(stack, own) * _layer_forward(stack, _alike(own), machine, software) for stack in anatomy.stacks
-    ]
+    each = (layers_in_chunk(s, own) * _layer_forward(s, _alike(own), machine, software) for s in anatomy.stacks)
     sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
-    return turns * sum(layers) + sum(sent)
+    return turns * sum(each) + sum(sent)
 
 
 @cache
