@@ -258,6 +258,8 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def _broken_turns(model: Model, plan: Plan) -> Iterator[str]:
     """Chunks that would end between layers of a turn."""
+    if model.moe_every == 1:
+        return
     shares = plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)
     if odd := next((n for n in shares if n % (plan.chunks * model.moe_every)), None):
         yield (

@@ -6,6 +6,7 @@ with an MLP of 4h. A product [m,k] x [k,n] costs 2mkn.
 
 import math
 from dataclasses import replace
+from functools import cache
 
 from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
@@ -195,14 +196,15 @@ def _scores_asked_for_twice(stack: Stack, plan: Plan, *, causal: bool) -> float:
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     """What ranks compute together, some of it more than once: on each of the model ways key and value heads that are
     fewer than these, on each of those that share a sample what only one of them may need."""
-    model = anatomy.model
-    if num_kv_heads(model) < mesh.model:
-        anatomy = anatomy_of(replace(model, num_kv_heads=mesh.model))
-    if mesh.shares_samples:
-        stacks = (replace(s, parts=tuple(p.over_context(mesh.context) for p in s.parts)) for s in anatomy.stacks)
-        head = (part.over_context(mesh.context) for part in anatomy.head)
-        anatomy = replace(anatomy, stacks=tuple(stacks), head=tuple(head))
-    return anatomy
+    if num_kv_heads(anatomy.model) < mesh.model:
+        anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
+    return _over_context(anatomy, mesh.context) if mesh.shares_samples else anatomy
+
+
+@cache
+def _over_context(anatomy: Anatomy, ways: int) -> Anatomy:
+    stacks = (replace(s, parts=tuple(part.over_context(ways) for part in s.parts)) for s in anatomy.stacks)
+    return replace(anatomy, stacks=tuple(stacks), head=tuple(part.over_context(ways) for part in anatomy.head))
 
 
 def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
