@@ -105,7 +105,7 @@ STAGES: list[Any] = [
         "data=2,stage=2,expert=2,model=1",
         DEEPSEEK | PLAIN | {"num_layers": 6},
         {"zero": 3, "recompute": "none", "schedule": "interleaved", "chunks": 2, "layers_per_stage": (4, 2)},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=2",

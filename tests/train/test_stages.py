@@ -57,7 +57,6 @@ COVERING: list[tuple[str, dict[str, Any]]] = [
 LONG: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "selective", "schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
     ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
-    ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
     ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0, **PLAIN}),
     ("2x2x2", {"recompute": "full", "family": "t5", "schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN}),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
@@ -65,6 +64,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
     ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
 ]
 RARE: list[tuple[str, dict[str, Any]]] = [
+    ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
     ("2x2x2", {"recompute": "full", "zero": 1, "tie_embeddings": False}),
 ]
 SCHEDULES = ({}, {"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2})
