@@ -38,6 +38,12 @@ def dense_layers(model: Model) -> tuple[int, ...]:
     return tuple(range(model.first_dense_layers))
 
 
+def main_layers(model: Model) -> tuple[int, ...]:
+    """Numbers of the other layers: of those with experts, or of all where none has any."""
+    dense = dense_layers(model)
+    return tuple(number for number in range(model.num_layers) if number not in dense)
+
+
 def dense_settings(dense: Sequence[int], num_layers: int) -> dict[str, int] | None:
     """The settings of a model whose layers with these numbers have no experts; None where there are none such."""
     if list(dense) == list(range(len(dense))):

@@ -18,7 +18,6 @@ from mtjax.models.kernels.grouped import Blocks
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.parts.experts import rank_places
 from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
 
@@ -125,11 +124,12 @@ def expected_blocks(program: Program) -> int:
         return 0
     plan, length = Plan.of(program.config, mesh), model.sequence_length
     samples, ways = plan.microbatch_size, plan.expert_ways
-    capacity, pairs = expert_capacity(model, length), ways * int(plan.rank_tokens(length)) * model.experts_top_k
+    capacity, tokens = expert_capacity(model, length), int(plan.rank_tokens(length))
+    pairs = ways * tokens * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
         each = min(each, ways * plan.rank_tokens(capacity))
-        places = model.num_experts * samples * rank_places(capacity, length, plan) if ways > 1 else pairs
+        places = model.num_experts * min(samples * capacity, tokens) if ways > 1 else pairs
     rows = Blocks(model.activation, model.num_experts).rows(places)
     return model.num_experts // ways * math.ceil(each / rows)
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from mtjax.sharding.axes import on_stage, spec, varying_like, ways
 from mtjax.sharding.parameters import materialize
 from mtjax.theory.stages import PADDING, layer_order
 
+Residual = Float[Array, "batch act_seq embed"]
+"""The residual stream."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -30,6 +34,15 @@ class Chunk:
     stage: Int[Array, ""]
     number: Int[Array, ""]
     """Among the stage's chunks."""
+
+
+class Stretch(NamedTuple):
+    """Layers of a stack that are run one after the other: as `run_layers` takes them."""
+
+    numbers: Int[Array, " layers"]
+    recompute: Recompute
+    first: Int[Array, ""] | None = None
+    is_padded: bool = False
 
 
 class Stack(nnx.Module):
@@ -76,19 +89,19 @@ class Stack(nnx.Module):
         self.recompute = recompute
 
     def __call__(
-        self,
-        x: Float[Array, "batch act_seq embed"],
-        context: Context,
-        states: State = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Residual, context: Context, states: State = None, chunk: Chunk | None = None
+    ) -> tuple[Residual, State]:
         """Runs all layers, or a chunk of them; states, stacked along `layers`, go in and out as in `run_layers`."""
+        numbers, recompute, first, is_padded = self.stretch(chunk)
+        return run_layers(self.layers, numbers, x, context, recompute, states, first, is_padded)
+
+    def stretch(self, chunk: Chunk | None) -> Stretch:
+        """All layers, or those of a chunk."""
         if chunk is None:
-            return run_layers(self.layers, jnp.asarray(self.order.flat), x, context, self.recompute, states)
+            return Stretch(jnp.asarray(self.order.flat), self.recompute)
         numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
         first = chunk.number * self.order.places if len(self.order.numbers[0]) > 1 else None
-        padded = self.order.is_padded
-        return run_layers(self.layers, numbers, x, context, self.recompute.in_chunk, states, first, padded)
+        return Stretch(numbers, self.recompute.in_chunk, first, self.order.is_padded)
 
     def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
         """What is counted of each layer of a chunk, where those of all layers of the stack would stand, in their own
@@ -109,35 +122,18 @@ class Mixed:
     """Whether each layer of the stack comes behind all of the others' with numbers between its own."""
 
     def __call__(
-        self,
-        x: Float[Array, "batch act_seq embed"],
-        context: Context,
-        states: State = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Residual, context: Context, states: State = None, chunk: Chunk | None = None
+    ) -> tuple[Residual, State]:
         """Runs all layers, or a chunk of them, in training; states come out of the stack alone."""
         assert states is None
-        if self.takes_turns:
-            return self._in_turns(x, context, chunk)
-        x, _ = self.others(x, context, chunk=chunk)
-        return self.stack(x, context, chunk=chunk)
-
-    def _in_turns(self, x: Array, context: Context, chunk: Chunk | None) -> tuple[Array, State]:
-        orders, recompute, first = (self.others.order, self.stack.order), self.stack.recompute, None
-        turns = len(self.stack.order.flat) if chunk is None else self.stack.order.places
-        rows = [
-            np.asarray(order.numbers).reshape(-1, turns, order.places // self.stack.order.places) for order in orders
-        ]
-        numbers = jnp.asarray(np.concatenate(rows, -1))
-        if chunk is None:
-            own = numbers[0]
-        else:
-            chunks = len(self.stack.order.numbers[0])
-            own, recompute = numbers[chunk.stage * chunks + chunk.number], recompute.in_chunk
-            first = chunk.number * turns if chunks > 1 else None
-        layers, run = (self.others.layers, self.stack.layers), partial(_run_place, context, self.stack.order.is_padded)
+        if not self.takes_turns:
+            x, _ = self.others(x, context, chunk=chunk)
+            return self.stack(x, context, chunk=chunk)
+        own, recompute, first, is_padded = self.stack.stretch(chunk)
+        between = self.others.stretch(chunk).numbers.reshape(len(own), -1)
+        numbers, run = jnp.concatenate([between, own[:, None]], 1), partial(_run_place, context, is_padded)
         with jax.named_scope("layers"):
-            return scan_turns(run, x, layers, own, recompute, first)
+            return scan_turns(run, x, (self.others.layers, self.stack.layers), numbers, recompute, first)
 
     def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
         """See `Stack.among_all`: of the stack alone."""
@@ -147,13 +143,13 @@ class Mixed:
 def run_layers(
     layers: Layer,
     numbers: Int[Array, " layers"],
-    x: Float[Array, "batch act_seq embed"],
+    x: Residual,
     context: Context,
     recompute: Recompute,
     states: State = None,
     first: Int[Array, ""] | None = None,
     is_padded: bool = False,
-) -> tuple[Float[Array, "batch act_seq embed"], State]:
+) -> tuple[Residual, State]:
     """Runs some layers of a stack, one after the other.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mtjax.config.sizes import dense_layers, head_dim, num_kv_heads, output_is_tied
+from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied
 from mtjax.theory.adapters import is_learnt
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.contract import (
@@ -247,7 +247,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {
             "expert_ways": plan.mesh.expert,
             "exchanged_tokens": exchanged_tokens(model, plan),
-            "routers": model.num_layers - len(dense_layers(model)),
+            "routers": len(main_layers(model)),
             "expert_parameters": every.experts,
             "unsplit_expert_parameters": every.unsplit_experts,
             "turn_experts": (every.experts - every.unsplit_experts) // in_turn,

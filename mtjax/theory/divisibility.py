@@ -236,10 +236,11 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
 def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Layers that the stages and their chunks can't share."""
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
-    stacks = {f"num_{stack.side}layers": stack.layers for stack in _stacks(model)}
-    if any(stack.among for stack in _stacks(model)):
+    if dense_layers(model):
         stacks = {"num_layers": model.num_layers}
         yield from _broken_turns(model, plan)
+    else:
+        stacks = {f"num_{stack.side}layers": stack.layers for stack in _stacks(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:
         counts = " and ".join(f"{name} {count}" for name, count in stacks.items())
         yield f"layers_per_stage {_listed(per_stage)} is for both stacks, which have {counts}: make them equal"

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
-from mtjax.config.sizes import dense_layers
+from mtjax.config.sizes import dense_layers, main_layers
 from mtjax.models.cache import Reading
 from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
@@ -56,9 +56,8 @@ class Decoder(nnx.Module):
         kind = "transformer with experts" if model.num_experts else "transformer"
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
         dense = dense_layers(model)
-        others = [number for number in range(model.num_layers) if number not in dense]
         self.dense = stack(kind="transformer", layers=dense) if dense else None
-        self.stack = stack(kind=kind, layers=others)
+        self.stack = stack(kind=kind, layers=main_layers(model))
         self.takes_turns = model.moe_every > 1
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout

@@ -7,6 +7,7 @@ from mtjax.config.sizes import (
     expert_capacity,
     expert_size,
     head_dim,
+    main_layers,
     mlp_size,
     num_kv_heads,
     num_outputs,
@@ -45,7 +46,7 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     """One, or of models with experts two, if some layers have none."""
     tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
-    sizes, others = (tokens, model.hidden_size), tuple(n for n in range(model.num_layers) if n not in dense)
+    sizes, others = (tokens, model.hidden_size), main_layers(model)
     among = model.num_layers if dense else None
     last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, among=among)
     if not dense:

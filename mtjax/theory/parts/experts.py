@@ -108,10 +108,12 @@ class Experts(Part):
 
     def over_context(self, ways: int) -> "Experts":
         """Each of these ranks has as many places as an expert takes of a sample, or as it has tokens."""
-        return self if self.capacity is None else replace(self, capacity=min(self.capacity * ways, self.tokens))
+        if self.capacity is None:
+            return self
+        return replace(self, capacity=ways * rank_places(self.capacity, self.tokens, ways))
 
     def _places(self, plan: Plan) -> int:
-        return 0 if self.capacity is None else rank_places(self.capacity, self.tokens, plan)
+        return 0 if self.capacity is None else rank_places(self.capacity, self.tokens, plan.mesh.context)
 
     def sends(self, stream: Stream) -> list[Expectation]:
         """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
@@ -269,9 +271,10 @@ def exchanged_tokens(model: Model, plan: Plan) -> int:
     return round(ways * exchanged_share(model, ways) * plan.rank_tokens(model.sequence_length))
 
 
-def rank_places(capacity: int, tokens: int, plan: Plan) -> int:
-    """Places that a rank has for each expert and sample of so many tokens: an expert's, or its own tokens' if fewer."""
-    return min(capacity, tokens // plan.mesh.context)
+def rank_places(capacity: int, tokens: int, ways: int) -> int:
+    """Places for an expert on each of the ranks that share a sample of so many tokens: as many as an expert takes, or
+    as the rank has tokens, if these are fewer."""
+    return min(capacity, tokens // ways)
 
 
 def places(stream: Stream) -> list[Expectation]:
