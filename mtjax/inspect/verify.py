@@ -15,6 +15,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.plan.report import COMPILED, MODEL, show, table
 from mtjax.plan.units import gib, seconds, si
 from mtjax.theory import memory, traffic
+from mtjax.theory.contract import JOINED
 from mtjax.theory.counts import parameters
 from mtjax.theory.timing import step_time
 
@@ -70,8 +71,8 @@ def _memory(report: Report) -> Iterator[Check]:
 def _traffic(report: Report) -> Iterator[Check]:
     by_axis = traffic.sent_by_axis(traffic.transfers(report.step.anatomy, report.step.plan))
     for axis, formula in by_axis.items():
-        sent = sum(c.wire_bytes * c.count for c in report.collectives if c.axes == (axis,))
-        yield Check(f"sent over {traffic.AXIS_NAMES[axis]}", formula, sent, "B", "per GPU and step")
+        sent = sum(c.wire_bytes * c.count for c in report.collectives if c.axes == tuple(axis.split(JOINED)))
+        yield Check(f"sent over {traffic.axis_name(axis)}", formula, sent, "B", "per GPU and step")
 
 
 def verification_table(checks: list[Check]) -> Table:

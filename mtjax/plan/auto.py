@@ -10,7 +10,7 @@ from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
 from mtjax.theory.memory import fullest_stage
-from mtjax.theory.mesh import MeshShape, expert_meshes
+from mtjax.theory.mesh import MeshShape, meshes_within
 from mtjax.theory.plans import Plan
 from mtjax.theory.timing import step_time
 
@@ -33,7 +33,8 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
     gpu = by_device_kind(kind)
     server = SERVERS.get(gpu.name) if gpu else None
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
-    meshes = [mesh for shape in shapes for mesh in expert_meshes(anatomy.model.num_experts, shape)]
+    experts, tokens = anatomy.model.num_experts, anatomy.model.sequence_length
+    meshes = [mesh for shape in shapes for mesh in meshes_within(shape, experts, tokens)]
     plans = [Plan.of(config, mesh, teacher=teacher) for mesh in meshes]
     reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}
     possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]

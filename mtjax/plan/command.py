@@ -25,6 +25,8 @@ from mtjax.theory.memory import fullest_stage
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 
+SEARCHING = "Comparing plans ..."
+"""What a terminal shows meanwhile: of long samples and many GPUs there are thousands."""
 Verify = Callable[[Console, config.Config, str], None]
 """Compiles a config for a target and prints the error of each formula."""
 Taught = Callable[[config.Config], tuple[config.Config, config.Model | None]]
@@ -86,8 +88,9 @@ def _report(console: Console, anatomy: Anatomy, planned: Plan, server: Server, o
     print_report(console, anatomy, plan, server, options)
     limit = options.usable * server.gpu.memory
     if fullest_stage(anatomy, plan).total > limit:
-        found = search(anatomy, plan, plan.mesh.size, server)
-        near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
+        with console.status(SEARCHING):
+            found = search(anatomy, plan, plan.mesh.size, server)
+            near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
         hint = (
             f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
             if near
@@ -138,9 +141,11 @@ def _search(
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None
-        gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
+        with console.status(SEARCHING):
+            gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
         console.print(f"[bold]{gpus} GPUs[/] read {options.tokens:.3g} tokens within {options.days:g} days.\n")
-    found = best_plan(anatomy, base, gpus, server)
+    with console.status(SEARCHING):
+        found = best_plan(anatomy, base, gpus, server)
     print_search(console, anatomy, found, server, options, asked, source)
     return found.best.plan
 

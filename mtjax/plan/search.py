@@ -11,7 +11,7 @@ from mtjax.theory.divisibility import problems
 from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.theory.hardware import Server
 from mtjax.theory.memory import Memory, fullest_stage
-from mtjax.theory.mesh import MeshShape, expert_meshes
+from mtjax.theory.mesh import MeshShape, meshes_within, shared_ways
 from mtjax.theory.plans import ExpertMethod, Plan, Recompute
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.timing import StepTime, step_time
@@ -72,9 +72,8 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
         for stage in divisors(gpus // model):
             if stage > space.max_stages:
                 continue
-            for mesh in expert_meshes(
-                anatomy.model.num_experts, MeshShape(data=gpus // model // stage, stage=stage, model=model)
-            ):
+            shape = MeshShape(data=gpus // model // stage, stage=stage, model=model)
+            for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
                 if not _obstacle(anatomy, base, mesh):
                     yield mesh
 
@@ -116,7 +115,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
             if recompute == "selective" and base.flash_attention:
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.model_ways > 1 else (False,):
-                for zero in space.zeros if base.data_ways > 1 else (0,):
+                for zero in space.zeros if base.zero_ways > 1 else (0,):
                     for chunks in allowed:
                         plan = replace(
                             base,
@@ -207,8 +206,9 @@ def nearest_feasible(
 
 def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Iterator[int]:
     counts = {
-        data * model
+        data * context * model
         for data in divisors(base.global_batch_size)
+        for context in shared_ways(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
     } | {gpus * 2**k for k in range(1, 7)}
@@ -261,8 +261,9 @@ def _largest(anatomy: Anatomy, base: Plan, server: Server, space: Space, softwar
 def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[int]:
     """Numbers of GPUs that some mesh has: inside one server, or whole servers."""
     counts = {
-        data * stage * model
+        data * stage * context * model
         for data in divisors(base.global_batch_size)
+        for context in shared_ways(anatomy.model.sequence_length)
         for stage in divisors(anatomy.model.num_layers)
         if stage <= space.max_stages
         for model in divisors(anatomy.model.num_heads)
@@ -278,6 +279,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.mesh.shares_samples and plan.context_method != "ring":
+        parts.append(f"keys and values by {plan.context_method}")
     if plan.expert_method != "gather":
         parts.append(f"experts by {plan.expert_method}")
     if plan.gradient_wire != "float32" and plan.residuals == "jax":

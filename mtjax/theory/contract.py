@@ -91,8 +91,8 @@ class Expectation:
 
     def on(self, mesh: MeshShape) -> "Expectation":
         """This line without the axes of one way, as long as another is left."""
-        split = [axis for axis in self.axes if mesh.ways((axis,)) > 1]
-        return replace(self, axis=JOINED.join(split)) if split else self
+        split = tuple(axis for axis in self.axes if mesh.ways((axis,)) > 1)
+        return self if split in ((), self.axes) else replace(self, axis=JOINED.join(split))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ MOST_DEVICES = 2**20
 LONGEST = 200
 """Characters of a mesh in words."""
 
+LEAST_SHARED = 4096
+"""Tokens of a sample that each of the ranks which share it has at least, on meshes that mtjax proposes: a shorter
+search, and attention has something to do while keys and values arrive."""
+
 AUTO = "auto"
 """What stands for the mesh of a run that takes the planner's fastest."""
 
@@ -86,10 +90,18 @@ class MeshShape:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
 
 
-def expert_meshes(experts: int, mesh: MeshShape) -> Iterator[MeshShape]:
-    """A mesh, and those on which some of its data ways are ways of as many experts; the mesh alone without experts."""
-    for ways in divisors(math.gcd(mesh.data, experts or 1)):
-        yield replace(mesh, data=mesh.data // ways, expert=ways)
+def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshShape]:
+    """A mesh, and those on which some of its data ways are ways of as many experts, or share samples of so many tokens;
+    the mesh alone without experts and with short samples."""
+    for context in shared_ways(tokens):
+        data, left = divmod(mesh.data, context)
+        for ways in divisors(math.gcd(data, experts or 1)) if not left else ():
+            yield replace(mesh, data=data // ways, context=context, expert=ways)
+
+
+def shared_ways(tokens: int) -> list[int]:
+    """Numbers of ranks that may share a sample of so many tokens on a mesh that mtjax proposes; 1 first."""
+    return divisors(tokens // LEAST_SHARED or 1)
 
 
 def parse_mesh(text: str) -> MeshShape:

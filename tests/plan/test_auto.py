@@ -35,6 +35,13 @@ def test_what_fits_on_no_mesh_says_what_it_needs():
         fastest_mesh(config, 1, H100)
 
 
+def test_ranks_share_long_samples_where_these_are_too_few_for_the_devices():
+    config = replace(load("llama3-8b"), vocab_size=128_256, sequence_length=32_768, global_batch_size=1, zero=1)
+    mesh = fastest_mesh(config, 8, H100)
+    assert (mesh.data, mesh.size) == (1, 8)
+    assert mesh.context > 1
+
+
 @pytest.mark.parametrize(("devices", "mesh"), [(1, "1x1"), (4, "4x1"), (8, "8x1"), (16, "8x2")])
 def test_on_devices_that_nothing_is_known_of_data_ways_come_first(devices, mesh):
     assert fastest_mesh(tiny_config(), devices, "cpu") == parse_mesh(mesh)

@@ -12,7 +12,7 @@ from mtjax.plan.search import Space, best_plan, gpus_within
 from mtjax.plan.search_report import of_different_kinds, train_command
 from mtjax.theory import memory, timing
 from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.families.registry import gpt
+from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
 from mtjax.theory.mesh import MeshShape
@@ -147,3 +147,24 @@ def test_space_is_respected():
     found = search.search(SHAPE, BASE, 8, DGX_H100, space)
     assert found.fitting
     assert {c.plan.recompute for c in found.fitting} == {"full"}
+
+
+def test_ranks_share_long_samples_where_that_is_faster():
+    run = config.replace(config.load("llama3-8b"), vocab_size=128_256, sequence_length=32_768, global_batch_size=8)
+    shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())
+    space = Space(recomputes=("full",), zeros=(0, 1), max_stages=1)
+    best = best_plan(shape, base, 64, DGX_H100, space).best
+    ways = {plan.plan.mesh.context for plan in search.search(shape, base, 64, DGX_H100, space).fitting}
+    assert ways == {1, 2, 4, 8}  # at least 4,096 tokens for each
+    alone = [mesh for mesh in search.meshes(shape, base, 64, DGX_H100, space) if mesh.context == 1]
+    plans = [plan for mesh in alone for plan in search.variants(shape, base, mesh, space)]
+    assert best.plan.mesh.context > 1
+    assert best.time.total < min(timing.step_time(shape, plan, DGX_H100).total for plan in plans)
+    assert f"--mesh {best.plan.mesh}" in train_command(best.plan, run, "llama3-8b")
+
+
+@pytest.mark.parametrize("tokens", [1024, 8191])
+def test_ranks_do_not_share_short_samples(tokens):
+    run = config.replace(config.load("llama3-8b"), vocab_size=128_256, sequence_length=tokens, global_batch_size=8)
+    found = search.meshes(anatomy_of(run.model), Plan.of(run, MeshShape()), 16, DGX_H100, Space())
+    assert {mesh.context for mesh in found} == {1}

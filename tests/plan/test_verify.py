@@ -44,9 +44,13 @@ def errors(report) -> dict[str, Check]:
     return {c.name: c for c in compare(report)}
 
 
-def test_a_program_for_cpus_agrees_where_cpus_are_told():
-    run = config.replace(config.load("gpt2-tiny"), num_layers=1, vocab_size=1024, mesh="2x2", hidden_dropout=0.0)
-    checks = errors(inspect(config.replace(run, attention_dropout=0.0), find_target("cpu")))
+@pytest.mark.parametrize("mesh", ["2x2", "data=2,context=2,model=1"])
+def test_a_program_for_cpus_agrees_where_cpus_are_told(mesh):
+    run = config.replace(config.load("gpt2-tiny"), num_layers=1, vocab_size=1024, mesh=mesh, hidden_dropout=0.0)
+    run = config.replace(run, attention_dropout=0.0, compute_dtype="float32")  # CPUs send no other type
+    checks = errors(inspect(run, find_target("cpu")))
+    sent = [check for name, check in checks.items() if name.startswith("sent over")]
+    assert len(sent) == 2 and all(0 < check.program - 64 <= check.formula <= check.program for check in sent)  # scalars
     for name in ("parameters, whole model", "weights"):
         assert checks[name].formula == checks[name].program
     assert checks["optimizer"].error == pytest.approx(0, abs=1e-3)
