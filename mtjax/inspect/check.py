@@ -56,7 +56,8 @@ class Entry:
         """One entry for each array of a collective."""
         paths = combined_paths(collective.op_name) if collective.has_own_name else []
         phases = [phase_of(path) for path in paths] if 1 < len(paths) == len(collective.arrays) else []
-        phases = _in_order(phases, collective.made_in) if phases else []
+        unnamed = [] if collective.has_own_name else list(collective.made_in)
+        phases = _in_order(phases, collective.made_in) if phases else unnamed
         narrowed = collective.narrowed or (False,) * len(collective.arrays)
         return [
             cls(
@@ -212,9 +213,8 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         return Line(required, found, elements, status, tuple(extra))
     if found < required.count:
         return Line(required, found, found * required.elements, "missing", (_missing_note(required, found),))
-    return Line(
-        required, found, found * required.elements, "differs" if wrong else "holds", tuple(wrong) or tuple(notes)
-    )
+    status = "differs" if wrong else "holds"
+    return Line(required, found, found * required.elements, status, tuple(wrong or notes))
 
 
 def _is_whole(dtype: str) -> bool:

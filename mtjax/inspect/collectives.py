@@ -72,7 +72,8 @@ class Collective:
     narrowed: tuple[bool, ...] = ()
     """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
     made_in: tuple[str | None, ...] = ()
-    """Of several arrays summed in one operation, the phase of what makes each, where that has a name."""
+    """Of several arrays summed in one operation, the phase of what makes each, where that has a name; () where the axes
+    tell."""
     sent_share: float = 1.0
     """Of its arrays, what is expected to be sent, where that is known at run time."""
 
@@ -137,8 +138,9 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     if phase == "other" and holder is not site:
         phase, op_name, own = locate(holder.computation, holder.instruction)
     phase = _called_again(site, phase)
-    if not own:  # what surrounds it in the schedule may be another part of the step
-        phase = phase_over(kind, axes) or phase
+    # What surrounds it in the schedule may be another part of the step.
+    by_axes = None if own else phase_over(kind, axes)
+    phase = by_axes or phase
     arrays = _payload(module, site.computation, instruction, kind)
     narrowed = widened_sums(module, site.computation, instruction) if kind in SUMS else ()
     window = overlap_window(holder.computation, holder.instruction) if is_started(holder.instruction) else ()
@@ -156,7 +158,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         arrays=arrays,
         is_async=is_started(holder.instruction),
         hidden_behind=tuple(i.name for i in window if computes(i)),
-        made_in=_made_in(site.computation, instruction) if kind in SUMS else (),
+        made_in=_made_in(module, site.computation, instruction) if kind in SUMS and not by_axes else (),
         narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
 
@@ -234,13 +236,31 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
     return instruction.arrays[len(operands) :] if instruction.opcode.endswith("-start") else instruction.arrays
 
 
-def _made_in(computation: Computation, instruction: Instruction) -> tuple[str | None, ...]:
-    """The phases of what makes the operands of a sum of several; what is gathered may come from a phase before."""
-    if len(instruction.operands) < 2:
-        return ()
-    found = [computation.by_name.get(name) for name in instruction.operands]
+def _made_in(module: Module, computation: Computation, instruction: Instruction) -> tuple[str | None, ...]:
+    """The phases of what makes the arrays of a sum of several; what is gathered may come from a phase before."""
+    names = instruction.operands
+    if len(names) == 1:
+        names = _packed_names(module, computation, names[0])
+    found = [computation.by_name.get(_seen_through(computation, name)) for name in names]
     located = [None if maker is None else locate(computation, maker) for maker in found]
     return tuple(None if place is None or not place[2] else place[0] for place in located)
+
+
+def _packed_names(module: Module, computation: Computation, name: str) -> tuple[str, ...]:
+    """The names of the arrays of which XLA has made a single one, as far as they come out of its fusion unchanged."""
+    maker = computation.by_name.get(name)
+    inside = next(iter(module.callees(maker)), None) if maker is not None and maker.opcode == "fusion" else None
+    if maker is None or inside is None or inside.root.opcode != "concatenate":
+        return maker.operands if maker is not None and maker.opcode == "concatenate" else ()
+    read = [inside.by_name[_seen_through(inside, operand)] for operand in inside.root.operands]
+    return tuple(maker.operands[int(i.operands[0])] if i.opcode == "parameter" else "" for i in read)
+
+
+def _seen_through(computation: Computation, name: str) -> str:
+    """What an array is a view of."""
+    while (maker := computation.by_name.get(name)) is not None and maker.opcode in ("bitcast", "reshape"):
+        name = maker.operands[0]
+    return name
 
 
 def _packed(module: Module, computation: Computation, name: str) -> tuple[Array, ...]:

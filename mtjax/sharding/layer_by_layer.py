@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from mtjax.sharding.parameters import GradientSum, sum_gradient
 
@@ -37,25 +39,28 @@ def gather_layers(parts: list[Array], totals: list[GradientSum], into: list[Arra
     return mapped(parts, into)
 
 
-def scatter_layers(
-    whole: list[Array], totals: list[GradientSum], places: list[PartitionSpec], into: list[Array]
-) -> list[Array]:
-    """Stacked gradients summed over ranks, one layer after the other: each rank's part of the sums, in `into`.
+def scatter_layers(whole: list[Array], totals: list[GradientSum], places: list[PartitionSpec]) -> list[Array]:
+    """Stacked gradients summed over ranks, one layer after the other: each rank's part of the sums.
+
+    The stacks of parts begin as copies of the first layer's: XLA would lay out zeros, which wait for nothing, at the
+    beginning of the step, and keep them through its fullest moment.
 
     Args:
       whole: gradients of each rank's own samples.
       totals: over which axes, and which dimension is split, `layers` included.
       places: how they are split otherwise.
-      into: arrays of the parts' shapes.
     """
 
-    def one(number: Array, parts: list[Array]) -> list[Array]:
+    def summed(number: ArrayLike) -> list[Array]:
         layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in whole]
         rows = zip(layer, places, totals, strict=True)
-        summed = [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
-        return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed, strict=True)]
+        return [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
 
-    return lax.fori_loop(0, whole[0].shape[0], one, into)
+    def one(number: Array, parts: list[Array]) -> list[Array]:
+        return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed(number), strict=True)]
+
+    layers = whole[0].shape[0]
+    return lax.fori_loop(1, layers, one, [jnp.broadcast_to(a, (layers, *a.shape)) for a in summed(0)])
 
 
 def _row_major(x: Array) -> Array:

@@ -75,9 +75,8 @@ class Reduction:
             if not self.is_early(table[i]):
                 leaves[i] = sum_gradient(leaves[i], table[i].whole, table[i].total)
         for members in stacks:
-            parts = [zero_part(leaves[i], table[i]) for i in members]
-            whole, totals = [table[i].whole for i in members], [table[i].total for i in members]
-            summed = scatter_layers([leaves[i] for i in members], totals, whole, parts)
+            places, totals = [table[i].whole for i in members], [table[i].total for i in members]
+            summed = scatter_layers([leaves[i] for i in members], totals, places)
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
         for i, record in enumerate(table):
@@ -88,7 +87,7 @@ class Reduction:
 
 
 def zero_part(whole: Array, record: ParameterRecord) -> Array:
-    """Zeros shaped like this rank's part of a gradient: to differentiate by, or to scatter into."""
+    """Zeros shaped like this rank's part of a gradient, to differentiate by."""
     total = record.total
     shape = [n // total.ways if i == total.dim else n for i, n in enumerate(whole.shape)]
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_part(record.whole))

@@ -213,3 +213,22 @@ ENTRY %main (norm: f32[1], bias: f32[128]) -> f32[129] {{
   ROOT %sum = f32[129]{{0}} all-reduce(%packed), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(step)/(optimizer/reduce_sum:shard_map/gradients/psum)"}}
 }}
 """
+
+PACKED_WITHOUT_NAME = f"""{HEADER}
+{ADD}
+%packing (a: f32[16], b: f32[128]) -> f32[144] {{
+  %a = f32[16]{{0}} parameter(0)
+  %b = f32[128]{{0}} parameter(1)
+  ROOT %both = f32[144]{{0}} concatenate(%a, %b), dimensions={{0}}
+}}
+
+ENTRY %main (x: f32[2,8], y: f32[128]) -> f32[144] {{
+  %x = f32[2,8]{{1,0}} parameter(0)
+  %y = f32[128]{{0}} parameter(1)
+  %load = f32[2,8]{{1,0}} negate(%x), metadata={{op_name="jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/router/reduce_sum"}}
+  %flat = f32[16]{{0}} bitcast(%load)
+  %norm = f32[128]{{0}} negate(%y), metadata={{op_name="jit(step)/transpose(jvp(layers))/while/body/checkpoint/mlp/reduce_sum"}}
+  %packed = f32[144]{{0}} fusion(%flat, %norm), kind=kLoop, calls=%packing
+  ROOT %sum = f32[144]{{0}} all-reduce(%packed), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%add
+}}
+"""

@@ -73,6 +73,15 @@ def test_arrays_that_are_packed_into_one_count_each_in_its_own_phase():
     ]
 
 
+def test_what_makes_packed_arrays_tells_their_phases_where_their_sum_has_no_name():
+    (c,) = found(snippets.PACKED_WITHOUT_NAME)
+    assert (c.axes, c.has_own_name) == (("model",), False)
+    assert [(str(entry.array), entry.phase) for entry in Entry.of(c)] == [
+        ("f32[16]", "layer recompute"),
+        ("f32[128]", "layer backward"),
+    ]
+
+
 def test_every_operand_counts_and_a_synchronous_start_hides_nothing():
     reduce, gather = found(snippets.SEVERAL_OPERANDS)
     assert (reduce.payload_bytes, reduce.axes, reduce.is_async) == (16 + 12, ("data", "model"), False)

@@ -112,7 +112,7 @@ def test_t5_on_stages_of_h100s_sends_both_streams_and_each_layer_its_own() -> No
 def test_permutes_travel_behind_layers_on_h100s(layout: dict[str, Any]) -> None:
     """In the steady state: gradients behind the forward half, activations behind the backward half."""
     report = inspect(
-        tiny(**{**ONE_BY_ONE, "mesh": "2x4x2", "hidden_size": 256, "num_layers": 8}, **layout),
+        tiny(**{**ONE_BY_ONE, "mesh": "2x4x2", "hidden_size": 256, "num_layers": 8, "attention": "xla"}, **layout),
         find_target("h100x8"),
     )
     assert report.stages is not None

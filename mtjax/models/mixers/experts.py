@@ -19,7 +19,7 @@ from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.axes import over_the_rest, spec, varying_like
 from mtjax.sharding.context.places import of_first_rank, of_sample, sample_length
 from mtjax.sharding.experts import apply_experts
 
@@ -74,7 +74,8 @@ class Router(nnx.Module):
         if self.bias is not None:
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
         ranked = within_groups(ranked, model)
-        chosen = lax.top_k(ranked, model.experts_top_k)[1]
+        # On each device by itself: XLA's partitioner would gather the scores of some shapes.
+        chosen = over_the_rest(lambda own: lax.top_k(own, model.experts_top_k)[1], place)(ranked)
         # By a product: a gather would not stay on its shard.
         hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
         gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)

@@ -147,8 +147,8 @@ def whole_sends(stream: Stream) -> list[Expectation]:
 
 def split_sends(stream: Stream) -> list[Expectation]:
     """Where sequences are split: as any sublayer, but that tokens are gathered by the backward pass itself; and with
-    them where they go. Routers choose among the scores of all tokens, and know a sample's mean load."""
-    times, again = stream.times, f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
+    them where they go. Routers know a sample's mean load."""
+    times = stream.times
     lines: list[Expectation] = []
 
     def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
@@ -167,8 +167,6 @@ def split_sends(stream: Stream) -> list[Expectation]:
         line(phase, "all-gather", count, ROUTES, "how much tokens' experts count", "float32")
         line(phase, "all-gather", count, ROUTES, "which experts tokens go to", "int32")
     line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of how much tokens' experts count", "float32")
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, again)):
-        line(phase, "all-gather", count, "batch*sequence*num_experts", "scores of experts", "float32")
     line(LAYER_FORWARD, "all-reduce", times, LOADS, "a sample's load", "float32")
     return lines
 
