@@ -26,6 +26,7 @@ def project(
     sequence: str = "seq",
     *,
     is_kept: bool = True,
+    by_sample: bool = False,
 ) -> Float[Array, "batch seq ..."]:
     """`x W + b` in the type of x.
 
@@ -36,6 +37,7 @@ def project(
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it enters the residual stream.
       is_kept: whether layers that save their products save this one; else it is computed again, where it is needed.
+      by_sample: whether it is read sample by sample, as attention does, and so saved; else XLA would turn stacks of it.
     """
     letters = iter(string.ascii_lowercase)
     num_inputs = weight.ndim - len(outputs)
@@ -52,10 +54,12 @@ def project(
     else:
         matrix = weight.values if is_int8 else weight
         product = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
-    if is_kept:
+    if is_kept and not by_sample:
         product = checkpoint_name(product, PRODUCT)
     if split:
         product = swapped(product)
+    if is_kept and by_sample:
+        product = checkpoint_name(product, PRODUCT)
     if bias is None and not is_int8:
         return product
     # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.

@@ -43,7 +43,7 @@ class Product(Protocol):
         up: Float[Array, "expert embed ..."],
         down: Float[Array, "expert mlp embed"],
     ) -> Float[Array, "tokens embed"]:
-        """Sums over each token's experts of gate times output, float32; differentiable.
+        """Sums over each token's experts of gate times output, added up in float32, in the type of x; differentiable.
 
         `experts` number those of `up` and `down`; other numbers stand for experts that are not here, and add nothing.
         """
@@ -177,7 +177,7 @@ class _Across(NamedTuple):
     def _computed(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
         rows = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
         x, gates = varying_like(x, up), varying_like(gates, up)
-        return self.product(rows(x), rows(gates), rows(experts), up, down).astype(x.dtype).reshape(x.shape)
+        return self.product(rows(x), rows(gates), rows(experts), up, down).reshape(x.shape)
 
 
 class _Places(NamedTuple):

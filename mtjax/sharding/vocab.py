@@ -135,8 +135,10 @@ def _embedding_backward(places: VocabSpecs, dtype: jnp.dtype, saved: Any, gradie
         rows, width = table_VH.shape
         row, owned = own_rows(places, tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped
-        zeros = varying_like(jnp.zeros((rows, width), jnp.float32), table_VH, gradient_BSH, tokens_BS)
         flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
+        # Zeros that wait for the gradient: XLA would lay out others at the beginning of the step, and keep them.
+        late_zero = 0 * jnp.abs(flat[0, 0])
+        zeros = varying_like(jnp.full((rows, width), late_zero), table_VH, gradient_BSH, tokens_BS)
         return sum_ranks(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.samples)
 
     with jax.named_scope("embedding"):

@@ -124,7 +124,8 @@ def _blocked(
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
         return _added(y, block.tokens, out * gates[block.pairs][:, None])
 
-    return lax.fori_loop(0, cut.number, one, varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates))
+    zeros = varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates)
+    return lax.fori_loop(0, cut.number, one, zeros).astype(x.dtype)  # here: else its gradient would come as wide
 
 
 def _blocked_forward(run: _Run, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -143,7 +144,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
         expert, gate = block.expert, gates[block.pairs][:, None]
         rows, of_out = _taken(x, block.tokens), _taken(gradient, block.tokens)
         hidden, pull = jax.vjp(run.hidden, rows, up[expert])
-        of_hidden = wide(of_out.astype(x.dtype), down[expert].T)  # before the gate
+        of_hidden = wide(of_out, down[expert].T)  # before the gate
         of_gate = (hidden.astype(jnp.float32) * of_hidden).sum(-1)
         of_rows, of_this_up = pull((of_hidden * gate).astype(x.dtype))
         of_this_down = wide(hidden.T, (of_out * gate).astype(x.dtype))

@@ -90,7 +90,7 @@ class FusedQKV(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         """Query, key and value, each [batch, seq, heads, head_dim]; adapters have their own x, the same."""
         bias = None if self.bias is None else self.bias[...]
-        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"))
+        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), by_sample=True)
         if self.lora is not None and for_adapter is not None:
             product = product + self.lora(for_adapter)
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
@@ -150,7 +150,7 @@ class AssembledQKV(nnx.Module):
 
 
 def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
-    product = project(x, weight, bias, ("heads", None, "head_dim"))
+    product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
