@@ -76,6 +76,9 @@ class Counts:
     """Of the unsplit ones, experts' matrices."""
     expert_matrices: int = 0
     """Of those that ZeRO-3 gathers, experts' matrices; these are not among the layers' here."""
+    turned: int = 0
+    """Of the parts that ZeRO-3 leaves, what XLA turns round before it is gathered: parameters that are split along
+    another dimension than the outermost of a layer."""
 
     @property
     def shared(self) -> "Counts":
@@ -113,6 +116,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         elif layout.zero == 3:
             place = "expert" if is_expert else "layer" if stacked else "outside"
             sums[f"{place}_{'matrices' if is_sent_rounded(weight.names) else 'vectors'}"] += elements
+            sums["turned"] += _turned(weight, layout, mesh)
     return Counts(**sums)
 
 
@@ -125,6 +129,15 @@ def zero_parts(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Into how many parts ZeRO splits a parameter; 1 where it does not."""
     ways = mesh.ways(zero_axes(layout, weight.names))
     return 1 if split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT else ways
+
+
+def _turned(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+    """Elements of a rank's part of a parameter if dimensions of a layer come before the one that ZeRO splits."""
+    ways = mesh.ways(zero_axes(layout, weight.names))
+    dim = split_dimension(weight.names, weight.shape, layout, ways)
+    sizes = [n // mesh.ways(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
+    outer = sizes[weight.names[0] == LAYERS : dim]
+    return math.prod(sizes) // ways if math.prod(outer) > 1 else 0
 
 
 def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:

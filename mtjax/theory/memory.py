@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtjax.config.sizes import output_is_tied
+from mtjax.theory.adapters import is_learnt
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, learnt_counts, stage_counts
+from mtjax.theory.counts import counts as counts_of
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plans import Plan, Precision
@@ -19,6 +22,7 @@ from mtjax.theory.teaching import forward_bytes, said_bytes, table_bytes, weight
 
 LAYER_INPUTS = "layer inputs"
 GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
+TURNED = "parameters turned round to be gathered"
 MATRICES = "matrices in the compute type"
 TAUGHT = "a teacher's hidden states"
 TABLE = "a teacher's output table, gathered"
@@ -101,8 +105,10 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
         kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
-    if whole_gradients := _whole_outside(plan, own):
+    if whole_gradients := _whole_outside(anatomy, plan):
         kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
+    if plan.residuals == "jax" and counts.turned:
+        kept[TURNED] = plan.precision.weights * counts.turned  # pyright: ignore[reportArgumentType]
     kept.update(_kept_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     if plan.unrolled:
         kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
@@ -261,13 +267,18 @@ def _added_whole(plan: Plan, counts: Counts) -> float:
     return counts.all - counts.in_layers if plan.residuals == "jax" and several and plan.zero < 2 else 0
 
 
-def _whole_outside(plan: Plan, counts: Counts) -> float:
-    """Where ZeRO sums gradients as they come and keeps this GPU's part: those outside the layers, before that whole.
+def _whole_outside(anatomy: Anatomy, plan: Plan) -> float:
+    """Where ZeRO sums gradients as they come and keeps this GPU's part: those of the head, before that whole.
 
-    A tied table's wait for the embedding's, which come last. Stages have not been looked at.
+    XLA scatters them with the embedding's, which come last. Stages have not been looked at.
     """
     in_parts = plan.zero > 0 and plan.reduces_at_once and plan.zero_ways > 1 and not plan.is_staged
-    return plan.precision.gradients * (counts.all - counts.in_layers) if in_parts and plan.residuals == "jax" else 0.0
+    if not in_parts or plan.residuals != "jax":
+        return 0.0
+    table = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
+    read = [*table, *(weight for part in anatomy.head for weight in part.weights)]
+    learnt = [weight for weight in read if is_learnt(anatomy.model, weight.name)]
+    return plan.precision.gradients * counts_of(learnt, plan.layout(anatomy.model), plan.mesh).all
 
 
 def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:

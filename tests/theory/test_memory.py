@@ -223,3 +223,16 @@ def test_loss_chunk_bounds_the_logits():
 def test_logits_are_gone_before_the_layers_backward_pass():
     found = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 8, recompute="full"))
     assert found.total == found.states + found.kept + max(found.working, found.logits)
+
+
+def test_zero_3_turns_what_it_splits_along_an_inner_dimension_and_scatters_the_output_table_last():
+    """Of Llama 3 8B the MLP's second matrix, attention's output and both tables, in float32, over 8 ranks."""
+    run = config.replace(config.load("llama3-8b"), vocab_size=128_256, mesh="8x1", zero=3, recompute="full")
+    run = config.replace(run, global_batch_size=8, microbatch_size=1, sequence_parallel=False)
+    plan = Plan.of(run, parse_mesh("8x1"))
+    kept = memory.stage_memory(anatomy_of(run.model), plan).activations
+    table, layer = 128_256 * 4096, 4096 * (14_336 + 4096)
+    assert kept[memory.TURNED] == 4 * (32 * layer + 2 * table) / 8
+    assert kept[memory.GRADIENTS_OUTSIDE] == 4 * (table + 4096)  # and the last norm's
+    without = memory.stage_memory(anatomy_of(run.model), dataclasses.replace(plan, zero=1)).activations
+    assert memory.TURNED not in without

@@ -94,14 +94,17 @@ class Experts(Part):
         return {**sublayer_keeps(self.tokens, self.hidden, plan), "routers' logits": 4 * tokens * self.count, **shared}
 
     def working(self, plan: Plan) -> float:
-        """What all ranks over which experts are spread read, its gradient and that of the result, and float32 sums of
-        both and of the gradients of the experts here."""
-        everyone = plan.mesh.expert * plan.rank_tokens(self.tokens) * self.hidden
+        """What all ranks over which experts are spread read, the gradient of the result, and float32 sums of the
+        gradients of both the former and the experts here; in an exchange also what leaves, and its gradients."""
+        ways, own = plan.mesh.expert, plan.rank_tokens(self.tokens) * self.hidden
+        everyone, leaving = ways * own, 0.0
         if self.capacity is not None:
             everyone = plan.microbatch_size * self.count * self._places(plan) * self.hidden
-        matrices = self.count / plan.mesh.expert * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
+        elif plan.expert_method == "exchange" and ways > 1:
+            leaving = min(self.top_k, ways) * own
+        matrices = self.count / ways * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
         shared = self.shared_expert.working(plan) if self.shared_expert else 0.0
-        return max((2 * plan.element_bytes + 4) * everyone + 4 * matrices, shared)
+        return max((2 * plan.element_bytes + 4) * everyone + 2 * plan.element_bytes * leaving + 4 * matrices, shared)
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._places(plan)}
