@@ -248,12 +248,15 @@ def _made_in(module: Module, computation: Computation, instruction: Instruction)
 
 def _packed_names(module: Module, computation: Computation, name: str) -> tuple[str, ...]:
     """The names of the arrays of which XLA has made a single one, as far as they come out of its fusion unchanged."""
-    maker = computation.by_name.get(name)
-    inside = next(iter(module.callees(maker)), None) if maker is not None and maker.opcode == "fusion" else None
-    if maker is None or inside is None or inside.root.opcode != "concatenate":
-        return maker.operands if maker is not None and maker.opcode == "concatenate" else ()
-    read = [inside.by_name[_seen_through(inside, operand)] for operand in inside.root.operands]
-    return tuple(maker.operands[int(i.operands[0])] if i.opcode == "parameter" else "" for i in read)
+    found = _packing(module, computation, name)
+    if found is None:
+        return ()
+    packer, inside = found
+    if inside is computation:
+        return packer.operands
+    read = (inside.by_name[_seen_through(inside, operand)] for operand in packer.operands)
+    given = computation.by_name[name].operands
+    return tuple(given[int(i.operands[0])] if i.opcode == "parameter" else "" for i in read)
 
 
 def _seen_through(computation: Computation, name: str) -> str:
@@ -265,8 +268,14 @@ def _seen_through(computation: Computation, name: str) -> str:
 
 def _packed(module: Module, computation: Computation, name: str) -> tuple[Array, ...]:
     """The arrays of which XLA has made a single one, to sum them in one operation; none where it has not."""
+    found = _packing(module, computation, name)
+    return found[1].operand_arrays(found[0]) if found else ()
+
+
+def _packing(module: Module, computation: Computation, name: str) -> tuple[Instruction, Computation] | None:
+    """What makes one array of several, and the computation in which it stands: this, or that of a fusion."""
     maker = computation.by_name.get(name)
     if maker is not None and maker.opcode == "fusion":
         computation = next(iter(module.callees(maker)), computation)
         maker = computation.root
-    return computation.operand_arrays(maker) if maker is not None and maker.opcode == "concatenate" else ()
+    return (maker, computation) if maker is not None and maker.opcode == "concatenate" else None
