@@ -40,12 +40,12 @@ TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "comp
 PLACES_MODELS = {"models.placed"}
 """Where models meet the mesh."""
 COMMANDS = {
-    "train.__main__": {"cli", "evaluate", "inspect", "interrupt", "plan"},
+    "train.__main__": {"cli", "evaluate", "generate", "inspect", "interrupt", "plan"},
     "plan.__main__": {"cli", "finetune", "inspect"},
     "inspect.__main__": {"cli", "finetune", "generate"},
 }
-"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `--evaluate`,
-`plan --verify`, `inspect --generate`; `--teacher` of both."""
+"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `--evaluate`, the
+sample at its end, `plan --verify`, `inspect --generate`; `--teacher` of both."""
 
 IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "cut", "families", "placed")
 """Inside models each imports those before it; the files that are not named here import none of these."""

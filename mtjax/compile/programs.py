@@ -10,16 +10,16 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
+from mtjax.generate.continued import lower_continuation
 from mtjax.plan.auto import fastest_mesh
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
 from mtjax.train.compile_cache import OFF, CompileCache
-from mtjax.train.objective import resolve
+from mtjax.train.objective import continues_text, resolve
 from mtjax.train.processes.peers import Peers
-from mtjax.train.sample import Continuation, continues_text
 from mtjax.train.setup import find_devices, with_mesh
 from mtjax.train.step import Program, make_program
 
-Lower = Callable[[], jax.stages.Lowered]
+Lower = Callable[[], list[jax.stages.Lowered]]
 
 
 def compile_run(config: Config, folder: str | None) -> None:
@@ -43,26 +43,33 @@ def compile_run(config: Config, folder: str | None) -> None:
         tokenizer = data.load_tokenizer(config)
         program = make_program(resolve(config, tokenizer, Path()), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
-            found, start = cache.found, time.perf_counter()
-            lower().compile()
-            known = ", compiled before" if cache.found > found else ""
-            say(f"{name:28} {time.perf_counter() - start:7.1f} s{known}", flush=True)
+            start = time.perf_counter()
+            known = [_compile(part, cache) for part in lower()]
+            said = ", compiled before" if all(known) else ""
+            say(f"{name:28} {time.perf_counter() - start:7.1f} s{said}", flush=True)
         if cache.failures:
             raise UserError(cache.failures)
         kind, processes = mesh.devices.flat[0].device_kind, f"{peers.count} process{'es' if peers.count > 1 else ''}"
         say(f"kept in {cache.folder} for jax {jax.__version__}, {shape.size} x {kind} in {processes}")
 
 
+def _compile(program: jax.stages.Lowered, cache: CompileCache) -> bool:
+    """Whether it was compiled before."""
+    found = cache.found
+    program.compile()
+    return cache.found > found
+
+
 def programs(program: Program, tokenizer: Tokenizer, batch_sizes: tuple[int, ...]) -> Iterator[tuple[str, Lower]]:
-    """Names and programs, in the order in which a run needs them."""
+    """Names of what a run needs, in this order, and the programs of each."""
     config = program.config
     given = program.restore_target if config.training.init_from else None
-    yield "initial state", lambda: program.lower_initialize(config.training.seed, given)
+    yield "initial state", lambda: [program.lower_initialize(config.training.seed, given)]
     for size in batch_sizes:
-        yield f"step of {size} samples", lambda size=size: program.lower_step(size)
+        yield f"step of {size} samples", lambda size=size: [program.lower_step(size)]
     if config.output.valid_every:
-        yield "validation", program.lower_evaluate
+        yield "validation", lambda: [program.lower_evaluate()]
     orders = program.layer_orders
-    yield "fingerprints", lambda: lower_fingerprints(program.abstract_state, program.mesh, orders)
+    yield "fingerprints", lambda: [lower_fingerprints(program.abstract_state, program.mesh, orders)]
     if continues_text(config):
-        yield "sample", Continuation.of(program, tokenizer, config.output.prompt).lower
+        yield "sample", lambda: lower_continuation(program, tokenizer, config.output.prompt)

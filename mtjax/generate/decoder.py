@@ -25,31 +25,20 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.generate.matrices import Keeping, with_matrices
+from mtjax.generate.matrices import Keeping
+from mtjax.generate.moved import Moving
+from mtjax.generate.prepared import Call, DecoderWeights, prepared, stacks_of
 from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
 from mtjax.models.cache import EncodedText, KeyValues, Reading
 from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
-from mtjax.models.layer import Layer
-from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.placed import Placed
 from mtjax.sharding.axes import spec, use_rules, ways
-from mtjax.sharding.int8 import to_int8
 from mtjax.theory.mesh import check_whole_samples
 
 Tree = Any
 Cache = list[dict[str, Any]]
 """Of each layer the states of its mixers by name: `KeyValues` of "attention", `EncodedText` of "cross"."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecoderWeights:
-    """A model without its layers, and its layers in their order."""
-
-    model: Any
-    layers: list[Any]
-    """Each a `Layer`, whose mixers are attributes."""
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +91,17 @@ class Decoder:
     Programs are compiled when a shape is first used: number of sequences, length of the cache, length of a chunk.
     """
 
-    def __init__(self, placed: Placed, parameters: Tree, start_id: int = 0, *, int8: bool = False) -> None:
+    def __init__(
+        self,
+        placed: Placed,
+        parameters: Tree,
+        start_id: int = 0,
+        *,
+        int8: bool = False,
+        trained: Placed | None = None,
+        vocab_size: int | None = None,
+        call: Call | None = None,
+    ) -> None:
         """Prepares the weights; abstract ones, of which programs are only lowered, stay abstract.
 
         Args:
@@ -111,6 +110,10 @@ class Decoder:
           start_id: with which each text of a T5 begins; that of all published ones is 0.
           int8: whether the matrices of its layers and the table of its logits are kept in 8 bits
             (`mtjax.sharding.int8`); a T5's encoder is not.
+          trained: the GPT or Llama as these parameters are stored, where that is not `placed` but on another mesh of
+            the same devices (`mtjax.generate.moved`).
+          vocab_size: ids from here on are not drawn; the model's own size when None.
+          call: what is to be done with each program; the default runs it, and of abstract ones finds the shapes.
 
         Raises:
           UserError: the family writes no text, the mesh has stages or shares samples, or experts were to be kept in 8
@@ -131,10 +134,16 @@ class Decoder:
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
         self._keeping = Keeping(self.dtype, int8, alone_on_cpu)
+        size = vocab_size or self.config.model.vocab_size
+        assert size is not None  # the table has rows
+        self.vocab_size = size
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
-        self._call = jax.eval_shape if is_abstract else _call
+        self._call = call or (jax.eval_shape if is_abstract else _call)
+        with self._traced():
+            parts = Moving(trained, placed, self._call).of(parameters) if trained else stacks_of(placed, parameters)
+            weights = prepared(*parts, self._keeping, self._call)
         # Programs take the weights as a list: flax's modules take half a millisecond to flatten, for each step.
-        self._leaves, self._structure = jax.tree.flatten(self._prepared(parameters))
+        self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
     def abstract(cls, placed: Placed, *, int8: bool = False) -> "Decoder":
@@ -144,13 +153,6 @@ class Decoder:
           UserError: as of the constructor.
         """
         return cls(placed, placed.restore_target, int8=int8)
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-        size = self.config.model.vocab_size
-        assert size is not None  # the table has rows
-        return size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -166,12 +168,12 @@ class Decoder:
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """A cache with room for `length` tokens of each of some sequences, none of which is being written."""
         with self._traced():
-            return self._compiled_empty(sequences, length)
+            return self._call(self._compiled_empty, sequences, length)
 
     def resized(self, cache: Cache, length: int) -> Cache:
         """The cache with room for `length` tokens of each sequence."""
         with self._traced():
-            return self._compiled_resize(cache, length)
+            return self._call(self._compiled_resize, cache, length)
 
     def read(self, cache: Cache, sequences: Sequences, chunk: PromptChunk, scored: bool) -> tuple[Any, ...]:
         """Reads a chunk of a prompt, and draws the token after it.
@@ -181,29 +183,29 @@ class Decoder:
           `scored`, how likely its target was.
         """
         with self._traced():
-            return self._compiled_read(self._leaves, cache, sequences, chunk, scored)
+            return self._call(self._compiled_read, self._leaves, cache, sequences, chunk, scored)
 
     def read_text(self, cache: Cache, sequences: Sequences, text: TextToRead, chunk: PromptChunk) -> tuple[Any, ...]:
         """Reads the text that a sequence answers, and then as `read`, without scores."""
         with self._traced():
-            return self._compiled_read_text(self._leaves, cache, sequences, text, chunk)
+            return self._call(self._compiled_read_text, self._leaves, cache, sequences, text, chunk)
 
     def copied(self, cache: Cache, source: int, target: int) -> Cache:
         """The cache, in the memory of the one given, with a sequence as a copy of another."""
         with self._traced():
-            return self._compiled_copy(cache, jnp.int32(source), jnp.int32(target))
+            return self._call(self._compiled_copy, cache, jnp.int32(source), jnp.int32(target))
 
     def follow(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
         """Each sequence becomes a copy of another, [sequences], with another newest token."""
         with self._traced():
-            return self._compiled_follow(cache, sequences, sources, tokens)
+            return self._call(self._compiled_follow, cache, sequences, sources, tokens)
 
     def step(
         self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
     ) -> tuple[Cache, Sequences, Drawn]:
         """Reads the newest token of each active sequence and draws the next; in the memory of those given."""
         with self._traced():
-            return self._compiled_step(self._leaves, cache, sequences, active)
+            return self._call(self._compiled_step, self._leaves, cache, sequences, active)
 
     def lower_step(self, sequences: int, length: int) -> jax.stages.Lowered:
         """The program of `step`."""
@@ -330,34 +332,6 @@ class Decoder:
                 x, states = layer(x, context, states)
                 after.append(states)
         return weights.model.finished(x), after
-
-    # --- weights
-
-    def _prepared(self, parameters: Tree) -> DecoderWeights:
-        with self._traced():
-            model: Any = self.placed.model_in_use(parameters)
-            take, layers = jax.jit(self._layer), {}
-            for stack in model.written_stacks:
-                stacked, stack.layers = stack.layers, None
-                layers |= {number: self._call(take, stacked, np.int32(i)) for i, number in enumerate(stack.order.flat)}
-            in_order = [layer for _, layer in sorted(layers.items())]
-            return DecoderWeights(self._call(jax.jit(self._outside), model), in_order)
-
-    def _layer(self, stack: Layer, number: Array) -> Layer:
-        """One layer's own arrays."""
-        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
-        for mixer in (getattr(layer, name) for name in layer.mixers):
-            if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
-                mixer.qkv = mixer.qkv.assembled()
-        return with_matrices(layer, self._keeping)
-
-    def _outside(self, model: Any) -> Any:
-        """What is not in the layers. In 8 bits, a table that is also that of the lookups has a scale for each row."""
-        table = model.output_table[...]
-        model = with_matrices(model, lambda matrix, _: matrix.astype(self.dtype))
-        if self.int8:
-            model.output_table.set_value(to_int8(table, (1,)))
-        return model
 
 
 def prompt_chunk(

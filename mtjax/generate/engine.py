@@ -8,7 +8,7 @@ are not read again.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +156,20 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Requests that wait, and that run."""
         return len(self._waiting) + len(self._jobs), len(self._running)
+
+    # --- alone
+
+    def room(self, request: Request) -> int:
+        """Tokens for which the cache has room when this request alone begins."""
+        return doubled(self._shortest, self._need(_Running(request, 0, request.prompt)))
+
+    def parts(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Start and static length of each chunk in which a prompt is read."""
+        start = 0
+        while start < len(prompt):
+            length = chunk_length(self._chunks, len(prompt) - start)
+            yield start, length
+            start += length
 
     # --- from the thread that owns the device
 

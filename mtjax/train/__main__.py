@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(command: Command[Options], times: Times) -> int:
-    from mtjax.train.loop import train  # seconds to import: not before the options are right
+    from mtjax.generate.continued import continue_text  # seconds to import: not before the options are right
+    from mtjax.train.loop import train
+    from mtjax.train.objective import Pretraining
 
     show = None
     if command.options.inspect:
@@ -45,7 +47,7 @@ def _train(command: Command[Options], times: Times) -> int:
     from mtjax.evaluate.during import evaluations_of
 
     joined = {"show": show, "choose_mesh": choose_mesh, "evaluations": evaluations_of(command.config)}
-    train(command.config, command.name, command.options, times=times, **joined)
+    train(command.config, command.name, command.options, objective=Pretraining(continue_text), times=times, **joined)
     return 0
 
 

@@ -11,10 +11,9 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import Dataset, Tokenizer
 from mtjax.errors import UserError
-from mtjax.models.placed import Batch
+from mtjax.models.placed import Batch, Placed
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
-from mtjax.train.sample import continue_text, continues_text
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -165,8 +164,21 @@ class SavedWeights:
         return restore_weights(self.weights, program.restore_target, program.layer_orders)
 
 
+ContinueText = Callable[[Placed, Tree, Tokenizer, str], str]
+"""A prompt and what the model writes after it, from its parameters as they are stored."""
+
+
+def continues_text(config: Config) -> bool:
+    """Whether a model predicts the next token."""
+    return config.model.family in ("gpt", "llama") and config.model.head == "language"
+
+
+@dataclass(frozen=True)
 class Pretraining:
     """The family's own objective, on text."""
+
+    continue_text: ContinueText | None = None
+    """What writes the sample; None shows none."""
 
     command = "mtjax train"
 
@@ -222,9 +234,9 @@ class Pretraining:
 
     def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
         """A continuation of the prompt; nothing for models that don't continue text."""
-        if not continues_text(program.config):
+        if self.continue_text is None or not continues_text(program.config):
             return ""
-        text = continue_text(program, parameters, tokenizer, program.config.output.prompt)
+        text = self.continue_text(program, parameters, tokenizer, program.config.output.prompt)
         printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
         return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"
 

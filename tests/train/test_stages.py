@@ -13,7 +13,6 @@ from mtjax.models.placed import Placed
 from mtjax.theory.stages import order_of
 from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
-from mtjax.train.sample import continue_text
 from mtjax.train.step import Program
 from tests.tiny import batch_of, program_of, run_steps
 
@@ -190,25 +189,6 @@ def test_a_checkpoint_of_stages_is_converted_layer_by_layer(tmp_path, case):
     assert program.layer_orders and expected.keys() <= set(written.names)
     for name, known in expected.items():
         np.testing.assert_array_equal(written.open(name).read().result(), known, err_msg=name)
-
-
-def test_a_sample_is_the_same_on_stages():
-    """Layers in another order, sequences split, parameters of ZeRO-3: a continuation is that of one device."""
-
-    class Letters:
-        eod, vocab_size = 0, 250
-
-        def encode(self, text: str) -> list[int]:
-            return [ord(letter) for letter in text]
-
-        def decode(self, ids: list[int]) -> str:
-            return " ".join(map(str, ids))
-
-    def sample(program: Program) -> str:
-        tokenizer: Any = Letters()
-        return continue_text(program, program.initialize(0).parameters, tokenizer, "hello")
-
-    assert sample(staged(*COVERING[1])) == sample(alone(COVERING[1][1]))
 
 
 @pytest.mark.long

@@ -1,0 +1,102 @@
+"""The sample at the end of a run: what the engine writes with the same weights, whatever mesh has trained them."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mtjax.generate import continued
+from mtjax.generate.continued import SAMPLING, continue_text, lower_continuation, spread
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.request import Request
+from mtjax.models.placed import Placed
+from tests.tiny import VOCAB, program_of
+
+LAYERS = {"num_layers": 5}
+EXPERTS = {
+    "num_layers": 4,
+    "family": "llama",
+    "num_experts": 4,
+    "moe_every": 2,
+    "first_dense_layers": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+# model, mesh, how it is spread there: layers in another order with empty places, ZeRO-3, split sequences, samples that
+# ranks share, and two stacks whose layers take turns.
+CASES: list[Any] = [
+    pytest.param(
+        LAYERS,
+        "2x2x2",
+        {"layers_per_stage": (3, 2), "sequence_parallel": True, "zero": 3, "microbatch_size": 1},
+        id="stages",
+    ),
+    pytest.param(
+        EXPERTS, "data=1,stage=2,expert=2,model=2", {"microbatch_size": 1}, id="experts", marks=pytest.mark.long
+    ),
+    pytest.param(LAYERS, "data=2,context=2,model=2", {"zero": 1}, id="context", marks=pytest.mark.long),
+]
+
+
+class Numbers:
+    """A tokenizer whose text is the ids."""
+
+    eod, vocab_size = 0, VOCAB - 100
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+TOKENIZER: Any = Numbers()
+
+
+@cache
+def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
+    """What the engine writes with the weights of one device."""
+    program = program_of("1x1", **dict(model))
+    decoder = Decoder(program, program.initialize(0).parameters, vocab_size=TOKENIZER.vocab_size)
+    engine, ids = Engine(decoder, sequences=1), TOKENIZER.encode("hello")
+
+    def told(token: Any) -> bool:
+        ids.append(token.id)
+        return False
+
+    engine.submit(Request(tuple(ids), SAMPLING, frozenset({TOKENIZER.eod}), on_token=told))
+    engine.run()
+    assert len(ids) > 8 and max(ids) < TOKENIZER.vocab_size
+    return TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("devices", ["one writes", pytest.param("all write", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("model", "mesh", "layout"), CASES)
+def test_it_is_that_of_one_device(model, mesh, layout, devices, monkeypatch):
+    program = program_of(mesh, **model, **layout)
+    if devices == "all write":
+        monkeypatch.setattr(continued, "writer_of", everywhere)
+    text = continue_text(program, program.initialize(0).parameters, TOKENIZER, "hello ")
+    assert text == written_alone(tuple(model.items()))
+
+
+def everywhere(trained: Placed) -> Placed:
+    """As on GPUs."""
+    writer = spread(trained, list(trained.mesh.devices.flat))
+    assert writer.mesh.size == trained.mesh.size > 1
+    return writer
+
+
+def test_of_a_long_prompt_the_end_is_read():
+    program = program_of("1x1", **LAYERS)
+    parameters = program.initialize(0).parameters
+    text = continue_text(program, parameters, TOKENIZER, "a long prompt, of which the second half is read: hello")
+    assert text.startswith(TOKENIZER.decode(TOKENIZER.encode("d: hello")))
+    assert len(text.split()) <= program.config.model.sequence_length
+
+
+def test_its_programs_are_lowered_without_weights():
+    """The same number of programs as are run; `mtjax compile` keeps them."""
+    names = [lowered.as_text()[:60] for lowered in lower_continuation(program_of("1x1", **LAYERS), TOKENIZER, "hello")]
+    assert len(names) == 7, names
