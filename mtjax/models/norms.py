@@ -25,7 +25,47 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        return (_normal(x, self.scale[...], self.epsilon, is_centred=True) + self.bias[...]).astype(self.dtype)
+        scaled = _layer_norm(self.epsilon, x, varying_like(self.scale[...], x))
+        return (scaled + self.bias[...]).astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(epsilon: float, x: Array, scale: Array) -> Array:
+    normal, _ = _normal(x, *_statistics(epsilon, x))
+    return normal * scale
+
+
+def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _layer_norm(epsilon, x, scale), (x, scale)
+
+
+def _layer_norm_backward(epsilon: float, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Autodiff's, but that XLA sums the scale's gradient while it reads x and the gradient.
+
+    Left to itself it computes the statistics in the kernel of what that sum adds, and writes these terms in float32.
+    """
+    x, scale = saved
+    normal, rate = _normal(x, *jax.lax.optimization_barrier(_statistics(epsilon, x)))
+    own = gradient * scale
+    own = own - normal * (own * normal).mean(-1, keepdims=True)
+    own = own - own.mean(-1, keepdims=True)
+    return (own * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
+    """Mean of each token, and variance plus epsilon."""
+    x = x.astype(jnp.float32)
+    mean = x.mean(-1, keepdims=True)
+    return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
+
+
+def _normal(x: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
+    """x normalised, and what it was multiplied with."""
+    rate = jax.lax.rsqrt(variance)
+    return (x.astype(jnp.float32) - mean) * rate, rate
 
 
 class RMSNorm(nnx.Module):
@@ -38,7 +78,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        return _normal(x, self.scale[...], self.epsilon).astype(self.dtype)
+        x = x.astype(jnp.float32)
+        normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (normal * self.scale[...]).astype(self.dtype)
 
 
 class HeadNorm(nnx.Module):
@@ -50,55 +92,9 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, heads: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
         """Applies to the last dimension."""
-        return _normal(heads, self.scale[...], self.epsilon).astype(heads.dtype)
-
-
-def _normal(x: Array, scale: Array, epsilon: float, *, is_centred: bool = False) -> Array:
-    """x over the root of its mean square, or of its variance, times `scale`; in float32."""
-    return _scaled(epsilon, is_centred, x, varying_like(scale, x))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scaled(epsilon: float, is_centred: bool, x: Array, scale: Array) -> Array:
-    normal, _ = _with_statistics(x, *_statistics(epsilon, is_centred, x))
-    return normal * scale
-
-
-def _scaled_forward(epsilon: float, is_centred: bool, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _scaled(epsilon, is_centred, x, scale), (x, scale)
-
-
-def _scaled_backward(
-    epsilon: float, is_centred: bool, saved: tuple[Array, Array], gradient: Array
-) -> tuple[Array, Array]:
-    """Autodiff's, but that XLA sums the scale's gradient while it reads x and the gradient.
-
-    Left to itself it computes the statistics within the kernel of that sum's terms, and writes these in float32.
-    """
-    x, scale = saved
-    normal, rate = _with_statistics(x, *jax.lax.optimization_barrier(_statistics(epsilon, is_centred, x)))
-    own = gradient * scale
-    own = own - normal * (own * normal).mean(-1, keepdims=True)
-    if is_centred:
-        own = own - own.mean(-1, keepdims=True)
-    return (own * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
-
-
-_scaled.defvjp(_scaled_forward, _scaled_backward)
-
-
-def _statistics(epsilon: float, is_centred: bool, x: Array) -> tuple[Array | None, Array]:
-    """Of each token its mean, where it is taken away, and its variance, or its mean square, with epsilon."""
-    x = x.astype(jnp.float32)
-    mean = x.mean(-1, keepdims=True) if is_centred else None
-    centred = x if mean is None else x - mean
-    return mean, jnp.square(centred).mean(-1, keepdims=True) + epsilon
-
-
-def _with_statistics(x: Array, mean: Array | None, variance: Array) -> tuple[Array, Array]:
-    """x normalised, and what it was multiplied with."""
-    x, rate = x.astype(jnp.float32), jax.lax.rsqrt(variance)
-    return (x if mean is None else x - mean) * rate, rate
+        x = heads.astype(jnp.float32)
+        normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
+        return (normal * self.scale[...]).astype(heads.dtype)
 
 
 Norm = LayerNorm | RMSNorm
