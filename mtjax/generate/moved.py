@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Moving:
-    """A GPT's or Llama's parameters on their way from the mesh they were trained on to one of the same devices.
+    """A GPT's or Llama's parameters on their way from the mesh they were trained on to one of its devices, or of some.
 
     Matrices are in the compute type when they arrive. What each layer's programs send are its own parameters: a sum
     over the ranks that have different layers, and whatever the other mesh splits differently.

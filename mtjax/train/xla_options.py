@@ -84,9 +84,9 @@ SIDE_BY_SIDE = (
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        2,
-        "a permute between the stages of a pipeline may be under way beside another collective, and so behind the "
-        "layers of half a tick, whose own collectives would otherwise wait for it",
+        3,
+        "a permute between the stages of a pipeline may be under way beside two other collectives, and so behind the "
+        "layers of half a tick, which may have as many at a time and would otherwise wait for it",
         "0.10.2, 1 by default",
     ),
 )

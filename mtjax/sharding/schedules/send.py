@@ -41,22 +41,13 @@ def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
         return jax.tree.map(one, wire)
 
 
-def unpacked(wire: Tree, like: Tree, after: Tree = ()) -> Tree:
-    """A wire as layers read it.
+def unpacked(wire: Tree, like: Tree) -> Tree:
+    """A `packed` wire as layers read it: placed as `like`.
 
-    XLA joins gathers that may run at the same time, and one of activations and gradients would end both of their
-    permutes before the first half that needs either. So each is gathered where it is used, and not before `after`.
-
-    Args:
-      wire: `packed`.
-      like: arrays placed as the result.
-      after: arrays that are there before anything is gathered.
+    Without the barrier XLA for CPUs drops the gather of the zeros that arrive before anything was sent.
     """
-    places = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(like)]
-    if places == [jax.typeof(x).sharding.spec for x in jax.tree.leaves(wire)]:
-        return wire
     with jax.named_scope("stages"):
-        wire, _ = lax.optimization_barrier((wire, after))
+        wire = lax.optimization_barrier(wire)
         return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), wire, like)
 
 

@@ -195,20 +195,24 @@ class _Run:
     def _tick(
         self, kept: Kept, phase: Phase, in_order: bool, carry: _Carry, rows: tuple[Array, Array]
     ) -> tuple[_Carry, None]:
-        """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward."""
-        out = carry.wire
+        """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward.
+
+        Between the halves each waits for the other, or XLA might compute the backward half first, have both under way
+        at a time, or join the gathers of what arrived, and hide neither. It costs nothing: the backward half, behind
+        which activations travel, needs the gradients.
+        """
         if phase.backward:
             carry = carry._replace(gradient=self._send(carry.gradient, -1))
         if phase.forward:
             turn = self._turn(rows[0], (carry.wire, carry.gradient) if in_order else None)
             forward, arrived = partial(self._forward, kept, turn, carry.sums), unpacked(carry.wire, self.wire)
             wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
-            out = packed(wire)
-            carry = carry._replace(wire=self._send(out, 1), wires=wires, kept=arrays)
+            out, gradient = lax.optimization_barrier((packed(wire), carry.gradient))
+            carry = carry._replace(gradient=gradient, wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
             turn = self._turn(rows[1], (carry.wire, carry.gradient) if in_order else None)
             backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
-            arrived = unpacked(carry.gradient, self.wire, after=out)
+            arrived = unpacked(carry.gradient, self.wire)
             gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
