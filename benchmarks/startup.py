@@ -2,10 +2,11 @@
 
     python benchmarks/startup.py              # first and second start of the default run, then each command's help
 
-Each start is `mtjax train --steps 1` in a process of its own, from the shell's prompt to its return. The text is
-prepared before, so that what differs between the starts is the cache of compiled programs: `off`, `first` (an empty
-folder), `second` (the same folder again), and `after compile` (a folder that only `mtjax compile` has filled). Each
-takes the best of some tries, in turns. Results go to `benchmarks/results/startup-cpu.json`.
+Each start is `mtjax train --steps 1` in a process of its own, from the shell's prompt to its return, and to the line
+that says its first step to be done (and validated). The text is prepared before, so that what differs between the
+starts is the cache of compiled programs: `off`, `first` (an empty folder), `second` (the same folder again), and
+`after compile` (a folder that only `mtjax compile` has filled). Each takes the best of some tries, in turns. Results go
+to `benchmarks/results/startup-cpu.json`.
 """
 
 import argparse
@@ -58,13 +59,20 @@ def fresh(folder: Path) -> str:
 
 
 def timed(*words: str) -> dict[str, Any]:
-    """Seconds of the clock and of the CPU that a command takes, and what it says of them itself."""
+    """Seconds of the clock and of the CPU that a command takes, when its first step was said, and its own account."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, check=True)
+    first_step, said = {}, {}
+    with subprocess.Popen([sys.executable, "-c", RUN, *words], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if line.startswith("step ") and not first_step:
+                first_step = {"first_step": round(time.perf_counter() - start, 2)}
+            if account := re.match(r"time +(.*)", line):
+                said = {"time": account[1]}
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
-    said = re.search(r"^time +(.*)$", done.stdout, re.MULTILINE)
-    return {"seconds": round(seconds, 2), "cpu_seconds": round(spent, 2)} | ({"time": said[1]} if said else {})
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(spent, 2)} | first_step | said
 
 
 RUN = "import sys; from mtjax.cli import main; sys.exit(main())"
