@@ -89,7 +89,7 @@ class MegatronCheckpoint:
         torch = require("torch", "megatron")
         tensor, *copies = (one.detach() for one in self._tensors[name][rank])
         if not all(torch.equal(tensor, copy) for copy in copies):
-            raise UserError(f"{self.folder}: {name} is no expert's, and differs between expert-parallel ranks")
+            raise UserError(f"{self.folder}: {name} is not an expert's, and differs between expert-parallel ranks")
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()

@@ -1,6 +1,6 @@
 """A step that learns from a teacher too (arXiv 1503.02531): what it reads besides the data, and the mix of its losses.
 
-The teacher itself is no part of the step. Its hidden states or outputs come with the batch, and of its parameters the
+The teacher itself is not part of the step. Its hidden states or outputs come with the batch, and of its parameters the
 step reads the output table alone, split over the mesh like the student's.
 """
 

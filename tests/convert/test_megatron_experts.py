@@ -158,7 +158,7 @@ def test_ranks_that_do_not_fit_are_one_sentence(
         torch.save(content, target)
     place = f"megatron:{tmp_path / 'changed'}"
     assert run(place, f"mtjax:{tmp_path / 'never'}") == 2
-    assert "linear_proj.weight is no expert's, and differs between expert-parallel ranks" in capsys.readouterr().err
+    assert "linear_proj.weight is not an expert's, and differs between expert-parallel ranks" in capsys.readouterr().err
     (tmp_path / "changed/mp_rank_01_001/model_optim_rng.pt").unlink()
     (tmp_path / "changed/mp_rank_01_001").rmdir()
     assert run(place, f"mtjax:{tmp_path / 'never'}") == 2

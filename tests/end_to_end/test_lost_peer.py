@@ -22,7 +22,7 @@ LONG_RUN = ["--steps", "100000", "--checkpoint-every", "5", "--peer-timeout", st
 
 
 def the_error(stderr: str) -> str:
-    """The one line of stderr that is no progress of preparing data."""
+    """The one line of stderr that is not progress of preparing data."""
     (line,) = [line for line in stderr.splitlines() if not re.match("preparing|training a tokenizer", line)]
     return line
 

@@ -24,7 +24,7 @@ INTERLEAVED |= {"schedule": "interleaved", "chunks": 2, "recompute": "selective"
 SHARED = EXPERTS | {"mesh": "data=1,context=2,expert=2,model=2", "sequence_parallel": True, "zero": 1}
 """Ranks that share samples."""
 MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
-"""Of 8 layers, so many that their load is no small number."""
+"""Of 8 layers, so many that their load is not a small number."""
 
 
 @pytest.mark.parametrize(

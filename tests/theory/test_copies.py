@@ -93,7 +93,7 @@ def test_zero_copies_parts():
 
 
 def test_experts_are_split_over_the_ranks_that_have_the_same():
-    """Eight experts over four of eight ranks: ZeRO-3 splits them in two, what is no expert's in eight."""
+    """Eight experts over four of eight ranks: ZeRO-3 splits them in two, what is not an expert's in eight."""
     run = tiny(family="llama", norm="rmsnorm", num_experts=8, experts_top_k=2, mesh="data=2,expert=4,model=1")
     anatomy = anatomy_of(run.model)
     plan = changed(mesh=parse_mesh("data=2,expert=4,model=1"), global_batch_size=64, zero=3)

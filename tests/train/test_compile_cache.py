@@ -1,4 +1,4 @@
-"""Compiled programs are kept in a folder of the user's, and a folder that can't be used is no error."""
+"""Compiled programs are kept in a folder of the user's, and a folder that can't be used is not an error."""
 
 import os
 import subprocess
