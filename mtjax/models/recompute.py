@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
+from mtjax.sharding.ahead import can_go_ahead, scan_ahead
 from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
 from mtjax.sharding.unstacked import layers_apart
 
@@ -101,6 +102,9 @@ def scan_layers(
         ((saving, _),) = loops
         return _run_one_by_one(saving(run), x, apart, numbers, states)
     layers, sums = without_sums(layers)
+    if len(loops) == group == 1 and first is None and states is None and can_go_ahead(layers):
+        ((saving, _),) = loops
+        return scan_ahead(run, saving, x, layers, numbers, sums)
     stack: Any = (layers, numbers, states)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))

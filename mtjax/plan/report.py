@@ -19,10 +19,11 @@ from mtjax.theory.machine import Machine
 from mtjax.theory.memory import fullest_stage, stage_memory
 from mtjax.theory.plans import Plan
 from mtjax.theory.schedules import bubble, slots
+from mtjax.theory.sending import members_inside, transfer_time
 from mtjax.theory.software import MTJAX
 from mtjax.theory.teaching import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import StepTime, members_inside, step_time, transfer_time
+from mtjax.theory.timing import StepTime, step_time
 
 MODEL, COMPILED = "model", "compiled"
 """Where a figure comes from: a formula, or the compiled program."""

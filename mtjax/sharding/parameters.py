@@ -192,16 +192,16 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 
 @jax.custom_vjp
-def starting_from(sums: list[Array], x: Array, stack: list[Array]) -> Array:
+def starting_from(sums: Tree, x: Array, stack: Tree) -> Array:
     """`x`; the cotangents of `stack`, which nothing else may read, start from `sums`."""
     return x
 
 
-def _starting_forward(sums: list[Array], x: Array, stack: list[Array]) -> tuple[Array, list[Array]]:
+def _starting_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
     return x, sums
 
 
-def _starting_backward(sums: list[Array], gradient: Array) -> tuple[None, Array, list[Array]]:
+def _starting_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
     return None, gradient, sums
 
 

@@ -284,8 +284,7 @@ def _whole_outside(anatomy: Anatomy, plan: Plan) -> float:
 def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Bytes that the layer at work needs beside what it kept."""
     kinds = layer_activations(stack, plan)
-    gathered = 2 * plan.element_bytes * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
-    gathered = gathered if plan.zero == 3 else 0
+    gathered = _gathered(anatomy, stack, plan) if plan.zero == 3 else 0.0
     if plan.residuals == "megatron":
         held = {} if plan.recompute == "full" else _kept(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in held) + _group(plan, kinds)
@@ -296,6 +295,15 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     if plan.is_staged and plan.sequence_parallel:  # several gathers run at a time: attention's wait beside the MLP's
         own += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + own + _jax_working(stack, plan, kinds) + _group(plan, kinds)
+
+
+def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """With ZeRO-3, two layers' parameters: of that at work, and of the next; and the gradients of the one before, which
+    mtjax sends while others compute."""
+    each = 2 * plan.element_bytes
+    if plan.gathers_ahead(anatomy.model):
+        each += plan.precision.gradients
+    return each * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

@@ -170,6 +170,11 @@ class Plan:
         """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
         return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
 
+    def gathers_ahead(self, model: Model) -> bool:
+        """Whether a layer's parameters are gathered while another computes: in ZeRO-3's loops over single layers."""
+        alone = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        return self.zero == 3 and self.residuals == "jax" and alone and not self.is_staged
+
     def layout(self, model: Model) -> Layout:
         """Which mesh axes split which dimensions of a model."""
         return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)

@@ -11,31 +11,32 @@ from functools import cache
 from typing import Any
 
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.contract import (
-    EMBEDDING_BACKWARD,
-    EMBEDDING_FORWARD,
-    GRADIENTS,
-    JOINED,
-    LOSS_BACKWARD,
-    LOSS_FORWARD,
-    PARAMETERS,
-)
+from mtjax.theory.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.theory.copies import Copy, copies, copies_in_step, copies_in_turn
 from mtjax.theory.counts import fullest_counts
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.machine import Constants, Machine
-from mtjax.theory.mesh import AXES, MeshShape
-from mtjax.theory.parts.experts import exchanged_share
+from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Product, Scores, Touched, unrepeated
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
-from mtjax.theory.schedules import full_ticks, megatron_bubble
+from mtjax.theory.schedules import megatron_bubble
+from mtjax.theory.sending import (
+    axis_of,
+    exposed_ahead,
+    exposed_by_axis,
+    exposed_sends,
+    exposed_turns,
+    members_inside,
+    spent_on_stages,
+    transfer_time,
+)
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.teaching import teacher_of
 from mtjax.theory.timetable import num_ticks
-from mtjax.theory.traffic import Transfer, teacher_transfers, transfers
+from mtjax.theory.traffic import teacher_transfers, transfers
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,6 @@ class StepTime:
 _machine = cache(Machine)
 
 
-def members_inside(plan: Plan, axis: str, server: Server) -> int:
-    """How many ranks of one group of a mesh axis, or of several, sit in the same server: inner axes vary fastest."""
-    axes = tuple(axis.split(JOINED))
-    stride = plan.mesh.ways(AXES[AXES.index(axes[-1]) + 1 :])
-    return max(1, min(plan.mesh.ways(axes), server.gpus // stride))
-
-
 def step_time(
     anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
 ) -> StepTime:
@@ -101,9 +95,12 @@ def step_time(
     head = m * _head(anatomy, _alike(plan), machine, software)
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
-        spent[_axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
-    exposed = _exposed(spent, plan, software, products, products + attention + element_wise)
-    exposed[CONTEXT] = _exposed_turns(spent[CONTEXT], plan, attention)
+        spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
+    exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
+    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
+    if plan.gathers_ahead(anatomy.model):
+        beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
+        exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
     slowed = machine.contention(sum(hidden.values()))
     per_step = products + attention + element_wise + head + slowed
@@ -125,20 +122,6 @@ def step_time(
         teacher=_teacher(plan, machine, software),
         hidden=hidden,
     )
-
-
-def transfer_time(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
-    """Seconds of a collective in a step, until the rank with most of it is done."""
-    alone = machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
-    return alone * _fullest_load(entry, anatomy, plan)
-
-
-def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
-    """How much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank with most
-    has tokens to take, at most all of them."""
-    if entry.operation != "ragged-all-to-all":
-        return 1.0
-    return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.ways))
 
 
 def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
@@ -163,11 +146,11 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     longest = max(sum(chunk) for chunk in chunks)
     ahead = sum(layers_in_chunk(s, plan) * _layer_forward(s, alike, machine, software) for s in anatomy.sections[-1])
     skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
-    spent = _spent(anatomy, plan, machine)
+    spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
     on_layers, to_experts = spent[MODEL] / sections, spent[EXPERT] / sections
-    sent = _exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
-    turns = _exposed_turns(spent[CONTEXT], plan, attention / counts)
+    sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
+    turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
     return StepTime(
         products=products,
         attention=attention,
@@ -186,72 +169,6 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         hidden=dict.fromkeys((DATA, EXPERT, MODEL), 0.0)
         | {STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
     )
-
-
-def _spent(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
-    """Seconds of a step's collectives on stages: of layers by axis; of the losses, and of gradients over the stages.
-
-    Those of the embedding, which only the first stage has, pass behind the losses of the last.
-    """
-    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
-    for entry in transfers(anatomy, plan):
-        kind = _axis_of(entry)
-        if kind == MODEL and entry.phase in (LOSS_FORWARD, LOSS_BACKWARD):
-            kind = LOSS_FORWARD
-        elif kind == STAGE and entry.phase == GRADIENTS:
-            kind = GRADIENTS
-        if entry.phase not in (EMBEDDING_FORWARD, EMBEDDING_BACKWARD):
-            spent[kind] += transfer_time(entry, anatomy, plan, machine)
-    return spent
-
-
-def _axis_of(entry: Transfer) -> str:
-    """Under which its time counts: gradients and parameters under `data`, also where they cross others with it."""
-    return DATA if entry.phase in (GRADIENTS, PARAMETERS) and entry.axis != STAGE else entry.axis
-
-
-def _exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back: float) -> float:
-    """Seconds of what stages send each other that no half tick hides.
-
-    Gradients travel behind the forward half of a tick, activations behind the backward half; where a tick has one half
-    only, nothing hides what it sends.
-
-    Args:
-      anatomy: of the model.
-      plan: on stages.
-      both: seconds of a tick's two permutes.
-      ahead: seconds of a forward half.
-      back: seconds of a backward half.
-    """
-    counts = (plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
-    ticks, full, one = num_ticks(*counts), full_ticks(plan.schedule, *counts), both / 2
-    return (ticks - full) * both + full * (max(0.0, one - ahead) + max(0.0, one - back))
-
-
-def _exposed(
-    spent: dict[str, float], plan: Plan, software: Software, products: float, compute: float
-) -> dict[str, float]:
-    """The part of each axis' communication that nothing hides."""
-    exposed = dict(spent)
-    if software.overlaps_model_axis and plan.sequence_parallel:
-        first = spent[MODEL] / plan.mesh.model
-        exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
-    if software.overlaps_data_axis:
-        # Gradients of a layer can't leave before its last backward pass, nor parameters arrive after its first use.
-        # Parameters in parts are gathered in each microbatch.
-        exposed[DATA] = max(0.0, spent[DATA] - (compute if plan.zero == 3 else compute / plan.microbatches))
-    if plan.schedule == "interleaved":
-        exposed[STAGE] = 0.0
-    return exposed
-
-
-def _exposed_turns(spent: float, plan: Plan, attention: float) -> float:
-    """Seconds of what ranks that share samples send each other that attention does not hide: a ring computes while it
-    sends, but for the last send of each backward pass; a gather comes before it computes."""
-    if plan.context_method == "gather":
-        return spent
-    last = spent / (3 * plan.mesh.context)
-    return min(spent, last + max(0.0, spent - last - attention))
 
 
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:

@@ -81,6 +81,30 @@ SIDE_BY_SIDE = (
     Option(MULTI_STREAMING, True, "each on a stream of its own: on one they would still wait", "0.10.2"),
 )
 """In addition, on meshes of data and model ways over several servers: their collectives cross different links."""
+AHEAD = (
+    Option(
+        "xla_gpu_experimental_collective_start_as_early_as_possible",
+        True,
+        "a layer's parameters are asked for when the layer before it begins, and its gradients sent when the one below "
+        "does: XLA takes both for shorter beside what is computed than they are",
+        "0.10.2, off by default",
+    ),
+    Option(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        1 << 28,
+        "all parameters of a layer in one gather: of several over the same ranks XLA has one under way at a time, and "
+        "waits for the first of them where it begins",
+        "0.10.2, 30 MB by default",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        3,
+        "parameters, gradients and what else a layer sends, as tokens to experts, at a time; where a table below has "
+        "another number, that many",
+        "0.10.2, 1 by default",
+    ),
+)
+"""In addition, where a layer's parameters come from other servers while another computes: ZeRO-3 without stages."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -191,6 +215,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (OVERLAP, parallel.overlap),
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
+        (AHEAD, parallel.overlap and parallel.zero == 3 and processes > 1 and not staged),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.shares_samples),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),

@@ -13,9 +13,10 @@ from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
+from mtjax.theory.sending import members_inside
 from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timetable import timetable
-from mtjax.theory.timing import StepTime, members_inside, step_time
+from mtjax.theory.timing import StepTime, step_time
 from mtjax.theory.traffic import Transfer, transfers
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
@@ -173,6 +174,20 @@ def test_sends_between_stages_are_exposed_where_a_tick_has_one_half_only():
     assert step_time(GPT_8B, plan, DGX_H100).stage_axis == pytest.approx(each * lonely / permute.count + once)
     gpipe = dataclasses.replace(plan, schedule="gpipe")
     assert step_time(GPT_8B, gpipe, DGX_H100).stage_axis == pytest.approx(each + once)
+
+
+def test_zero_3_waits_for_what_other_layers_do_not_hide():
+    """Forward a quarter of the computing hides half the gathers, backward the rest hides the others and the sums.
+    Layers in groups gather for themselves, and wait for all."""
+    plan = Plan(parse_mesh("64x8"), 512, 8, recompute="full", zero=3)
+    grouped = dataclasses.replace(plan, recompute_group=2)
+    ahead, alone = (step_time(GPT_8B, p, DGX_H100) for p in (plan, grouped))
+    assert ahead.data_axis == 0 < ahead.hidden[DATA] and alone.hidden[DATA] == 0 < alone.data_axis
+    slow = Constants(network=Constants().network / 100)
+    late = step_time(GPT_8B, plan, DGX_H100, constants=slow)
+    assert late.data_axis > 0
+    beside = late.products + late.attention + late.element_wise + late.model_axis
+    assert late.hidden[DATA] == pytest.approx(beside)
 
 
 def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():

@@ -18,6 +18,7 @@ from mtjax.train import xla_options
 from mtjax.train.setup import check_comparable
 from mtjax.train.step import make_program
 from mtjax.train.xla_options import (
+    AHEAD,
     CPU,
     DETERMINISTIC,
     OVERLAP,
@@ -86,10 +87,12 @@ def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     assert choose(split, line) == Chosen(dict.fromkeys(names(OVERLAP + PIPELINED_SUMS), True))
     everything = {option.name: option.value for option in (*OVERLAP, *PIPELINED_SUMS, *SIDE_BY_SIDE)}
     assert choose(tiny(), mesh) == choose(split, mesh) == Chosen(everything)
+    ahead = {option.name: option.value for option in AHEAD}
+    assert choose(replace(split, zero=3), mesh) == Chosen(everything | ahead)
     assert choose(replace(split, overlap=False), mesh) == Chosen({})
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
     stages = find_target("h100x8").mesh(parse_mesh("2x2x2"))
-    assert choose(tiny(mesh="2x2x2"), stages) == Chosen(dict.fromkeys(names(OVERLAP), True) | LIMIT)
+    assert choose(tiny(mesh="2x2x2", zero=3), stages) == Chosen(dict.fromkeys(names(OVERLAP), True) | LIMIT)
     t5 = tiny(mesh="2x2x2", family="t5", overlap=False)
     assert choose(t5, stages) == Chosen(dict.fromkeys(names(SECTIONS), True))
 

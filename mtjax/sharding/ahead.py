@@ -1,0 +1,287 @@
+"""ZeRO-3's loop over the layers of a stack: what a layer needs travels while another one computes.
+
+A layer's parameters are gathered during the layer before it, forward and backward, and its gradients are scattered
+during the backward pass of the layer below. Of four layers, what is in a column happens at the same time:
+
+                run 0     run 1     run 2     run 3     pull 3    pull 2    pull 1    pull 0
+      gather 0  gather 1  gather 2  gather 3            gather 2  gather 1  gather 0  (gather 0)
+                                                                  scatter 3 scatter 2 scatter 1 scatter 0
+
+These are as many gathers as if each layer had its own, forward and again backward: the last layer keeps its parameters
+between its passes, and what the last iteration gathers nobody reads.
+
+So parameters and gradients go from one iteration to the next, in slots of the loop's carry. Backward the loop is
+autodiff's, whose carry is the cotangent of the forward one: there the cotangent of a slot is no gradient, but the
+parameters that the next iteration reads, or gradients on their way. `_begin`, `_step` and `_turn` say so.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.parameters import (
+    Frozen,
+    Gathered,
+    adding_gradients,
+    differentiable,
+    is_wrapped,
+    materialize,
+    starting_from,
+    sum_gradient,
+    zeros_like_parts,
+)
+
+Tree = Any
+Run = Callable[..., tuple[Array, Tree]]
+
+
+class _Slots(NamedTuple):
+    """Of the loop's carry. Forward: what the next layer runs with, and zeros that nobody reads."""
+
+    parameters: list[Array]
+    gradients: list[Array]
+    """Backward: of the layer above, summed over this rank's samples alone."""
+
+
+def can_go_ahead(layers: Tree) -> bool:
+    """Whether a stack has parameters to gather, and layers for a loop: three, as the last is outside."""
+    found = [leaf for leaf in map(_gathered, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    return bool(found) and not explicit_axes().issuperset(found[0].total.parts) and len(found[0].part) > 2
+
+
+def scan_ahead(
+    run: Run, saving: Callable[[Run], Run], x: Array, layers: Tree, numbers: Array, sums: list[Array] | None
+) -> tuple[Array, Tree]:
+    """Runs layers one after the other.
+
+    Args:
+      run: one layer: (stream, layer, its number, None) -> (stream, state).
+      saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
+      x: input of the first.
+      layers: their parameters, stacked; some are `Gathered`.
+      numbers: of the layers.
+      sums: what their gradients are added to, in the order of their `differentiable` parameters; zeros when None.
+
+    Returns:
+      The output of the last, and each layer's state, stacked.
+    """
+    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    is_ahead = [_gathered(leaf) is not None for leaf in leaves]
+    found, others = _divided(leaves, is_ahead)
+
+    def one(x: Array, parameters: list[Array], others: list[Any], number: Array) -> tuple[Array, Tree]:
+        own, rest = iter(parameters), iter(others)
+        layer = jax.tree.unflatten(tree, [next(own if ahead else rest) for ahead in is_ahead])
+        return run(x, layer, number, None)
+
+    parts = [lax.stop_gradient(gathered.part) for gathered in map(_gathered, found) if gathered is not None]
+    fixed, last = jax.tree.map(lax.stop_gradient, others), len(numbers) - 1
+    loop = _Loop.of(found, one, saving)
+    example = (x, loop.gather(parts, 0), _at(fixed, 0), numbers[0])
+    closed, constants = cast(Any, jax.closure_convert(one, *example))
+    loop = replace(loop, run=closed)
+
+    stacks = (jax.tree.leaves(differentiable(found)), jax.tree.leaves(differentiable(others)))
+    learnt = [ahead for leaf, ahead in zip(leaves, is_ahead, strict=True) if not isinstance(leaf, Frozen)]
+    totals = zeros_like_parts(stacks) if sums is None else _divided(sums, learnt)
+
+    def turn(carry: Tree, at: tuple[Array, Array]) -> tuple[Tree, Tree]:
+        (x, slots, own, rest), (place, number) = carry, at
+        layer, rest = adding_gradients(_at(fixed, place), rest, place)
+        (x, slots, own), state = cast(Any, _step(loop, x, slots, own, layer, number, constants, parts, place))
+        return (x, slots, own, rest), state
+
+    slots, own = cast(Any, _begin(loop, stacks[0], parts))
+    carry, states = lax.scan(turn, (x, slots, own, stacks[1]), (jnp.arange(last), numbers[:-1]))
+    x, slots, own, rest = carry
+    layer, rest = adding_gradients(_at(fixed, last), rest, jnp.asarray(last))
+    x, state = saving(closed)(x, _turn(loop, slots, parts), layer, numbers[-1], *constants)
+    states = jax.tree.map(lambda before, own: jnp.concatenate([before, own[None]]), states, state)
+    return starting_from(totals, x, (own, rest)), states
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """What iterations do; it holds no arrays."""
+
+    gathered: Sequence[Gathered]
+    """Of each parameter that is, without its part."""
+    is_learnt: Sequence[bool]
+    run: Run
+    """(stream, gathered parameters, others, number, constants ...) -> (stream, state)."""
+    saving: Callable[[Run], Run]
+
+    @classmethod
+    def of(cls, found: Sequence[Any], run: Run, saving: Callable[[Run], Run]) -> "_Loop":
+        """For parameters of a stack that are gathered."""
+        gathered = [replace(leaf, part=None) for leaf in map(_gathered, found) if leaf is not None]
+        return cls(gathered, [not isinstance(leaf, Frozen) for leaf in found], run, saving)
+
+    def gather(self, parts: list[Array], place: Any) -> list[Array]:
+        """The parameters of a layer of the stack."""
+        own = zip(self.gathered, _at(parts, place), strict=True)
+        wrapped: Any = [replace(gathered, part=part) for gathered, part in own]
+        return materialize(wrapped)
+
+    def waiting(self, gradients: list[Array]) -> list[Array]:
+        """Gradients of a layer's parameters in the type in which they travel, of those that are trained."""
+        own = zip(self.gathered, gradients, self.is_learnt, strict=True)
+        return [gradient.astype(gathered.total.wire) for gathered, gradient, is_learnt in own if is_learnt]
+
+    def nothing(self, parameters: list[Array]) -> list[Array]:
+        """Zeros like what waits."""
+
+        def zeros(like: Array) -> Array:
+            kind = jax.typeof(like)
+            return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
+
+        return [zeros(array) for array in self.waiting(parameters)]
+
+    def added(self, sums: list[Array], gradients: list[Array], place: Any) -> list[Array]:
+        """Sums over a stack's layers, with the gradients of a layer that waited: each rank's part of them."""
+        learnt = [gathered for gathered, is_learnt in zip(self.gathered, self.is_learnt, strict=True) if is_learnt]
+
+        def one(total: Array, gradient: Array, gathered: Gathered) -> Array:
+            own = sum_gradient(gradient, spec(*gathered.names), gathered.total)
+            before = lax.dynamic_index_in_dim(total, place, keepdims=False)
+            return lax.dynamic_update_index_in_dim(total, before + own, place, 0)
+
+        return [one(*each) for each in zip(sums, gradients, learnt, strict=True)]
+
+
+# --- before the first layer
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _begin(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[_Slots, list[Array]]:
+    """Slots with the first layer's parameters, and `own`, the trained ones of the stack, unchanged."""
+    parameters = loop.gather(parts, 0)
+    return _Slots(parameters, loop.nothing(parameters)), own
+
+
+def _begin_forward(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[Any, None]:
+    return _begin(loop, own, parts), None
+
+
+def _begin_backward(loop: _Loop, _: None, cotangents: tuple[_Slots, list[Array]]) -> tuple[list[Array], None]:
+    slots, sums = cotangents
+    return loop.added(sums, slots.gradients, 0), None
+
+
+_begin.defvjp(_begin_forward, _begin_backward)
+
+
+# --- a layer
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(
+    loop: _Loop,
+    x: Array,
+    slots: _Slots,
+    own: list[Array],
+    others: list[Any],
+    number: Array,
+    constants: list[Array],
+    parts: list[Array],
+    place: Array,
+) -> tuple[tuple[Array, _Slots, list[Array]], Tree]:
+    """Runs the layer at `place`, gathers the next; `own` passes unchanged, for the sums that are its cotangents."""
+    x, state = loop.run(x, slots.parameters, others, number, *constants)
+    return (x, slots._replace(parameters=loop.gather(parts, place + 1)), own), state
+
+
+def _step_forward(
+    loop: _Loop,
+    x: Array,
+    slots: _Slots,
+    own: list[Array],
+    others: list[Any],
+    number: Array,
+    constants: list[Array],
+    parts: list[Array],
+    place: Array,
+) -> tuple[Any, Any]:
+    run = loop.saving(loop.run)
+    (x, state), pull = jax.vjp(run, x, slots.parameters, others, number, *constants)
+    after = slots._replace(parameters=loop.gather(parts, place + 1))
+    return ((x, after, own), state), (_Pull.without(pull, slots.parameters), parts, place)
+
+
+def _step_backward(loop: _Loop, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    pull, parts, place = kept
+    (gradient, slots, sums), of_state = cotangents
+    sums = loop.added(sums, slots.gradients, place + 1)
+    below = loop.gather(parts, jnp.maximum(place - 1, 0))
+    gradient, own, others, number, *constants = pull.of(slots.parameters)((gradient, of_state))
+    return gradient, _Slots(below, loop.waiting(own)), sums, others, number, constants, None, None
+
+
+_step.defvjp(_step_forward, _step_backward)
+
+
+# --- before the last layer, which is outside the loop
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turn(loop: _Loop, slots: _Slots, parts: list[Array]) -> list[Array]:
+    """The last layer's parameters, whose cotangents are gradients: from here on they wait in a slot."""
+    return slots.parameters
+
+
+def _turn_forward(loop: _Loop, slots: _Slots, parts: list[Array]) -> tuple[list[Array], list[Array]]:
+    return slots.parameters, parts
+
+
+def _turn_backward(loop: _Loop, parts: list[Array], gradients: list[Array]) -> tuple[_Slots, None]:
+    return _Slots(loop.gather(parts, len(parts[0]) - 2), loop.waiting(gradients)), None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class _Pull:
+    """A pull - what `jax.vjp` returns, a tree of what it needs - without a layer's gathered parameters."""
+
+    kept: list[Any]
+    tree: Any
+    places: tuple[int | None, ...]
+    """Of each of the pull's arrays: which parameter it is; None of those that are kept."""
+
+    @classmethod
+    def without(cls, pull: Any, parameters: list[Array]) -> "_Pull":
+        """What is to be kept of a pull."""
+        arrays, tree = jax.tree.flatten(pull)
+        places = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
+        kept = [array for array, place in zip(arrays, places, strict=True) if place is None]
+        return cls(kept, tree, tuple(places))
+
+    def of(self, parameters: list[Array]) -> Any:
+        """The pull again, with the parameters gathered anew."""
+        kept = iter(self.kept)
+        return jax.tree.unflatten(self.tree, [next(kept) if i is None else parameters[i] for i in self.places])
+
+
+def _gathered(leaf: Any) -> Gathered | None:
+    """What a parameter is gathered from, if it is."""
+    leaf = leaf.parameter if isinstance(leaf, Frozen) else leaf
+    return leaf if isinstance(leaf, Gathered) else None
+
+
+def _divided(each: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Those of which it holds, and the others."""
+    pairs = list(zip(each, is_first, strict=True))
+    return [one for one, first in pairs if first], [one for one, first in pairs if not first]
+
+
+def _at(stacks: Tree, place: Any) -> Tree:
+    """What stacks hold of a layer."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), stacks)

@@ -1,0 +1,71 @@
+"""ZeRO-3's layers, gathered while others compute: the numbers of layers that gather for themselves."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from tests.inspect.steps import needs_aot, tiny
+from tests.tiny import batch_of, initial_state, program_of
+
+LAYERS: dict[str, Any] = {"num_layers": 3, "zero": 3}
+LONG = pytest.mark.long
+ALONE = "mtjax.models.recompute.can_go_ahead"
+
+
+def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """A batch's loss, and gradients by name."""
+    program = program_of(mesh, **LAYERS | fields)
+    state, batch = initial_state(program), batch_of(program, 0)
+    loss, _, gradients = program.on_mesh(jax.jit(program.differentiated), state, batch)
+    return loss, jax.tree.map(np.asarray, gradients)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        pytest.param("2x4", {"recompute": "full", "sequence_parallel": True}, id="full recompute, split sequences"),
+        pytest.param(
+            "4x2", {"recompute": "selective", "lora_rank": 2, "microbatch_size": 1}, id="frozen, two microbatches"
+        ),
+        pytest.param("4x2", {"recompute": "none", "family": "t5", "microbatch_size": 1}, id="T5", marks=LONG),
+        pytest.param(
+            "data=2,expert=2,model=2",
+            {"recompute": "selective", "family": "llama", "num_experts": 4, "experts_top_k": 2, "microbatch_size": 1},
+            id="experts",
+            marks=LONG,
+        ),
+        pytest.param(
+            "8x1", {"recompute": "full", "gradient_wire_dtype": "bfloat16"}, id="rounded on the wire", marks=LONG
+        ),
+    ],
+)
+def test_gradients_are_those_of_layers_that_gather_for_themselves(mesh, fields, monkeypatch):
+    loss, found = differentiated(mesh, fields)
+    with monkeypatch.context() as patched:
+        patched.setattr(ALONE, lambda layers: False)
+        expected_loss, expected = differentiated(mesh, fields | {"learning_rate": 2e-2})  # a program of its own
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    rounded = "gradient_wire_dtype" in fields
+    for (path, own), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        scale = np.abs(other).max() + 1e-8
+        np.testing.assert_allclose(
+            own, other, atol=(4e-3 if rounded else 2e-6) * scale, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+@needs_aot
+def test_computing_waits_less_for_what_crosses_servers_on_h100s(monkeypatch):
+    """By half and more, of gathers and gradients that together take less time than what is computed beside them."""
+    fields = {"mesh": "16x8", "num_layers": 8, "hidden_size": 4096, "num_heads": 32, "sequence_length": 4096}
+    fields |= {"vocab_size": 1024, "attention": "xla", "recompute": "full", "sequence_parallel": True, "zero": 3}
+    fields |= {"global_batch_size": 32, "microbatch_size": 1, "gradient_wire_dtype": "bfloat16"}
+    run, target = tiny(**fields), find_target("h100x8")
+    ahead = inspect(run, target).time
+    monkeypatch.setattr(ALONE, lambda layers: False)
+    alone = inspect(run, target).time
+    assert ahead is not None and alone is not None
+    assert ahead.exposed_by_axes["data"] < 0.5 * alone.exposed_by_axes["data"]
