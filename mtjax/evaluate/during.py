@@ -113,7 +113,7 @@ class RunEvaluations:
           UserError: a file is not its task's.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
-        self._scorer = Scorer(Placed(config, program.mesh))
+        self._scorer = Scorer(Placed(config, program.mesh, trains=True))
         settings = Settings(self._scorer.longest, self._scorer.longest)
         for name, path in self._asked.items():
             self._opened.append(Opened(KINDS[name], KINDS[name].open(path, tokenizer, settings)))

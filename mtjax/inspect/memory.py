@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
+from mtjax.theory.counts import learnt_counts
 from mtjax.theory.memory import Memory, stage_memory
 from mtjax.theory.teaching import table_bytes, weight_bytes
 
@@ -55,9 +56,9 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
-    whole = plan.zero == 0 or not plan.reduces_at_once
-    all_learn = step.anatomy.model.lora_rank == 0  # else gradients are as large as the moments' parameters
-    gradients = min(parameters if whole and all_learn else int(optimizer / moments), stats.temporaries)
+    in_parts = plan.zero > 0 and plan.reduces_at_once
+    whole = plan.precision.gradients * learnt_counts(step.anatomy, plan).all
+    gradients = min(int(optimizer / moments) if in_parts else whole, stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,
         outputs=stats.outputs,

@@ -46,13 +46,14 @@ class Placed:
 
     `records` has a record per parameter, `axes` only their logical names and `abstract_parameters` their shapes and
     types, all in trees like the parameters'. `attention_fallback` says why cuDNN's attention is not used although the
-    config asks for it; otherwise None. `sections` names the stacks of layers in their order.
+    config asks for it; otherwise None. `sections` names the stacks of layers in their order. Where a run `trains` the
+    model, parameters lie as in its steps: in parts from ZeRO-1 on; else with ZeRO-3 alone.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
@@ -68,7 +69,7 @@ class Placed:
         self.abstract_parameters = nnx.to_pure_dict(self._template)
         types = config.training.compute_dtype, config.parallel.gradient_wire_dtype
         known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
-        self.records = parameter_records(*known, partial(is_learnt, config.model))
+        self.records = parameter_records(*known, lambda name: trains and is_learnt(config.model, name))
         self.region = Region(self.shape, self.layout.rules, self.records)
 
     # --- parameters

@@ -29,7 +29,7 @@ def distributed_gradients(
       reduction: how gradients of the trained parameters are summed.
 
     Returns:
-      The losses by name, float32 scalars; and float32 gradients of their sum, placed as `reduced`, of the parameters
+      The losses by name, float32 scalars; and float32 gradients of their sum, placed as `stored`, of the parameters
       that are trained.
     """
     records = region.records
@@ -42,7 +42,7 @@ def distributed_gradients(
         with jax.named_scope("gradients"):
             return jax.tree.map(sum_ranks, losses), reduction.finish(gradients)
 
-    return region.map(local, parameters, batch, (PartitionSpec(), places(learnt(records, records), "reduced")))
+    return region.map(local, parameters, batch, (PartitionSpec(), places(learnt(records, records), "stored")))
 
 
 def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule) -> Sums:

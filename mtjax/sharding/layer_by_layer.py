@@ -1,5 +1,6 @@
 """Stacks gathered or scattered one layer after the other, so that buffers of one layer suffice."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -9,41 +10,34 @@ from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from mtjax.sharding.parameters import GradientSum, sum_gradient
+from mtjax.sharding.axes import over_the_rest, spec
+from mtjax.sharding.parameters import Gathered, GradientSum, sum_gradient
 
 
-def gather_layers(parts: list[Array], totals: list[GradientSum], into: list[Array]) -> list[Array]:
-    """Stacked arrays with each layer of `into` overwritten by the same layer of `parts`, gathered over ranks.
+def gather_layers(stacks: list[Gathered]) -> list[Array]:
+    """Stacked parameters, of whose layers ranks have parts, gathered one layer after the other."""
 
-    Args:
-      parts: arrays of which each rank has a part.
-      totals: along which dimension of each array, `layers` included, and over which axes.
-      into: arrays of the gathered shapes, replicated over these ranks.
-    """
+    def layer(number: ArrayLike) -> list[Array]:
+        with jax.named_scope("parameters"):
+            return [_gather(lax.dynamic_index_in_dim(stack.part, number, keepdims=False), stack) for stack in stacks]
 
-    def local(parts: list[Array], into: list[Array]) -> list[Array]:
-        def one(number: Array, whole: list[Array]) -> list[Array]:
-            layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in parts]
-            return [lax.dynamic_update_index_in_dim(w, a, number, 0) for w, a in zip(whole, gather(layer), strict=True)]
+    return _layer_by_layer(layer, len(stacks[0].part))
 
-        return lax.fori_loop(0, parts[0].shape[0], one, into)
 
-    def gather(layer: list[Array]) -> list[Array]:
-        pairs = zip(layer, totals, strict=True)
-        return [_row_major(lax.all_gather(a, total.parts, axis=total.dim - 1, tiled=True)) for a, total in pairs]
+def _gather(part: Array, like: Gathered) -> Array:
+    """A layer's parameter with its last dimension innermost: else the layout of a gather, with the split dimension
+    outermost, spreads to the stack into which it is written, of which XLA then makes another copy."""
 
-    def places(arrays: list[Array]) -> list[PartitionSpec]:
-        return [jax.typeof(a).sharding.spec for a in arrays]
+    def local(a: Array) -> Array:
+        whole = lax.all_gather(a.astype(like.sent), like.total.parts, axis=like.total.dim, tiled=True)
+        row_major = memory_layout.Layout(major_to_minor=tuple(range(whole.ndim)))
+        return memory_layout.with_layout_constraint(whole, row_major)
 
-    mapped = jax.shard_map(local, in_specs=(places(parts), places(into)), out_specs=places(into), check_vma=False)
-    return mapped(parts, into)
+    return over_the_rest(local, spec(*like.names))(part)
 
 
 def scatter_layers(whole: list[Array], totals: list[GradientSum], places: list[PartitionSpec]) -> list[Array]:
     """Stacked gradients summed over ranks, one layer after the other: each rank's part of the sums.
-
-    The stacks of parts begin as copies of the first layer's: XLA would lay out zeros, which wait for nothing, at the
-    beginning of the step, and keep them through its fullest moment.
 
     Args:
       whole: gradients of each rank's own samples.
@@ -56,16 +50,17 @@ def scatter_layers(whole: list[Array], totals: list[GradientSum], places: list[P
         rows = zip(layer, places, totals, strict=True)
         return [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
 
-    def one(number: Array, parts: list[Array]) -> list[Array]:
-        return [lax.dynamic_update_index_in_dim(p, a, number, 0) for p, a in zip(parts, summed(number), strict=True)]
-
-    layers = whole[0].shape[0]
-    return lax.fori_loop(1, layers, one, [jnp.broadcast_to(a, (layers, *a.shape)) for a in summed(0)])
+    return _layer_by_layer(summed, whole[0].shape[0])
 
 
-def _row_major(x: Array) -> Array:
-    """`x` with its last dimension innermost; else a gather's layout spreads to the array into which it is written.
+def _layer_by_layer(make: Callable[[ArrayLike], list[Array]], count: int) -> list[Array]:
+    """Stacks of what `make` makes of the number of a layer.
 
-    Only where every axis is manual: otherwise the partitioner would gather all of `x` for the constraint.
+    They begin as copies of the first layer's: XLA would lay out zeros, which wait for nothing, at the beginning of the
+    step, and keep them through its fullest moment.
     """
-    return memory_layout.with_layout_constraint(x, memory_layout.Layout(major_to_minor=tuple(range(x.ndim))))
+
+    def one(number: Array, stacks: list[Array]) -> list[Array]:
+        return [lax.dynamic_update_index_in_dim(s, a, number, 0) for s, a in zip(stacks, make(number), strict=True)]
+
+    return lax.fori_loop(1, count, one, [jnp.broadcast_to(a, (count, *a.shape)) for a in make(0)])

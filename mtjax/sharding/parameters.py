@@ -41,10 +41,15 @@ class GradientSum:
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "part"], meta_fields=["place", "total"])
 @dataclass(frozen=True)
 class Reduced:
-    """A replicated parameter whose gradient is summed over ranks at once, and arrives at `part`."""
+    """A replicated parameter whose gradient is summed over ranks at once, and arrives at `part`.
+
+    A parameter in the compute type may be summed over no axes: then its gradient is widened, and that is all.
+    """
 
     array: Any
+    """Or the `Gathered` from which it is made once a step."""
     part: Any
+    """float32 zeros, to differentiate by."""
     place: PartitionSpec
     """Of the parameter where it is used, without the leading `layers`; likewise `total`."""
     total: GradientSum
@@ -221,6 +226,8 @@ def sum_gradient(gradient: Array, place: PartitionSpec, total: GradientSum) -> A
       place: how it is split; along manual axes each rank has its own part already.
       total: what is summed over which axes.
     """
+    if not total.axes:
+        return gradient.astype(jnp.float32)
     rest = tuple(axis for axis in total.axes if axis not in total.parts)
 
     def local(g: Array) -> Array:

@@ -27,22 +27,21 @@ class ParameterRecord:
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
-    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO-3 gathers most
-    of them in the compute type."""
+    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO gathers most of
+    them in the compute type."""
     whole: PartitionSpec
     """Where it lives as products take it: replicated over the axes of `total`."""
     stored: PartitionSpec
-    """Where it lives between steps."""
-    reduced: PartitionSpec
-    """Where its gradient lives once it is summed, and its moments."""
+    """Where it lives between steps; where it is trained so do its summed gradient and its moments."""
     total: GradientSum
     """How its gradient is summed, and which of its dimensions ZeRO splits."""
     late: Axes
     """Mesh axes over which its gradient is summed after the last microbatch, whatever ZeRO does: ranks along them see
     the same samples, and at most some of them have a gradient of it."""
     sent: str | None
-    """Type in which ZeRO-3 gathers it for each use; None where ZeRO-3 does not split it."""
-    is_learnt: bool = True
+    """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once a step; None where ZeRO does not
+    split it."""
+    is_learnt: bool
     """Whether it is trained; one that is frozen has no gradient and no moments."""
 
     @property
@@ -52,7 +51,7 @@ class ParameterRecord:
 
     @property
     def is_split(self) -> bool:
-        """Whether ZeRO splits its optimizer state, and perhaps more."""
+        """Whether ZeRO splits it where it is trained; a frozen one ZeRO-3 alone does."""
         return self.total.dim != UNSPLIT
 
     @property
@@ -92,14 +91,14 @@ def parameter_records(
       shapes: abstract arrays.
       layout: its rules name only axes of this mesh.
       mesh: ways of each axis.
-      compute_dtype: in which ZeRO-3 gathers matrices.
+      compute_dtype: in which ZeRO gathers matrices.
       wire: type in which gradients are summed over ranks.
       is_learnt: whether the parameter of a dotted name is trained.
     """
 
     def record(path: Any, names: tuple[str, ...], array: Any) -> ParameterRecord:
-        own = _record(dotted(path), names, array.shape, layout, mesh, compute_dtype, wire)
-        return replace(own, is_learnt=is_learnt(own.name))
+        name = dotted(path)
+        return _record(name, names, array.shape, layout, mesh, compute_dtype, wire, is_learnt(name))
 
     return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
 
@@ -112,6 +111,7 @@ def _record(
     mesh: MeshShape,
     compute_dtype: str,
     wire: str,
+    is_learnt: bool,
 ) -> ParameterRecord:
     rules = layout.rules
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.ways((axis,)) > 1)
@@ -121,7 +121,7 @@ def _record(
     dim = split_dimension(axes, shape, layout, mesh.ways(parts))
     parts = () if dim == UNSPLIT else parts
     whole = partition_spec(rules, axes)
-    split = with_axes(whole, dim, parts) if parts else whole
+    is_stored_split = bool(parts) and (is_learnt or layout.zero == 3)
     sent = compute_dtype if is_sent_rounded(axes) else "float32"
     return ParameterRecord(
         name=name,
@@ -129,15 +129,15 @@ def _record(
         shape=tuple(shape),
         is_matrix=is_matrix(axes),
         whole=whole,
-        stored=split if layout.zero == 3 else whole,
-        reduced=split,
+        stored=with_axes(whole, dim, parts) if is_stored_split else whole,
         total=GradientSum(replicas, dim, parts, mesh.ways(parts), wire),
         late=late,
-        sent=sent if layout.zero == 3 and parts else None,
+        sent=sent if is_stored_split else None,
+        is_learnt=is_learnt,
     )
 
 
-def places(records: Tree, which: Literal["whole", "stored", "reduced"]) -> Tree:
+def places(records: Tree, which: Literal["whole", "stored"]) -> Tree:
     """Where every parameter lives in one of these senses: partition specs in a tree like the parameters'."""
     return jax.tree.map(lambda record: getattr(record, which), records)
 

@@ -6,6 +6,7 @@ microbatch - and where full gradients must never live - in ZeRO-2 and 3 - it hap
 layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,15 @@ from jax import Array, lax
 
 from mtjax.sharding.axes import explicit_part, spec, varying_axes
 from mtjax.sharding.layer_by_layer import scatter_layers
-from mtjax.sharding.parameters import GradientSum, Reduced, sum_gradient
+from mtjax.sharding.parameters import Gathered, GradientSum, Reduced, sum_gradient
 from mtjax.sharding.records import ParameterRecord, split_stacks
-from mtjax.sharding.zero import gathered
+from mtjax.sharding.zero import gathered, gathered_once
 from mtjax.theory.layout import UNSPLIT
 
 Tree = Any
+
+NOTHING = GradientSum((), UNSPLIT, (), 1)
+"""No sum."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,23 @@ class Reduction:
     def wrap(self, parameters: Tree) -> Tree:
         """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
 
+        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `gathered_once`.
+
         Args:
           parameters: placed as `stored`, and varying over the axes over which the batch does.
         """
 
         def one(record: ParameterRecord, array: Array) -> Any:
-            if record.sent is not None:
+            if record.sent is not None and self.zero == 3:
                 return gathered(record, array)
+            whole = array if record.sent is None else gathered_once(record, array)
             if self.is_early(record):
-                return Reduced(array, zero_part(array, record), spec(*record.used_axes), record.used_total)
-            return array
+                zeros = zeros_to_sum(array.shape, array, record, record.total)
+                return Reduced(whole, zeros, spec(*record.used_axes), record.used_total)
+            if isinstance(whole, Gathered) or whole.dtype != jnp.float32:
+                shape = [n * record.total.ways if i == record.total.dim else n for i, n in enumerate(array.shape)]
+                return Reduced(whole, zeros_to_sum(shape, array, record, NOTHING), spec(*record.used_axes), NOTHING)
+            return whole
 
         return jax.tree.map(one, self.records, parameters)
 
@@ -82,14 +93,19 @@ class Reduction:
         for i, record in enumerate(table):
             if record.late:
                 late = GradientSum(record.late, UNSPLIT, (), 1, record.total.wire)
-                leaves[i] = sum_gradient(leaves[i], record.reduced, late)
+                leaves[i] = sum_gradient(leaves[i], record.stored, late)
         return jax.tree.unflatten(tree, leaves)
 
 
-def zero_part(whole: Array, record: ParameterRecord) -> Array:
-    """Zeros shaped like this rank's part of a gradient, to differentiate by."""
-    total = record.total
-    shape = [n // total.ways if i == total.dim else n for i, n in enumerate(whole.shape)]
+def zeros_to_sum(shape: Sequence[int], like: Array, record: ParameterRecord, total: GradientSum) -> Array:
+    """Zeros shaped like a rank's gradient once it is summed, to differentiate by.
+
+    Args:
+      shape: of them.
+      like: varies over the axes over which gradients do before they are summed.
+      record: of the parameter.
+      total: how its gradient is summed.
+    """
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_part(record.whole))
-    axes = tuple(axis for axis in varying_axes(whole) if axis in total.parts or axis not in total.axes)
+    axes = tuple(axis for axis in varying_axes(like) if axis in total.parts or axis not in total.axes)
     return lax.pcast(zeros, axes, to="varying") if axes else zeros

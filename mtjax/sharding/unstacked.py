@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.sharding.parameters import Frozen, Reduced
+from mtjax.sharding.parameters import Frozen, Gathered, Reduced, materialize
 from mtjax.sharding.records import ParameterRecord
 
 Tree = Any
@@ -32,8 +32,10 @@ class Rows:
 def take_apart(record: ParameterRecord, stack: Any, dtype: str) -> Rows:
     """A stack of arrays, or of what stands for them, layer by layer; matrices in `dtype`, as products take them."""
 
-    def row(array: Array, i: int) -> Array:
-        layer = jax.lax.index_in_dim(array, i, keepdims=False)
+    def row(stack: Any, i: int) -> Array:
+        layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
+        if isinstance(layer, Gathered):
+            return materialize(layer)  # pyright: ignore[reportReturnType]
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:

@@ -1,19 +1,20 @@
 """ZeRO (arXiv 1910.02054): data that every rank would hold a copy of, split over ranks.
 
-Stage 1 splits the optimizer's state, 2 also the gradients, 3 also the parameters. A parameter is split along one of
-its dimensions, which its record names. This module says how a split parameter is used and how it is stored again;
+Stage 1 splits the optimizer's state and, as they are their own masters, the float32 parameters; 2 also the gradients;
+3 gathers each layer's parameters for each use, where 1 and 2 gather all of them once a step. A parameter is split along
+one of its dimensions, which its record names. This module says how a split parameter is used;
 `mtjax.sharding.reduction` says how its gradient is summed.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import reshard
 
 from mtjax.sharding.layer_by_layer import gather_layers
-from mtjax.sharding.parameters import Gathered, materialize
-from mtjax.sharding.records import ParameterRecord, split_stacks
+from mtjax.sharding.parameters import Gathered, Reduced, materialize
+from mtjax.sharding.records import ParameterRecord
 
 Tree = Any
 
@@ -33,40 +34,43 @@ def wrap_for_use(records: Tree, parameters: Tree) -> Tree:
     return jax.tree.map(lambda r, array: array if r.sent is None else gathered(r, array), records, parameters)
 
 
-def gathered(record: ParameterRecord, part: Array) -> Gathered:
-    """A parameter of ZeRO-3, to be gathered where it is used."""
+def gathered(record: ParameterRecord, part: Array) -> Gathered | Array:
+    """A parameter of which ranks have parts, to be gathered where it is used; gathered, where that takes all layers."""
     assert record.sent is not None
     dtype = record.sent if record.is_stacked else "float32"
+    if record.is_stacked and not record.is_split_inside_layers:
+        return materialize(Gathered(part, record.axes, record.total, record.sent, dtype))
     return Gathered(part, record.used_axes, record.used_total, record.sent, dtype)
+
+
+def gathered_once(record: ParameterRecord, part: Array) -> Gathered | Array:
+    """A parameter of which ranks have parts, whole for all microbatches of a step: gathered here, or, layers' matrices,
+    left for `with_stacks` to gather layer by layer, or for `take_apart`."""
+    assert record.sent is not None
+    if record.is_stacked and not (record.is_matrix and record.is_split_inside_layers):
+        return materialize(Gathered(part, record.axes, record.total, record.sent, record.sent))
+    parameter = gathered(record, part)
+    return parameter if record.is_stacked else materialize(parameter)
+
+
+def with_stacks(wrapped: Tree) -> Tree:
+    """Wrapped parameters with those gathered that `gathered_once` left, one layer after the other.
+
+    All at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
+    dimension outermost, and is transposed.
+    """
+    is_reduced = lambda leaf: isinstance(leaf, Reduced)  # noqa: E731
+    leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_reduced)
+    stacks: dict[int, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if is_reduced(leaf) and isinstance(leaf.array, Gathered):
+            stacks.setdefault(len(leaf.array.part), []).append(i)
+    for members in stacks.values():
+        for i, array in zip(members, gather_layers([leaves[i].array for i in members]), strict=True):
+            leaves[i] = replace(leaves[i], array=array)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
     """Wrapped parameters outside the stacks as arrays; a stack's are resolved where the model scans over its layers."""
     return jax.tree.map(lambda record, leaf: leaf if record.is_stacked else materialize(leaf), records, wrapped)
-
-
-def store(records: Tree, updated: Tree, before: Tree) -> Tree:
-    """Updated parameters where they live between steps: gathered in stages 1 and 2.
-
-    Those of stacks are gathered layer by layer into the arrays of `before`, so that buffers of one layer suffice. All
-    at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
-    dimension outermost, and is transposed.
-
-    Args:
-      records: of each parameter.
-      updated: placed as `reduced`.
-      before: the parameters of the step's beginning, placed as `stored`; overwritten.
-    """
-    table = jax.tree.leaves(records)
-    if all(record.reduced == record.stored for record in table):
-        return updated
-    leaves, tree = jax.tree.flatten(updated)
-    old, stacks = jax.tree.leaves(before), split_stacks(table)
-    for i in set(range(len(leaves))).difference(*stacks):
-        leaves[i] = reshard(leaves[i], table[i].stored)
-    for members in stacks:
-        totals = [table[i].total for i in members]
-        whole = gather_layers([leaves[i] for i in members], totals, [old[i] for i in members])
-        for i, leaf in zip(members, whole, strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)

@@ -149,7 +149,8 @@ def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str) 
     times, part = (turns, "turn_experts") if zero >= 2 else ("1", split)
     lines = [whole, line(GRADIENTS, "reduce-scatter", times, part, "each rank sums its part of experts' gradients")]
     if zero < 3:
-        return [*lines, line(PARAMETERS, "all-gather", "1", split, "the updated experts", "float32")]
+        why = "experts' matrices, once a step"
+        return [*lines, line(PARAMETERS, "all-gather", "1", "all_expert_matrices", why, "compute")]
     times, why = f"parameter_gathers*{turns}", "experts' matrices, forward and again backward"
     return [*lines, line(PARAMETERS, "all-gather", times, "expert_matrices", why, "compute")]
 
@@ -186,7 +187,10 @@ def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: b
         why = "once more where embeddings and head, each a branch of its own, have a table in common"
         scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
     if zero < 3:
-        return [whole, *scatters, line(PARAMETERS, "all-gather", "1", split, "the updated parameters", "float32")]
+        why = "matrices, once a step, however many microbatches"
+        gathers = [line(PARAMETERS, "all-gather", "1", "split_matrices", why, "compute")]
+        gathers.append(line(PARAMETERS, "all-gather", "1", "split_vectors", "biases and norms, once a step", "float32"))
+        return [whole, *scatters, *gathers]
     times = f"parameter_gathers*{turns}"
     often = "forward and again backward; layers of a group also when their group is computed again"
     vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
@@ -221,10 +225,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "adapters": adapters.all,
         "unsplit_adapters": adapters.unsplit,
         "rank": model.lora_rank,
-        "layer_matrices": held.layer_matrices // in_turn,
-        "layer_vectors": held.layer_vectors // in_turn,
-        "outside_matrices": held.outside_matrices,
-        "outside_vectors": held.outside_vectors,
+        **_gathered(held, adapters if model.lora_rank else held, in_turn),
     }
     if plan.teacher_width:
         table = teacher_table(model, plan.teacher_width)
@@ -251,6 +252,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "expert_parameters": every.experts,
             "unsplit_expert_parameters": every.unsplit_experts,
             "turn_experts": (every.experts - every.unsplit_experts) // in_turn,
+            "all_expert_matrices": every.expert_matrices,
             "expert_matrices": every.expert_matrices // in_turn,
         }
     for stack in anatomy.stacks:
@@ -277,6 +279,18 @@ def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
         return plan.microbatches
     last = timetable(plan.schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
     return int(last.stop - last.start == 1)
+
+
+def _gathered(held: Counts, learnt: Counts, in_turn: int) -> dict[str, int]:
+    """Elements that ZeRO gathers: of what is `learnt` once a step, or of all in each turn."""
+    return {
+        "split_matrices": learnt.layer_matrices + learnt.outside_matrices,
+        "split_vectors": learnt.layer_vectors + learnt.outside_vectors,
+        "layer_matrices": held.layer_matrices // in_turn,
+        "layer_vectors": held.layer_vectors // in_turn,
+        "outside_matrices": held.outside_matrices,
+        "outside_vectors": held.outside_vectors,
+    }
 
 
 def _in_turn(held: Counts, plan: Plan) -> int:

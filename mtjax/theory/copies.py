@@ -9,18 +9,18 @@ gradients, have 4.
   out of it besides (4). One layer in a loop, as in a stage's chunk of one, needs no stack.
 - Matrices are cast as they come out of their stack, forward and again on the way back: 4 + c bytes an element each
   time, and a third time where a stage computes its chunk again before. With one microbatch the way back copies them in
-  float32 (8) and its products cast what they read.
+  float32 (8) and its products cast what they read. What ZeRO-1 and 2 have gathered is cast already: 2c each time.
 - Gradients of several microbatches: a layer's sums are copied out (8), then read beside the new gradient, and written
   (8, and the gradient's own bytes). Those of one microbatch are copied into zeros (8 and 4).
 - Gradients that leave at once are widened to float32 before (4 + c).
-- Once a step: zeros for the sums (4); ZeRO-1's sums copied out, and laid out for the scatter (16); the parameters that
-  ZeRO-1 and 2 gather copied into their stacks (8).
+- Once a step: zeros for the sums (4); ZeRO-1's sums copied out, and laid out for the scatter (16); of parameters that
+  ZeRO-1 and 2 gather a rank's part cast (4 + c), and the whole written into stacks (2c) that are filled first (c).
 - Layers without a loop have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step.
 
-ZeRO-2 and 3 add up, and ZeRO-3 casts, a rank's own part. A copy takes no less than a launch, which is what it takes for
-vectors. Left out: what is outside the layers, blocks of experts, wires between stages, transposes of what is gathered,
-and vectors where they only come out of their stack, mostly within another kernel. Full recompute in groups is taken for
-that of single layers, as in all formulas of time.
+ZeRO-2 and 3 add up, and all stages cast, a rank's own part. A copy takes no less than a launch, which is what it takes
+for vectors. Left out: what is outside the layers, blocks of experts, wires between stages, transposes of what is
+gathered, and vectors where they only come out of their stack, mostly within another kernel. Full recompute in groups is
+taken for that of single layers, as in all formulas of time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,7 +128,9 @@ def _casts(held: Sequence[_Held], plan: Plan) -> Iterator[Copy]:
     for one in held:
         if not one.is_matrix:
             continue
-        if plan.zero == 3 and one.is_split:
+        if _is_gathered_once(one, plan):
+            yield Copy(CASTS, 2 * plan.element_bytes * one.elements, passes)
+        elif plan.zero == 3 and one.is_split:
             yield Copy(CASTS, each * one.own, passes)
         elif _adds_up(plan):
             yield Copy(CASTS, each * one.elements, passes)
@@ -161,16 +163,32 @@ def _sent(held: Sequence[_Held], plan: Plan) -> Iterator[Copy]:
 
 
 def _once(one: _Held, plan: Plan, layers: int) -> Iterator[Copy]:
-    if plan.unrolled and one.is_matrix:
+    if _is_gathered_once(one, plan):
+        yield from _gathered(one, plan, layers)
+    elif plan.unrolled and one.is_matrix:
         yield Copy(CASTS, (FLOAT32 + plan.element_bytes) * one.elements * layers)
     if not one.is_learnt:
         return
     summed = layers * _summed(one, plan)
     yield Copy(SUMS, 2 * FLOAT32 * summed) if plan.unrolled else Copy(ZEROS, FLOAT32 * summed)
-    if plan.zero in (1, 2) and one.is_split:
-        yield Copy(PARTS, 2 * FLOAT32 * one.elements, layers)
-        if not plan.reduces_at_once:
-            yield Copy(PARTS, 2 * FLOAT32 * one.elements, 2 * layers)
+    if plan.zero == 1 and one.is_split and not plan.reduces_at_once:
+        yield Copy(PARTS, 2 * FLOAT32 * one.elements, 2 * layers)
+
+
+def _gathered(one: _Held, plan: Plan, layers: int) -> Iterator[Copy]:
+    """Of a parameter that is gathered once: a matrix layer by layer, a vector of all layers."""
+    c = plan.element_bytes
+    if not one.is_matrix:
+        yield Copy(PARTS, 2 * FLOAT32 * one.elements * layers)
+        return
+    yield Copy(PARTS, (FLOAT32 + c) * one.own, layers)
+    yield Copy(PARTS, 2 * c * one.elements, layers)
+    if not plan.unrolled:
+        yield Copy(ZEROS, c * one.elements * layers)
+
+
+def _is_gathered_once(one: _Held, plan: Plan) -> bool:
+    return plan.gathers_once and one.is_split and one.is_learnt
 
 
 def _adds_up(plan: Plan) -> bool:

@@ -59,7 +59,7 @@ class Counts:
     unsplit: int = 0
     """Those not divisible by the data ways, so that ZeRO leaves them unsplit."""
     layer_matrices: int = 0
-    """Of those that ZeRO-3 gathers, matrices of the layers; 0 with other stages, and so the next three."""
+    """Of those that ZeRO splits, matrices of the layers, which it gathers in the compute type; so the next three."""
     layer_vectors: int = 0
     """Biases and norms of the layers."""
     outside_matrices: int = 0
@@ -75,7 +75,7 @@ class Counts:
     unsplit_experts: int = 0
     """Of the unsplit ones, experts' matrices."""
     expert_matrices: int = 0
-    """Of those that ZeRO-3 gathers, experts' matrices; these are not among the layers' here."""
+    """Of those that ZeRO splits, experts' matrices; these are not among the layers' here."""
     turned: int = 0
     """Of the parts that ZeRO-3 leaves, what XLA turns round before it is gathered: parameters that are split along
     another dimension than the outermost of a layer."""
@@ -113,10 +113,10 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
             sums["unsplit"] += elements
             sums["unsplit_in_layers"] += elements if stacked else 0
             sums["unsplit_experts"] += elements if is_expert else 0
-        elif layout.zero == 3:
+        elif layout.zero:
             place = "expert" if is_expert else "layer" if stacked else "outside"
             sums[f"{place}_{'matrices' if is_sent_rounded(weight.names) else 'vectors'}"] += elements
-            sums["turned"] += _turned(weight, layout, mesh)
+            sums["turned"] += _turned(weight, layout, mesh) if layout.zero == 3 else 0
     return Counts(**sums)
 
 

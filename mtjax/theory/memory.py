@@ -23,7 +23,7 @@ from mtjax.theory.teaching import forward_bytes, said_bytes, table_bytes, weight
 LAYER_INPUTS = "layer inputs"
 GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
 TURNED = "parameters turned round to be gathered"
-MATRICES = "matrices in the compute type"
+COPIES = "parameters gathered, or in the compute type"
 TAUGHT = "a teacher's hidden states"
 TABLE = "a teacher's output table, gathered"
 STAGE_INPUTS = "inputs of stages"
@@ -33,11 +33,12 @@ STAGE_OUTPUTS = "outputs of stages"
 def bytes_per_parameter(precision: Precision, zero: int, data_ways: int) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients and optimizer: w, g, k.
 
-    ZeRO-1 divides k by the data ways d, ZeRO-2 also g, ZeRO-3 also w (arXiv 1910.02054, section 5).
+    ZeRO-1 divides k by the data ways d, ZeRO-2 also g, ZeRO-3 also w (arXiv 1910.02054, section 5); weights that are
+    their own masters go with k, and what is gathered of them is not counted here.
     """
     w, g, k = precision.weights, precision.gradients, precision.optimizer
-    d = data_ways
-    return (w / d if zero >= 3 else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
+    d, first = data_ways, 1 if precision.are_masters else 3
+    return (w / d if zero >= first else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
 
 
 def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
@@ -70,9 +71,9 @@ class Memory:
     later stacks kept, which is free by then."""
     logits: float
     finishing: float = 0.0
-    """Behind the last microbatch, beside the gradients: of ZeRO-1 this GPU's parts of their sums; on stages also the
-    sums over stages of what is outside the layers; where layers have no loop, the largest of the stacks that their
-    gradients are put into, one after the other."""
+    """Behind the last microbatch, beside the gradients: on stages the sums over stages of what is outside the layers;
+    where layers have no loop, the largest of the stacks that their gradients are put into, one after the other. This
+    GPU's parts of ZeRO-1's sums are less than the parameters gathered before, which are gone by then."""
     deferred: float = 0.0
     """Of the gradients, what comes as activations go: where layers have no loop and there is one microbatch, theirs."""
     teacher: float = 0.0
@@ -110,8 +111,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.turned:
         kept[TURNED] = plan.precision.weights * counts.turned  # pyright: ignore[reportArgumentType]
     kept.update(_kept_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    if plan.unrolled:
-        kept[MATRICES] = _cast_once(counts, plan)  # pyright: ignore[reportArgumentType]
+    if copies := _copied_once(counts, own, plan):
+        kept[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [_states(plan, counts.shared, own.shared, plan.zero_ways)]
     if counts.experts:
         experts = Counts(counts.experts, counts.unsplit_experts)
@@ -129,7 +130,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        finishing=max(sum(state.sums for state in states) + (outside if plan.is_staged else 0), stacked),
+        finishing=max(outside if plan.is_staged else 0.0, stacked),
         deferred=gradients * own.in_layers if later else 0.0,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + said_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
@@ -152,22 +153,19 @@ class _States:
     weights: float
     gradients: float
     optimizer: float
-    sums: float
-    """Its parts of the gradients' sums, where ZeRO-1 scatters them behind the last microbatch."""
 
 
 def _states(plan: Plan, counts: Counts, own: Counts, ways: int) -> _States:
     """Of `counts` parameters, of which `own` are trained."""
-    w, g, k = bytes_per_parameter(plan.precision, plan.zero, ways)
+    w, _, k = bytes_per_parameter(plan.precision, plan.zero, ways)
     # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
     whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))
     learnt, full = own.all - left, plan.precision
-    scatters = plan.residuals == "jax" and plan.zero == 1 and ways > 1 and not plan.reduces_at_once
+    frozen = w if plan.zero == 3 else full.weights
     return _States(
-        weights=w * (counts.all - whole) + full.weights * whole,
+        weights=w * learnt + frozen * (counts.all - whole - learnt) + full.weights * whole,
         gradients=_gradient_bytes(plan, ways) * learnt + full.gradients * left,
         optimizer=k * learnt + full.optimizer * left,
-        sums=g / ways * learnt if scatters else 0.0,
     )
 
 
@@ -177,9 +175,15 @@ def _gradient_bytes(plan: Plan, ways: int) -> float:
     return g / ways if plan.zero == 1 and plan.reduces_at_once else g
 
 
-def _cast_once(counts: Counts, plan: Plan) -> float:
-    """Layers without a loop: their matrices in the compute type, from the first microbatch to the last."""
-    return plan.element_bytes * counts.in_layers
+def _copied_once(counts: Counts, own: Counts, plan: Plan) -> float:
+    """Of parameters, from the first microbatch to the last: those that ZeRO-1 and 2 gather, layers' matrices in the
+    compute type; of layers without a loop so all matrices."""
+    in_type, whole = counts.in_layers if plan.unrolled else 0, 0
+    if plan.gathers_once:
+        in_type = own.layer_matrices + own.expert_matrices
+        whole = own.layer_vectors + own.outside_matrices + own.outside_vectors
+        in_type += counts.in_layers - in_type - own.layer_vectors if plan.unrolled else 0
+    return plan.element_bytes * in_type + plan.precision.weights * whole
 
 
 def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:

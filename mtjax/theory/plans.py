@@ -38,11 +38,13 @@ class Precision:
     """Moments, and master weights where the weights are 16-bit."""
     reduced: int
     """Bytes per element of gradients on the wire."""
-    gathered: int
-    """Bytes per element of updated parameters on the wire."""
+    gathered: int | None = None
+    """Bytes per element of updated parameters on the wire; None: the compute type's for matrices, 4 for others."""
+    are_masters: bool = False
+    """Whether weights are their own masters: then ZeRO splits them from stage 1 on, and gathers copies once a step."""
 
 
-MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
+MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, are_masters=True)
 """float32 parameters are their own master; products cast them."""
 MTJAX_BF16_WIRE = replace(MTJAX, reduced=2)
 MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
@@ -169,6 +171,11 @@ class Plan:
     def reduces_at_once(self) -> bool:
         """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
         return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters, of which ZeRO keeps parts between steps, are gathered before the first microbatch."""
+        return self.zero in (1, 2) and self.precision.are_masters and self.zero_ways > 1
 
     def gathers_ahead(self, model: Model) -> bool:
         """Whether a layer's parameters are gathered while another computes: in ZeRO-3's loops over single layers."""

@@ -112,7 +112,7 @@ def teacher_transfers(plan: Plan) -> list[Transfer]:
 def _element_bytes(line: Expectation, plan: Plan) -> int:
     if line.axis != STAGE and line.phase == GRADIENTS:
         return plan.precision.reduced
-    if line.phase == PARAMETERS and plan.zero < 3:
+    if line.phase == PARAMETERS and plan.zero < 3 and plan.precision.gathered is not None:
         return plan.precision.gathered
     return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2, "int32": 4}[line.dtype]
 

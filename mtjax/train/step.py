@@ -26,7 +26,6 @@ from mtjax.sharding.records import ParameterRecord, places
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.schedule import total_loss
-from mtjax.sharding.zero import store
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
@@ -80,7 +79,7 @@ class Program(Placed):
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
-        super().__init__(config, mesh, layout)
+        super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(config, mesh)
         self.learnt_records = learnt(self.records, self.records)
         self.optimizer = make_optimizer(config, self.learnt_records, self.layer_orders)
@@ -89,7 +88,7 @@ class Program(Placed):
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        moments = placement.shardings(places(self.learnt_records, "reduced"), self.mesh)
+        moments = placement.shardings(places(self.learnt_records, "stored"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), learnt(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
@@ -183,9 +182,8 @@ class Program(Placed):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """The second half of a step, to be traced: the next state, and metrics."""
-        loss_scale, before = state.loss_scale, learnt(self.records, state.parameters)
+        loss_scale, own = state.loss_scale, learnt(self.records, state.parameters)
         with jax.named_scope("optimizer"):
-            own = jax.tree.map(reshard, before, places(self.learnt_records, "reduced"))
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
             if self.config.model.router_bias:
@@ -207,9 +205,7 @@ class Program(Placed):
             if loss_scale is not None:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
-        with jax.named_scope("parameters"):
-            stored = store(self.learnt_records, updated, before)
-            parameters = together(stored, frozen(self.records, state.parameters))
+        parameters = together(updated, frozen(self.records, state.parameters))
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def gradients(
@@ -263,7 +259,7 @@ def balanced(records: Tree, parameters: Tree, load: Array, rate: float, orders: 
             return value
         order = order_of(record.name, orders)
         own = behind if order is None else in_order(behind, order)
-        return value + reshard(rate * own, record.reduced)
+        return value + reshard(rate * own, record.stored)
 
     return jax.tree.map(one, records, parameters)
 

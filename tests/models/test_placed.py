@@ -9,7 +9,7 @@ from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 def test_a_placed_model_is_the_one_that_a_run_begins_with():
     program = program_of("2x4", zero=1)
-    placed = Placed(tiny_config(zero=1), mesh_of("2x4"))
+    placed = Placed(tiny_config(zero=1), mesh_of("2x4"), trains=True)
     parameters, expected = placed.initialize_parameters(0), program.initialize(0).parameters
     jax.tree.map(np.testing.assert_array_equal, parameters, expected)
     for leaf, target, trained in zip(

@@ -64,7 +64,7 @@ def test_a_device_holds_its_part(zero):
     state = program.initialize(0)
     counts = counts_of(program)
     split = counts.unsplit + (counts.all - counts.unsplit) // 2
-    assert held(state.parameters) == (split if zero == 3 else counts.all)
+    assert held(state.parameters) == (split if zero else counts.all)
     assert held(state.optimizer) == 2 * (split if zero else counts.all)
     axes = {axis for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim for axis in leaf.sharding.spec}
     assert (DATA in axes) == (zero > 0)
@@ -87,9 +87,9 @@ def test_full_gradients_never_live_with_zero_2():
 
 
 def test_microbatches_add_to_one_sum_of_gradients():
-    """A microbatch's own gradients, beside the sum, would take as much again."""
+    """A microbatch's own gradients, beside the sum and the gathered parameters, would take as much again."""
     whole, temporaries = deep(zero=1)
-    assert whole < temporaries < 1.75 * whole
+    assert 2 * whole < temporaries < 2.75 * whole
 
 
 @pytest.mark.long

@@ -75,7 +75,8 @@ def test_layers_without_a_loop_have_no_stacks():
 
 
 def test_zero_copies_parts():
-    """Of two ranks. Stage 1 adds up whole gradients, stages 2 and 3 parts, which leave at once.
+    """Of two ranks. Stage 1 adds up whole gradients, stages 2 and 3 parts, which leave at once. Stages 1 and 2 gather
+    matrices in two bytes, once, into stacks, out of which each pass copies them.
 
     The bias of the MLP's first product, 4 H, has no dimension but the one that `model` splits, so ZeRO leaves it whole.
     """
@@ -83,11 +84,13 @@ def test_zero_copies_parts():
     turns, split, whole = 4 * LAYERS, MATRICES + (VECTORS - 4) * H, 4 * H
     none, first, second, third = (by_kind(dataclasses.replace(plan, zero=zero)) for zero in range(4))
     assert none == by_kind(PLAN)
-    assert first == none | {theory.PARTS: LAYERS * (8 + 16) * split}
+    gathered = LAYERS * ((6 / 2 + 4) * MATRICES + 8 * (VECTORS - 4) * H)
+    stacked = {theory.ZEROS: none[theory.ZEROS] + LAYERS * 2 * MATRICES, theory.CASTS: turns * 2 * 4 * MATRICES}
+    assert first == none | stacked | {theory.PARTS: gathered + LAYERS * 16 * split}
     assert second[theory.SUMS] == third[theory.SUMS] == turns * 20 * (split / 2 + whole)
     assert second[theory.SENT] == third[theory.SENT] == turns * 6 * MATRICES
-    assert second[theory.PARTS] == LAYERS * 8 * split
-    assert second[theory.CASTS] == 2 * third[theory.CASTS] == none[theory.CASTS]
+    assert second[theory.PARTS] == gathered
+    assert 2 * third[theory.CASTS] == none[theory.CASTS] and second[theory.CASTS] == first[theory.CASTS]
     assert theory.PARTS not in third
     assert theory.SENT not in by_kind(dataclasses.replace(plan, zero=2, precision=MTJAX_BF16_WIRE))
 

@@ -84,18 +84,20 @@ def test_gradients_cross_the_data_axis_once_however_many_microbatches():
         assert gradients.size == 4 * rank_parameters(GPT_8B, 8)
 
 
-def test_zero_1_moves_what_an_all_reduce_moves_and_zero_2_grows_with_microbatches():
+def test_zero_1_moves_less_than_an_all_reduce_and_zero_2_grows_with_microbatches():
+    """Gradients in four bytes and, for the other half of an all-reduce, matrices in two."""
+
     def sent(zero: int, microbatch: int = 8) -> float:
         plan = dataclasses.replace(TENSOR, zero=zero, microbatch_size=microbatch)
         return sent_by_axis(transfers(GPT_8B, plan))[DATA]
 
-    assert sent(1) == pytest.approx(sent(0))
+    assert sent(1) == pytest.approx(sent(0) * 3 / 4, rel=1e-3)
     assert sent(2, microbatch=1) > 4 * sent(1)
     assert sent(2, microbatch=8) == sent(1)
 
 
 def test_gradients_in_bfloat16_are_half_the_bytes_and_parameters_are_not():
-    """Of a run; ZeRO-1's gathers stay in float32, and the tables that stages share follow."""
+    """Of a run; ZeRO-1's gathers stay what they are, and the tables that stages share follow."""
     run = config.replace(Config(), num_layers=4, vocab_size=1000, zero=1, microbatch_size=1)
 
     def sent(wire: str) -> dict[tuple[str, str], float]:

@@ -95,7 +95,7 @@ def test_any_layout_restores_every_bit_of_any_other(saved, tmp_path, mesh, field
     there = restore(saved[0], mesh, **fields)
     same(there.state, saved[1][3])
     program = program_of(mesh, **fields)
-    assert there.state.optimizer[1][0].mu["embedding"].sharding.spec == program.records["embedding"].reduced
+    assert there.state.optimizer[1][0].mu["embedding"].sharding.spec == program.records["embedding"].stored
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     checkpoints.save(there.state, program.config, CONSUMED + 3)
     checkpoints.close()

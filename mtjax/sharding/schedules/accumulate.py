@@ -12,7 +12,7 @@ from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import accumulated, accumulating
 from mtjax.sharding.schedules.schedule import CutModel, Sums, total_loss
 from mtjax.sharding.unstacked import put_together, take_apart
-from mtjax.sharding.zero import for_use, materialize_outside_stacks
+from mtjax.sharding.zero import for_use, materialize_outside_stacks, with_stacks
 
 Tree = Any
 
@@ -50,7 +50,7 @@ class Accumulate:
     def apart(self, records: Tree, wrapped: Tree) -> Tree:
         """As `Schedule.apart` says."""
         if not self.unrolled:
-            return wrapped
+            return with_stacks(wrapped)
         one = lambda record, leaf: take_apart(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
         return jax.tree.map(one, records, wrapped)
 

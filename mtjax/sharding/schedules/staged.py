@@ -30,7 +30,7 @@ from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
 from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked, zero_behind
-from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_use
+from mtjax.sharding.zero import materialize_outside_stacks, with_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
 
@@ -54,13 +54,13 @@ class Staged:
 
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
-        wrapped = reduction.wrap(parameters)
+        wrapped = self.apart(reduction.records, reduction.wrap(parameters))
         run = _Run(model, reduction.records, wrapped, _microbatches(batch, self.training.microbatches), self.training)
         return run.gradients(keeps_inputs=self.keeps_inputs, in_order=self.in_order)
 
     def apart(self, records: Tree, wrapped: Tree) -> Tree:
         """As `Schedule.apart` says: a chunk's layers are in a loop."""
-        return wrapped
+        return with_stacks(wrapped)
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says."""
