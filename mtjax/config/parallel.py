@@ -34,7 +34,8 @@ class Parallel:
     token to those ranks whose experts it goes to. No token is lost either way."""
     zero: Literal[0, 1, 2, 3] = 0
     """Split over `data`, `context` and `expert` what every rank would otherwise hold a copy of: 1 the optimizer's
-    state, 2 also the gradients, 3 also the parameters (FSDP)."""
+    state with the float32 parameters, gathered once a step; 2 also the gradients; 3 gathers layer by layer, in each
+    microbatch (FSDP)."""
     gradient_wire_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over data ranks, and over the stages of a pipeline where these share a
     parameter: bfloat16 sends half the bytes. Microbatches are added up in float32 either way."""

@@ -40,7 +40,8 @@ class Layout:
     rules: Rules = TENSOR_RULES
     """Of activations, and of parameters except for what `zero` splits."""
     zero: int = 0
-    """What is split over `ZERO_AXES` besides: 1 the optimizer's state, 2 also gradients, 3 also parameters."""
+    """What is split over `ZERO_AXES` besides: 1 the optimizer's state and parameters between steps, 2 also gradients, 3
+    also parameters in use."""
 
     @property
     def sequence(self) -> bool:

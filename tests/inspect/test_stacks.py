@@ -46,6 +46,16 @@ def test_zeros1_parts_of_gradients_do_not_wait_from_the_beginning() -> None:
 
 
 @needs_aot
+def test_stacks_that_zero_gathers_once_are_laid_out_as_they_are_read() -> None:
+    """In the compute type, once; an MLP's second matrix is split along an inner dimension, as gathers don't lay out."""
+    report = inspect(tiny(**SPLIT, recompute="full", zero=2), find_target("h100x8"))
+    size = LAYERS * 64 * 4 * 64 // 4
+    made = [(i.name, a.dtype) for i in executed(report) for a in i.arrays if a.elements == size]
+    assert {dtype for name, dtype in made if "update_slice" in name} == {"bf16"}
+    assert [name for name, _ in made if "copy" in name or "transpose" in name] == []
+
+
+@needs_aot
 def test_the_gradient_of_the_embedding_does_not_wait_from_the_beginning() -> None:
     run = tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3)
     found = filled(inspect(run, find_target("h100x8")))

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from mtjax.models.placed import Placed
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
@@ -20,3 +21,11 @@ def test_a_placed_model_is_the_one_that_a_run_begins_with():
     batch = batch_of(program, 0)
     found, wanted = (p.evaluate(parameters, batch)["loss"] for p in (placed, program))
     assert (float(found[0]), float(found[1])) == (float(wanted[0]), float(wanted[1]))
+
+
+@pytest.mark.parametrize(("zero", "in_parts"), [(2, False), (3, True)])
+def test_what_no_run_trains_is_in_parts_with_zero_3_alone(zero, in_parts):
+    """Nobody would gather it once a step."""
+    placed = Placed(tiny_config(zero=zero), mesh_of("2x4"))
+    trained = Placed(tiny_config(zero=zero), mesh_of("2x4"), trains=True)
+    assert (placed.parameter_sharding == trained.parameter_sharding) == in_parts

@@ -14,7 +14,7 @@ from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout, split_dimension
 from mtjax.theory.plans import Plan
 from mtjax.theory.rules import DATA
 from mtjax.train.step import Program
-from tests.tiny import program_of, run_steps
+from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
 
@@ -90,6 +90,26 @@ def test_microbatches_add_to_one_sum_of_gradients():
     """A microbatch's own gradients, beside the sum and the gathered parameters, would take as much again."""
     whole, temporaries = deep(zero=1)
     assert 2 * whole < temporaries < 2.75 * whole
+
+
+@pytest.mark.parametrize(
+    ("zero", "fields"),
+    [
+        pytest.param(1, {"microbatch_size": 1}, id="four microbatches"),
+        pytest.param(2, {"microbatch_size": 4, "sequence_parallel": True}, id="one", marks=pytest.mark.long),
+        pytest.param(1, {"microbatch_size": 1, "unroll_layers": True}, id="unrolled", marks=pytest.mark.long),
+    ],
+)
+def test_gradients_by_matrices_gathered_in_16_bits_are_those_by_matrices_cast_in_use(zero, fields):
+    """To the last bit: of the same products, widened before they are added up; and a sum of two ranks has one order."""
+    found, expected = (gradients_of("2x2", compute_dtype="bfloat16", zero=z, **fields) for z in (zero, 0))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def gradients_of(mesh: str, **fields):
+    program = program_of(mesh, hidden_dropout=0.0, attention_dropout=0.0, **fields)
+    state, batch = initial_state(program), batch_of(program, 0)
+    return jax.tree.map(np.asarray, program.on_mesh(jax.jit(program.differentiated), state, batch)[2])
 
 
 @pytest.mark.long
