@@ -63,8 +63,8 @@ class Plan:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
-    """ZeRO stage over the data ways: 1 shards the optimizer, and weights that are their own masters; 2 also gradients, 3
-    also parameters in use."""
+    """ZeRO stage over the data ways: 1 shards the optimizer, and weights that are their own masters; 2 also gradients,
+    3 also parameters in use."""
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
     """Chunks of layers per stage of the interleaved schedule."""
