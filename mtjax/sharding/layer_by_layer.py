@@ -26,7 +26,10 @@ def gather_layers(stacks: list[Gathered]) -> list[Array]:
 
 def _gather(part: Array, like: Gathered) -> Array:
     """A layer's parameter with its last dimension innermost: else the layout of a gather, with the split dimension
-    outermost, spreads to the stack into which it is written, of which XLA then makes another copy."""
+    outermost, spreads to the stack into which it is written, of which XLA then makes another copy.
+
+    The constraint needs every axis manual: otherwise the partitioner would gather all of its operand.
+    """
 
     def local(a: Array) -> Array:
         whole = lax.all_gather(a.astype(like.sent), like.total.parts, axis=like.total.dim, tiled=True)
