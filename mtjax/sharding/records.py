@@ -41,6 +41,8 @@ class ParameterRecord:
     sent: str | None
     """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once a step; None where ZeRO does not
     split it."""
+    is_gathered_once: bool
+    """Whether it is gathered once a step, by ZeRO-1 and 2."""
     is_learnt: bool
     """Whether it is trained; one that is frozen has no gradient and no moments."""
 
@@ -133,6 +135,7 @@ def _record(
         total=GradientSum(replicas, dim, parts, mesh.ways(parts), wire),
         late=late,
         sent=sent if is_stored_split else None,
+        is_gathered_once=is_stored_split and layout.zero < 3,
         is_learnt=is_learnt,
     )
 

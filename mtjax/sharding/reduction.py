@@ -18,7 +18,7 @@ from mtjax.sharding.axes import explicit_part, spec, varying_axes
 from mtjax.sharding.layer_by_layer import scatter_layers
 from mtjax.sharding.parameters import Gathered, GradientSum, Reduced, sum_gradient
 from mtjax.sharding.records import ParameterRecord, split_stacks
-from mtjax.sharding.zero import gathered, gathered_once
+from mtjax.sharding.zero import gathered, once_a_step
 from mtjax.theory.layout import UNSPLIT
 
 Tree = Any
@@ -43,16 +43,16 @@ class Reduction:
     def wrap(self, parameters: Tree) -> Tree:
         """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
 
-        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `gathered_once`.
+        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `once_a_step`.
 
         Args:
           parameters: placed as `stored`, and varying over the axes over which the batch does.
         """
 
         def one(record: ParameterRecord, array: Array) -> Any:
-            if record.sent is not None and self.zero == 3:
+            if record.sent is not None and not record.is_gathered_once:
                 return gathered(record, array)
-            whole = array if record.sent is None else gathered_once(record, array)
+            whole = once_a_step(record, array) if record.is_gathered_once else array
             if self.is_early(record):
                 zeros = zeros_to_sum(array.shape, array, record, record.total)
                 return Reduced(whole, zeros, spec(*record.used_axes), record.used_total)

@@ -13,7 +13,7 @@ import jax
 from jax import Array
 
 from mtjax.sharding.layer_by_layer import gather_layers
-from mtjax.sharding.parameters import Gathered, Reduced, materialize
+from mtjax.sharding.parameters import Gathered, Reduced, is_wrapped, materialize
 from mtjax.sharding.records import ParameterRecord
 
 Tree = Any
@@ -43,9 +43,9 @@ def gathered(record: ParameterRecord, part: Array) -> Gathered | Array:
     return Gathered(part, record.used_axes, record.used_total, record.sent, dtype)
 
 
-def gathered_once(record: ParameterRecord, part: Array) -> Gathered | Array:
+def once_a_step(record: ParameterRecord, part: Array) -> Gathered | Array:
     """A parameter of which ranks have parts, whole for all microbatches of a step: gathered here, or, layers' matrices,
-    left for `with_stacks` to gather layer by layer, or for `take_apart`."""
+    left for `gather_once` to gather layer by layer, or for `take_apart`."""
     assert record.sent is not None
     if record.is_stacked and not (record.is_matrix and record.is_split_inside_layers):
         return materialize(Gathered(part, record.axes, record.total, record.sent, record.sent))
@@ -53,22 +53,29 @@ def gathered_once(record: ParameterRecord, part: Array) -> Gathered | Array:
     return parameter if record.is_stacked else materialize(parameter)
 
 
-def with_stacks(wrapped: Tree) -> Tree:
-    """Wrapped parameters with those gathered that `gathered_once` left, one layer after the other.
+def gather_once(records: Tree, wrapped: Tree) -> Tree:
+    """Wrapped parameters with those of ZeRO-1 and 2 gathered that still are to be, stacks one layer after the other.
 
     All at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
     dimension outermost, and is transposed.
     """
-    is_reduced = lambda leaf: isinstance(leaf, Reduced)  # noqa: E731
-    leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_reduced)
+    leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     stacks: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if is_reduced(leaf) and isinstance(leaf.array, Gathered):
-            stacks.setdefault(len(leaf.array.part), []).append(i)
+    for i, record in enumerate(jax.tree.leaves(records)):
+        if not record.is_gathered_once or not isinstance(_parameter(leaves[i]), Gathered):
+            continue
+        if record.is_stacked:
+            stacks.setdefault(record.shape[0], []).append(i)
+        else:
+            leaves[i] = materialize(leaves[i])
     for members in stacks.values():
-        for i, array in zip(members, gather_layers([leaves[i].array for i in members]), strict=True):
-            leaves[i] = replace(leaves[i], array=array)
+        for i, array in zip(members, gather_layers([_parameter(leaves[i]) for i in members]), strict=True):
+            leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], Reduced) else array
     return jax.tree.unflatten(tree, leaves)
+
+
+def _parameter(leaf: Any) -> Any:
+    return leaf.array if isinstance(leaf, Reduced) else leaf
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:

@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 
+from mtjax.inspect.collectives import find_collectives
+from mtjax.inspect.hlo import parse
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.theory.contract import STAGES
+from mtjax.theory.counts import fullest_counts
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.plans import Plan
+from mtjax.theory.rules import DATA
 from mtjax.theory.timetable import num_ticks
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
+from tests.tiny import program_of
 
 ONE_BY_ONE: dict[str, Any] = {"mesh": "2x2x2", "num_layers": 4, "microbatch_size": 1, "global_batch_size": 16}
 """8 microbatches on 2 stages: 9 ticks forward and 9 backward; s = 64, h = 64."""
@@ -122,3 +129,12 @@ def test_permutes_travel_behind_layers_on_h100s(layout: dict[str, Any]) -> None:
     assert report.stages is not None
     for permutes in report.stages.permutes:
         assert permutes.hidden >= 8 - 3, permutes
+
+
+def test_evaluation_on_stages_gathers_parameters_once():
+    """Of ZeRO-1, however many ticks there are: in the four microbatches of a batch each chunk works once and again."""
+    program = program_of("2x2x2", num_layers=4, microbatch_size=1, zero=1)
+    module = parse(program.lower_evaluate().compile().as_text())
+    found = [c for c in find_collectives(module, program.mesh.shape, 8) if c.kind == "all-gather" and c.axes == (DATA,)]
+    held = fullest_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+    assert sum(c.count * c.elements for c in found) == held.all - held.unsplit

@@ -12,7 +12,7 @@ from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import accumulated, accumulating
 from mtjax.sharding.schedules.schedule import CutModel, Sums, total_loss
 from mtjax.sharding.unstacked import put_together, take_apart
-from mtjax.sharding.zero import for_use, materialize_outside_stacks, with_stacks
+from mtjax.sharding.zero import for_use, gather_once, materialize_outside_stacks
 
 Tree = Any
 
@@ -50,7 +50,7 @@ class Accumulate:
     def apart(self, records: Tree, wrapped: Tree) -> Tree:
         """As `Schedule.apart` says."""
         if not self.unrolled:
-            return with_stacks(wrapped)
+            return gather_once(records, wrapped)
         one = lambda record, leaf: take_apart(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
         return jax.tree.map(one, records, wrapped)
 
@@ -63,6 +63,7 @@ class Accumulate:
         used = for_use(records, parameters)
         if self.num_microbatches == 1:
             return model.output(used, batch)
+        used = gather_once(records, used)
         outputs = lax.map(lambda microbatch: model.output(used, microbatch), self._microbatches(batch))
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
 

@@ -30,7 +30,7 @@ from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
 from mtjax.sharding.schedules.schedule import CutModel, Sums
 from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked, zero_behind
-from mtjax.sharding.zero import materialize_outside_stacks, with_stacks, wrap_for_use
+from mtjax.sharding.zero import gather_once, materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
 
@@ -60,7 +60,7 @@ class Staged:
 
     def apart(self, records: Tree, wrapped: Tree) -> Tree:
         """As `Schedule.apart` says: a chunk's layers are in a loop."""
-        return with_stacks(wrapped)
+        return gather_once(records, wrapped)
 
     def losses(self, model: CutModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """As `Schedule.losses` says."""
@@ -74,7 +74,7 @@ class Staged:
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
-        wrapped = wrap_for_use(records, parameters)
+        wrapped = gather_once(records, wrap_for_use(records, parameters))
         return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count))
 
 
