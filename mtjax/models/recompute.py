@@ -102,7 +102,8 @@ def scan_layers(
         ((saving, _),) = loops
         return _run_one_by_one(saving(run), x, apart, numbers, states)
     layers, sums = without_sums(layers)
-    if len(loops) == group == 1 and first is None and states is None and can_go_ahead(layers):
+    elsewhere = first is not None or states is not None or recompute.offload
+    if len(loops) == group == 1 and not elsewhere and can_go_ahead(layers):
         ((saving, _),) = loops
         return scan_ahead(run, saving, x, layers, numbers, sums)
     stack: Any = (layers, numbers, states)

@@ -50,9 +50,10 @@ class _Slots(NamedTuple):
 
 
 def can_go_ahead(layers: Tree) -> bool:
-    """Whether a stack has parameters to gather, and layers for a loop: three, as the last is outside."""
+    """Whether a stack has parameters to gather, and layers for a loop: four, as the last is outside, and XLA for CPUs
+    takes shorter ones apart."""
     found = [leaf for leaf in map(_gathered, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
-    return bool(found) and not explicit_axes().issuperset(found[0].total.parts) and len(found[0].part) > 2
+    return bool(found) and not explicit_axes().issuperset(found[0].total.parts) and len(found[0].part) > 3
 
 
 def scan_ahead(

@@ -181,7 +181,8 @@ class Plan:
     def gathers_ahead(self, model: Model) -> bool:
         """Whether a layer's parameters are gathered while another computes: in ZeRO-3's loops over single layers."""
         alone = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
-        return self.zero == 3 and self.residuals == "jax" and alone and not self.is_staged
+        alone = alone and not self.recompute_offload and not self.is_staged
+        return self.zero == 3 and self.residuals == "jax" and alone
 
     def layout(self, model: Model) -> Layout:
         """Which mesh axes split which dimensions of a model."""

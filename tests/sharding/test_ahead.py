@@ -11,7 +11,7 @@ from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, initial_state, program_of
 
-LAYERS: dict[str, Any] = {"num_layers": 3, "zero": 3}
+LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3}
 LONG = pytest.mark.long
 ALONE = "mtjax.models.recompute.can_go_ahead"
 
