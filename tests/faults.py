@@ -60,8 +60,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: of parameters that are gathered once a step, all layers have the first one's",
-        "_gather(lax.dynamic_index_in_dim(stack.part, number, keepdims=False), stack)",
-        "_gather(lax.dynamic_index_in_dim(stack.part, 0, keepdims=False), stack)",
+        "_gather(layer_at(stack.part, number), stack)",
+        "_gather(layer_at(stack.part, 0), stack)",
         "sharding",
         "test_gradients_by_matrices_gathered_in_16_bits",
     ),

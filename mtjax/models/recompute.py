@@ -22,7 +22,14 @@ from jax.ad_checkpoint import checkpoint_name
 from mtjax.config import Training
 from mtjax.errors import UserError
 from mtjax.sharding.ahead import can_go_ahead, scan_ahead
-from mtjax.sharding.parameters import adding_gradients, differentiable, starting_from, without_sums, zeros_like_parts
+from mtjax.sharding.parameters import (
+    adding_gradients,
+    differentiable,
+    layer_at,
+    starting_from,
+    without_sums,
+    zeros_like_parts,
+)
 from mtjax.sharding.unstacked import layers_apart
 
 PRODUCT = "product"
@@ -217,8 +224,7 @@ def _scan_adding(
     def turn(
         x: Array, carried: list[Array], place: Array, number: Array, state: Any
     ) -> tuple[tuple[Array, list[Array]], Any]:
-        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), fixed)
-        layer, carried = adding_gradients(layer, carried, place)
+        layer, carried = adding_gradients(layer_at(fixed, place), carried, place)
         x, state = run(x, layer, number, state)
         return (x, carried), state
 

@@ -28,9 +28,11 @@ from mtjax.sharding.axes import explicit_axes, spec, varying_like
 from mtjax.sharding.parameters import (
     Frozen,
     Gathered,
+    add_at,
     adding_gradients,
     differentiable,
     is_wrapped,
+    layer_at,
     materialize,
     starting_from,
     sum_gradient,
@@ -84,7 +86,7 @@ def scan_ahead(
     parts = [lax.stop_gradient(gathered.part) for gathered in map(_gathered, found) if gathered is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, others), len(numbers) - 1
     loop = _Loop.of(found, one, saving)
-    example = (x, loop.gather(parts, 0), _at(fixed, 0), numbers[0])
+    example = (x, loop.gather(parts, 0), layer_at(fixed, 0), numbers[0])
     closed, constants = cast(Any, jax.closure_convert(one, *example))
     loop = replace(loop, run=closed)
 
@@ -94,14 +96,14 @@ def scan_ahead(
 
     def turn(carry: Tree, at: tuple[Array, Array]) -> tuple[Tree, Tree]:
         (x, slots, own, rest), (place, number) = carry, at
-        layer, rest = adding_gradients(_at(fixed, place), rest, place)
+        layer, rest = adding_gradients(layer_at(fixed, place), rest, place)
         (x, slots, own), state = cast(Any, _step(loop, x, slots, own, layer, number, constants, parts, place))
         return (x, slots, own, rest), state
 
     slots, own = cast(Any, _begin(loop, stacks[0], parts))
     carry, states = lax.scan(turn, (x, slots, own, stacks[1]), (jnp.arange(last), numbers[:-1]))
     x, slots, own, rest = carry
-    layer, rest = adding_gradients(_at(fixed, last), rest, jnp.asarray(last))
+    layer, rest = adding_gradients(layer_at(fixed, last), rest, jnp.asarray(last))
     x, state = saving(closed)(x, _turn(loop, slots, parts), layer, numbers[-1], *constants)
     states = jax.tree.map(lambda before, own: jnp.concatenate([before, own[None]]), states, state)
     return starting_from(totals, x, (own, rest)), states
@@ -126,7 +128,7 @@ class _Loop:
 
     def gather(self, parts: list[Array], place: Any) -> list[Array]:
         """The parameters of a layer of the stack."""
-        own = zip(self.gathered, _at(parts, place), strict=True)
+        own = zip(self.gathered, layer_at(parts, place), strict=True)
         wrapped: Any = [replace(gathered, part=part) for gathered, part in own]
         return materialize(wrapped)
 
@@ -149,9 +151,7 @@ class _Loop:
         learnt = [gathered for gathered, is_learnt in zip(self.gathered, self.is_learnt, strict=True) if is_learnt]
 
         def one(total: Array, gradient: Array, gathered: Gathered) -> Array:
-            own = sum_gradient(gradient, spec(*gathered.names), gathered.total)
-            before = lax.dynamic_index_in_dim(total, place, keepdims=False)
-            return lax.dynamic_update_index_in_dim(total, before + own, place, 0)
+            return add_at(total, sum_gradient(gradient, spec(*gathered.names), gathered.total), place)
 
         return [one(*each) for each in zip(sums, gradients, learnt, strict=True)]
 
@@ -281,8 +281,3 @@ def _divided(each: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], 
     """Those of which it holds, and the others."""
     pairs = list(zip(each, is_first, strict=True))
     return [one for one, first in pairs if first], [one for one, first in pairs if not first]
-
-
-def _at(stacks: Tree, place: Any) -> Tree:
-    """What stacks hold of a layer."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), stacks)

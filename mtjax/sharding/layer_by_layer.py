@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from mtjax.sharding.axes import over_the_rest, spec
-from mtjax.sharding.parameters import Gathered, GradientSum, sum_gradient
+from mtjax.sharding.parameters import Gathered, GradientSum, layer_at, sum_gradient
 
 
 def gather_layers(stacks: list[Gathered]) -> list[Array]:
@@ -19,7 +19,7 @@ def gather_layers(stacks: list[Gathered]) -> list[Array]:
 
     def layer(number: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
-            return [_gather(lax.dynamic_index_in_dim(stack.part, number, keepdims=False), stack) for stack in stacks]
+            return [_gather(layer_at(stack.part, number), stack) for stack in stacks]
 
     return _layer_by_layer(layer, len(stacks[0].part))
 
@@ -49,8 +49,7 @@ def scatter_layers(whole: list[Array], totals: list[GradientSum], places: list[P
     """
 
     def summed(number: ArrayLike) -> list[Array]:
-        layer = [lax.dynamic_index_in_dim(a, number, keepdims=False) for a in whole]
-        rows = zip(layer, places, totals, strict=True)
+        rows = zip(layer_at(whole, number), places, totals, strict=True)
         return [sum_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
 
     return _layer_by_layer(summed, whole[0].shape[0])

@@ -185,15 +185,21 @@ def _tie_forward(parts: list[Array], stack: list[Array], place: Array) -> tuple[
 
 
 def _tie_backward(place: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
-    def add(total: Array, own: Array) -> Array:
-        before = lax.dynamic_index_in_dim(total, place, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, before + own, place, 0)
-
     own, totals = gradients
-    return None, [add(total, gradient) for total, gradient in zip(totals, own, strict=True)], None
+    return None, [add_at(total, gradient, place) for total, gradient in zip(totals, own, strict=True)], None
 
 
 _tie.defvjp(_tie_forward, _tie_backward)
+
+
+def layer_at(stacks: T, place: Any) -> T:
+    """What stacks hold of a layer."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), stacks)
+
+
+def add_at(total: Array, own: Array, place: Any) -> Array:
+    """A stack with `own` added to what it holds of a layer."""
+    return lax.dynamic_update_index_in_dim(total, layer_at(total, place) + own, place, 0)
 
 
 @jax.custom_vjp

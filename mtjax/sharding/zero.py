@@ -39,18 +39,23 @@ def gathered(record: ParameterRecord, part: Array) -> Gathered | Array:
     assert record.sent is not None
     dtype = record.sent if record.is_stacked else "float32"
     if record.is_stacked and not record.is_split_inside_layers:
-        return materialize(Gathered(part, record.axes, record.total, record.sent, dtype))
+        return _all_layers(record, part)
     return Gathered(part, record.used_axes, record.used_total, record.sent, dtype)
 
 
 def once_a_step(record: ParameterRecord, part: Array) -> Gathered | Array:
     """A parameter of which ranks have parts, whole for all microbatches of a step: gathered here, or, layers' matrices,
     left for `gather_once` to gather layer by layer, or for `take_apart`."""
-    assert record.sent is not None
-    if record.is_stacked and not (record.is_matrix and record.is_split_inside_layers):
-        return materialize(Gathered(part, record.axes, record.total, record.sent, record.sent))
+    if record.is_stacked and not record.is_matrix:
+        return _all_layers(record, part)
     parameter = gathered(record, part)
     return parameter if record.is_stacked else materialize(parameter)
+
+
+def _all_layers(record: ParameterRecord, part: Array) -> Array:
+    """A stack gathered in one go."""
+    assert record.sent is not None
+    return materialize(Gathered(part, record.axes, record.total, record.sent, record.sent))  # pyright: ignore[reportReturnType]
 
 
 def gather_once(records: Tree, wrapped: Tree) -> Tree:
