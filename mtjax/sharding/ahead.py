@@ -51,6 +51,19 @@ class _Slots(NamedTuple):
     """Backward: of the layer above, summed over this rank's samples alone."""
 
 
+class _Read(NamedTuple):
+    """What an iteration reads besides its carry."""
+
+    others: list[Any]
+    """The layer's parameters that are not gathered."""
+    number: Array
+    constants: list[Array]
+    parts: list[Array]
+    """Of the stack's gathered parameters."""
+    place: Array
+    """Of the layer in the stack."""
+
+
 def can_go_ahead(layers: Tree) -> bool:
     """Whether a stack has parameters to gather, and layers for a loop: four, as the last is outside, and XLA for CPUs
     takes shorter ones apart."""
@@ -97,7 +110,7 @@ def scan_ahead(
     def turn(carry: Tree, at: tuple[Array, Array]) -> tuple[Tree, Tree]:
         (x, slots, own, rest), (place, number) = carry, at
         layer, rest = adding_gradients(layer_at(fixed, place), rest, place)
-        (x, slots, own), state = cast(Any, _step(loop, x, slots, own, layer, number, constants, parts, place))
+        (x, slots, own), state = cast(Any, _step(loop, x, slots, own, _Read(layer, number, constants, parts, place)))
         return (x, slots, own, rest), state
 
     slots, own = cast(Any, _begin(loop, stacks[0], parts))
@@ -183,36 +196,18 @@ _begin.defvjp(_begin_forward, _begin_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step(
-    loop: _Loop,
-    x: Array,
-    slots: _Slots,
-    own: list[Array],
-    others: list[Any],
-    number: Array,
-    constants: list[Array],
-    parts: list[Array],
-    place: Array,
+    loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _Read
 ) -> tuple[tuple[Array, _Slots, list[Array]], Tree]:
-    """Runs the layer at `place`, gathers the next; `own` passes unchanged, for the sums that are its cotangents."""
-    x, state = loop.run(x, slots.parameters, others, number, *constants)
-    return (x, slots._replace(parameters=loop.gather(parts, place + 1)), own), state
+    """Runs a layer, gathers the next; `own` passes unchanged, for the sums that are its cotangents."""
+    x, state = loop.run(x, slots.parameters, read.others, read.number, *read.constants)
+    return (x, slots._replace(parameters=loop.gather(read.parts, read.place + 1)), own), state
 
 
-def _step_forward(
-    loop: _Loop,
-    x: Array,
-    slots: _Slots,
-    own: list[Array],
-    others: list[Any],
-    number: Array,
-    constants: list[Array],
-    parts: list[Array],
-    place: Array,
-) -> tuple[Any, Any]:
+def _step_forward(loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _Read) -> tuple[Any, Any]:
     run = loop.saving(loop.run)
-    (x, state), pull = jax.vjp(run, x, slots.parameters, others, number, *constants)
-    after = slots._replace(parameters=loop.gather(parts, place + 1))
-    return ((x, after, own), state), (_Pull.without(pull, slots.parameters), parts, place)
+    (x, state), pull = jax.vjp(run, x, slots.parameters, read.others, read.number, *read.constants)
+    after = slots._replace(parameters=loop.gather(read.parts, read.place + 1))
+    return ((x, after, own), state), (_Pull.without(pull, slots.parameters), read.parts, read.place)
 
 
 def _step_backward(loop: _Loop, kept: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -221,7 +216,7 @@ def _step_backward(loop: _Loop, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     sums = loop.added(sums, slots.gradients, place + 1)
     below = loop.gather(parts, jnp.maximum(place - 1, 0))
     gradient, own, others, number, *constants = pull.of(slots.parameters)((gradient, of_state))
-    return gradient, _Slots(below, loop.waiting(own)), sums, others, number, constants, None, None
+    return gradient, _Slots(below, loop.waiting(own)), sums, _Read(others, number, constants, None, None)  # pyright: ignore[reportArgumentType]
 
 
 _step.defvjp(_step_forward, _step_backward)
