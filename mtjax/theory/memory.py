@@ -178,12 +178,11 @@ def _gradient_bytes(plan: Plan, ways: int) -> float:
 def _copied_once(counts: Counts, own: Counts, plan: Plan) -> float:
     """Of parameters, from the first microbatch to the last: those that ZeRO-1 and 2 gather, layers' matrices in the
     compute type; of layers without a loop so all matrices."""
-    in_type, whole = counts.in_layers if plan.unrolled else 0, 0
-    if plan.gathers_once:
-        in_type = own.layer_matrices + own.expert_matrices
-        whole = own.layer_vectors + own.outside_matrices + own.outside_vectors
-        in_type += counts.in_layers - in_type - own.layer_vectors if plan.unrolled else 0
-    return plan.element_bytes * in_type + plan.precision.weights * whole
+    gathered = own if plan.gathers_once else Counts()
+    matrices = gathered.layer_matrices + gathered.expert_matrices
+    others = gathered.layer_vectors + gathered.outside_matrices + gathered.outside_vectors
+    cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
+    return plan.element_bytes * cast + plan.precision.weights * others
 
 
 def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:
