@@ -14,7 +14,7 @@ from jax import Array
 
 from mtjax.sharding.layer_by_layer import gather_layers
 from mtjax.sharding.parameters import Gathered, Reduced, is_wrapped, materialize
-from mtjax.sharding.records import ParameterRecord
+from mtjax.sharding.records import ParameterRecord, split_stacks
 
 Tree = Any
 
@@ -65,17 +65,15 @@ def gather_once(records: Tree, wrapped: Tree) -> Tree:
     dimension outermost, and is transposed.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
-    stacks: dict[int, list[int]] = {}
-    for i, record in enumerate(jax.tree.leaves(records)):
-        if not record.is_gathered_once or not isinstance(_parameter(leaves[i]), Gathered):
-            continue
-        if record.is_stacked:
-            stacks.setdefault(record.shape[0], []).append(i)
-        else:
-            leaves[i] = materialize(leaves[i])
-    for members in stacks.values():
-        for i, array in zip(members, gather_layers([_parameter(leaves[i]) for i in members]), strict=True):
-            leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], Reduced) else array
+    table = jax.tree.leaves(records)
+    stacks = split_stacks(table)
+    waiting = {i for i, r in enumerate(table) if r.is_gathered_once and isinstance(_parameter(leaves[i]), Gathered)}
+    for members in stacks:
+        if own := [i for i in members if i in waiting]:
+            for i, array in zip(own, gather_layers([_parameter(leaves[i]) for i in own]), strict=True):
+                leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], Reduced) else array
+    for i in waiting.difference(*stacks):
+        leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
 
 
