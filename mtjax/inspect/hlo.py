@@ -200,7 +200,7 @@ def parse(text: str) -> Module:
                 name, body = header[2], []
                 entry = name if header[1] else entry
         elif line.startswith("}"):
-            computations[name], body = Computation(name, tuple(body)), None
+            computations[name], body = Computation(name, _in_one_piece(body)), None
         elif line.strip():
             body.append(_instruction(line, number))
     computations = {name: _name_outputs(computation, computations) for name, computation in computations.items()}
@@ -214,6 +214,19 @@ def parse(text: str) -> Module:
         is_scheduled="is_scheduled=true" in lines[0],
         num_partitions=int(partitions[1]) if partitions else 1,
     )
+
+
+def _in_one_piece(instructions: list[Instruction]) -> tuple[Instruction, ...]:
+    """Fusions with a start and a done - XLA of jax 0.12 lets some that only copy run beside others - as those without:
+    all of it where it starts."""
+    results = {i.operands[0]: i.arrays for i in instructions if i.opcode == "fusion-done"}
+
+    def whole(instruction: Instruction) -> Instruction:
+        if instruction.opcode == "fusion-start":
+            return replace(instruction, opcode="fusion", arrays=results.get(instruction.name, instruction.arrays))
+        return replace(instruction, opcode="bitcast") if instruction.opcode == "fusion-done" else instruction
+
+    return tuple(map(whole, instructions))
 
 
 def _name_outputs(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
