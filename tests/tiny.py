@@ -183,3 +183,9 @@ def t5_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarra
         "labels": text[:, 1:],
         "loss_mask": (np.arange(writes) < written).astype(np.float32),
     }
+
+
+def num_carried(scan: Any) -> int:
+    """How many of a scan's results its iterations pass on; the others it stacks."""
+    inner = scan.params["jaxpr"].out_avals
+    return sum(v.aval.shape == own.shape for v, own in zip(scan.outvars, inner, strict=True))

@@ -25,7 +25,7 @@ from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.theory.families.registry import FAMILIES as ANATOMIES
 from mtjax.theory.layout import TENSOR
 from mtjax.train.step import make_program
-from tests.tiny import VOCAB, batch_of, mesh_of, program_of, run_steps, tiny_config
+from tests.tiny import VOCAB, batch_of, mesh_of, num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4
 
@@ -263,4 +263,4 @@ def test_layers_without_a_state_scan_the_stream_alone():
         traced = jax.make_jaxpr(lambda x: model.stack(x, Context()))(x)
         _, states = jax.eval_shape(lambda x: model.stack(x, Context()), x)
     (scan,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
-    assert states is None and len(scan.outvars) == scan.params["num_carry"] == 1
+    assert states is None and len(scan.outvars) == num_carried(scan) == 1

@@ -15,7 +15,7 @@ from mtjax.theory import memory
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plans import Plan
-from tests.tiny import program_of, run_steps, tiny_config
+from tests.tiny import num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4
 
@@ -38,8 +38,8 @@ def kept_stacks(mesh: str = "1x1", **fields: Any) -> list[tuple[int, Counter]]:
         traced = jax.make_jaxpr(program._step)(program.abstract_state, program.abstract_batch())
     found = []
     for eqn in (e for e in equations(traced.jaxpr) if e.primitive.name == "scan"):
-        stacks = eqn.outvars[eqn.params["num_carry"] :]
-        carries = [v.aval.dtype for v in eqn.outvars[: eqn.params["num_carry"]]]
+        carried = num_carried(eqn)
+        stacks, carries = eqn.outvars[carried:], [v.aval.dtype for v in eqn.outvars[:carried]]
         if carries[:1] == [np.dtype("bfloat16")] and stacks and not eqn.params["reverse"]:
             kept = Counter((str(v.aval.dtype), v.aval.size // eqn.params["length"]) for v in stacks)
             found.append((eqn.params["length"], kept))

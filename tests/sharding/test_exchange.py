@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtjax.sharding import exchange
@@ -48,9 +49,11 @@ def test_rows_arrive_by_ranks_and_come_home_added_up(is_ragged, monkeypatch):
         arrived = trip.there(x[0])
         return arrived[None], trip.back(arrived * scale[0])[None]
 
-    with jax.set_mesh(mesh_of("data=4,model=1")):
-        arrived, home = jax.jit(run)(x, scale)
-        gradient = jax.jit(jax.grad(lambda x: (run(x, scale)[1] ** 2).sum()))(x)
+    mesh = mesh_of("data=4,model=1")
+    with jax.set_mesh(mesh):
+        own, by = jax.device_put((x, scale), NamedSharding(mesh, P("data")))
+        arrived, home = jax.jit(run)(own, by)
+        gradient = jax.jit(jax.grad(lambda x: (run(x, by)[1] ** 2).sum()))(own)
     known = np.zeros((RANKS, RANKS * ROWS, WIDTH), np.float32)
     factor = np.zeros((RANKS, ROWS, 1), np.float32)
     for rank in range(RANKS):
