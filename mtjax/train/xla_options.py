@@ -30,6 +30,15 @@ class Option:
     why: str
     known: str
     """The version of jax that knew it, and the default there."""
+    since: tuple[int, int] = (0, 0)
+    """The first version of jax whose XLA needs it."""
+    until: tuple[int, int] = (99, 0)
+    """The first version of jax whose XLA does better without."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """With the installed version."""
+        return self.since <= jax.__version_info__[:2] < self.until
 
 
 OVERLAP = (
@@ -86,8 +95,9 @@ AHEAD = (
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
         "a layer's parameters are asked for when the layer before it begins, and its gradients sent when the one below "
-        "does: XLA takes both for shorter beside what is computed than they are",
+        "does: XLA takes both for shorter beside what is computed than they are; that of jax 0.12 hides more without",
         "0.10.2, off by default",
+        until=(0, 12),
     ),
     Option(
         "xla_gpu_all_gather_combine_threshold_bytes",
@@ -144,6 +154,13 @@ DETERMINISTIC = (
             True,
             "no operation whose bits depend on the order in which threads come, and no choice of kernels by measuring",
             "0.10.2, off by default",
+        ),
+        Option(
+            "xla_gpu_enable_triton_gemm",
+            False,
+            "products are cuBLAS's: where there is no GPU, XLA finds no settings for its own kernels without measuring",
+            "0.12.0, on by default",
+            since=(0, 12),
         ),
     ),
     (
@@ -225,7 +242,9 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
 
 @cache
 def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
-    """The options of a table that XLA accepts for a device, tested by compiling a tiny program with each of them."""
+    """The options of a table that are wanted and that XLA accepts for a device, tested by compiling a tiny program with
+    each of them."""
+    table = tuple(option for option in table if option.is_wanted)
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 
