@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mtjax import config as configs
 from mtjax.inspect.hlo import Instruction
+from mtjax.inspect.products import product_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
@@ -64,8 +65,8 @@ def test_the_gradient_of_the_embedding_does_not_wait_from_the_beginning() -> Non
 
 @needs_aot
 def test_a_backward_pass_writes_what_products_read_and_no_more() -> None:
-    """Of GELU the value and the gradient, no tanh; of a norm no terms of sums, in float32. By XLA's choice of kernels,
-    which it makes by size: that of a real layer."""
+    """Of GELU the value and the gradient, no tanh; in float32 neither terms of a norm's sums nor gradients of scores.
+    By XLA's choice of kernels, which it makes by size: that of a real layer."""
     fields = {"num_layers": 2, "global_batch_size": 16, "microbatch_size": 8, "mesh": "1x1", "attention": "xla"}
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     run = configs.replace(configs.load("gpt2-1.2b"), **fields, **dropout, recompute="none", unroll_layers=True)
@@ -73,4 +74,7 @@ def test_a_backward_pass_writes_what_products_read_and_no_more() -> None:
     kernels = [i for i in executed(found) if i.opcode == "fusion" and ("/mlp/" in i.op_name or not i.op_name)]
     stream = 8 * 1024 * 1536
     assert [a.dtype for i in kernels for a in i.arrays if a.elements == 4 * stream] == ["bf16"] * 3 * 2
-    assert [i.name for i in kernels for a in i.arrays if a.elements == stream and a.dtype == "f32"] == []
+    norms = [(i.name, a) for i in kernels for a in i.arrays if a.elements == stream and a.dims[-1] == 1536]
+    assert [name for name, a in norms if a.dtype == "f32"] == []
+    made = (product_of(c, i) for c in found.step.module.computations.values() for i in c.instructions)
+    assert {product.dtype for product in made if product} == {"bf16"}

@@ -65,7 +65,7 @@ def softmax_attention(
     )
     # Both products come out as einsum has them, batch, left and right: in another order it would turn them around, and
     # XLA transpose what is seq x key_seq.
-    scores = jnp.einsum("bgnqd,bkgd->bgnqk", query.transpose(0, 2, 3, 1, 4), key, preferred_element_type=jnp.float32)
+    scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     probabilities = _softmax(jnp.where(mask, scores if bias is None else scores + bias, HIDDEN_SCORE))
     probabilities = dropout(
@@ -96,6 +96,31 @@ def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Boo
 
 def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq key_seq"]:
     return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+
+
+@jax.custom_vjp
+def _scores(
+    query: Float[Array, "batch groups heads seq head_dim"], key: Float[Array, "batch key_seq groups head_dim"]
+) -> Float[Array, "batch groups heads seq key_seq"]:
+    """Products of queries and keys, in float32; their gradients are of the compute type, as flash attention's are.
+
+    Autodiff would have products with float32 gradients, in float32.
+    """
+    return jnp.einsum("bgnqd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
+
+
+def _scores_forward(query: Array, key: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _scores(query, key), (query, key)
+
+
+def _scores_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    query, key = saved
+    gradient = gradient.astype(query.dtype)
+    of_queries = jnp.einsum("bgnqk,bkgd->bgnqd", gradient, key)
+    return of_queries, jnp.einsum("bgnqk,bgnqd->bkgd", gradient, query)
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
 @jax.custom_jvp

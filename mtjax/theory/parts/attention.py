@@ -236,12 +236,12 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """Gradients on the way back through attention, once the probabilities are there.
 
-    The product with the values gives those of the probabilities in the compute type, and the softmax turns them into
-    those of the scores in float32. The gradient of the output counts in the place of the values, which are read first.
+    The product with the values gives those of the probabilities, and the softmax turns them into those of the scores,
+    both in the compute type. The gradient of the output counts in the place of the values, which are read first.
     """
     if plan.across:
         return turn_bytes(scores, plan)
-    each = 0 if plan.flash_attention else 4 + plan.element_bytes
+    each = 0 if plan.flash_attention else 2 * plan.element_bytes
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
