@@ -88,10 +88,10 @@ def test_what_jax_keeps_of_a_layer():
 def test_what_jax_needs_in_the_backward_pass_of_attention():
     s, h, a, b = 1024, 768, 12, 8
     plan = Plan(MeshShape(), b, b, recompute="full")
-    # Scores: float32 probabilities, their mask, the same after dropout in bfloat16; gradients in bfloat16 and float32.
+    # Scores: float32 probabilities, their mask, the same after dropout in bfloat16; gradients of both in bfloat16.
     # Stream: query, key, value and attention's output; inputs and results of two norms; its gradient with and without
     # a mask; outside the loop the embeddings with their mask, the last layer's output and its gradient.
-    scores, stream = 4 + 1 + 2 + 2 + 4, (4 + 4 + 2 + 3) * 2 + 1
+    scores, stream = 4 + 1 + 2 + 2 + 2, (4 + 4 + 2 + 3) * 2 + 1
     found = memory.stage_memory(gpt(12, h, a, s, 51_200), plan)
     assert found.working == b * a * s * s * scores + b * s * h * stream
     dry = memory.stage_memory(gpt(12, h, a, s, 51_200), dataclasses.replace(plan, dropout=False))
