@@ -33,7 +33,7 @@ class Option:
     since: tuple[int, int] = (0, 0)
     """The first version of jax whose XLA needs it."""
     until: tuple[int, int] = (99, 0)
-    """The first version of jax whose XLA does better without."""
+    """The first version of jax whose XLA does better without, or no longer knows it."""
 
     @property
     def is_wanted(self) -> bool:
@@ -53,6 +53,7 @@ OVERLAP = (
         True,
         "moves a scattered sum at the end of a loop's body into the next iteration, behind its products: ZeRO's sums",
         "0.10.2, on by default",
+        until=(0, 12),
     ),
 )
 UNROLLED = (
@@ -72,6 +73,7 @@ PIPELINED_SUMS = (
         "the same for an all-reduce, which with split sequences is a sum of gradients; without, it is also the next "
         "layer's input, which waits for it all the sooner unless both are under way at a time",
         "0.10.2, off by default",
+        until=(0, 12),
     ),
 )
 """In addition, where the residual stream is split over the sequence, or collectives go side by side.

@@ -37,23 +37,14 @@ from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 STRANGE = (Option("xla_gpu_no_such_thing", True, "", ""), Option(OVERLAP[0].name, 7, "", ""))
 
-GONE = (*OVERLAP[1:], *PIPELINED_SUMS)
-"""Unknown to the XLA of jax 0.12."""
-
 
 def names(options):
     return tuple(option.name for option in options)
 
 
 def values(*tables):
-    return {option.name: option.value for table in tables for option in table}
-
-
-def asked(config, mesh):
-    """What XLA is asked for, whether or not it knows it."""
-    found = choose(config, mesh)
-    assert set(found.refused) <= {*(names(GONE) if jax.__version_info__ >= (0, 12) else ())}
-    return found.options | {name: value for name, value in values(GONE).items() if name in found.refused}
+    """Of the options in tables that are for the installed version."""
+    return {option.name: option.value for table in tables for option in table if option.is_wanted}
 
 
 def test_cpu_programs_get_their_own_table_whatever_the_overlap():
@@ -95,23 +86,22 @@ def test_a_step_is_compiled_with_them_in_a_run_and_for_inspection():
 def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     mesh, line = (find_target("h100x4").mesh(parse_mesh(text)) for text in ("2x4", "1x8"))
     split = tiny(sequence_parallel=True)
-    assert asked(tiny(), line) == values(OVERLAP)
-    assert asked(split, line) == values(OVERLAP, PIPELINED_SUMS)
+    assert choose(tiny(), line) == Chosen(values(OVERLAP))
+    assert choose(split, line) == Chosen(values(OVERLAP, PIPELINED_SUMS))
     everything = values(OVERLAP, PIPELINED_SUMS, SIDE_BY_SIDE)
-    assert asked(tiny(), mesh) == asked(split, mesh) == everything
-    ahead = tuple(option for option in AHEAD if option.is_wanted)
-    assert asked(replace(split, zero=3), mesh) == everything | values(ahead)
-    assert asked(replace(split, overlap=False), mesh) == {}
+    assert choose(tiny(), mesh) == choose(split, mesh) == Chosen(everything)
+    assert choose(replace(split, zero=3), mesh) == Chosen(everything | values(AHEAD))
+    assert choose(replace(split, overlap=False), mesh) == Chosen({})
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
     stages = find_target("h100x8").mesh(parse_mesh("2x2x2"))
-    assert asked(tiny(mesh="2x2x2", zero=3), stages) == values(OVERLAP, STAGES)
-    assert asked(tiny(mesh="2x2x2", family="t5", overlap=False), stages) == values(SECTIONS)
+    assert choose(tiny(mesh="2x2x2", zero=3), stages) == Chosen(values(OVERLAP, STAGES))
+    assert choose(tiny(mesh="2x2x2", family="t5", overlap=False), stages) == Chosen(values(SECTIONS))
 
 
 def test_a_deterministic_run_asks_for_one_of_two_tables_in_full(monkeypatch):
     """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
     device, best, other = jax.devices()[0], *DETERMINISTIC
-    assert deterministic(device) == Chosen(values(option for option in best if option.is_wanted))
+    assert deterministic(device) == Chosen(values(best))
     monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, other))
     assert deterministic(device).options == {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
     monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, (*best, *STRANGE)))
