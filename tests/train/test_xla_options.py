@@ -65,10 +65,10 @@ def test_moments_are_not_copied_on_cpus():
 
 def test_an_option_that_xla_does_not_know_is_left_out_and_named():
     """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
-    device, known = jax.devices()[0], (OVERLAP[0], *SECTIONS)  # of the first jax that we support, and of 0.12
-    assert accepted(known, device) == Chosen(dict.fromkeys(names(known), True))
-    found = accepted((*SECTIONS, *STRANGE), device)
-    assert found.options == dict.fromkeys(names(SECTIONS), True)
+    device = jax.devices()[0]
+    assert accepted(OVERLAP, device) == Chosen(values(OVERLAP))
+    found = accepted((*PIPELINED_SUMS, *OVERLAP[1:], *STRANGE), device)
+    assert found.options == values(PIPELINED_SUMS, OVERLAP[1:])
     assert found.refused == names(STRANGE)
 
 
@@ -134,7 +134,7 @@ def test_steps_are_compared_where_they_must_be_the_same(fields):
 def test_a_deterministic_step_is_compiled_for_gpus_with_its_options():
     mesh = find_target("h100x4").mesh(parse_mesh("2x4"))
     chosen = choose(tiny(deterministic=True, overlap=False), mesh)
-    assert chosen == deterministic(mesh.devices.flat[0]) and chosen.options["xla_gpu_deterministic_ops"]
+    assert chosen == Chosen(values(DETERMINISTIC[0]))
     report = inspect(tiny(deterministic=True), find_target("h100x4"))
     assert report.verdict.violations == ()
     assert "xla_gpu_deterministic_ops=true" in heading(report)
