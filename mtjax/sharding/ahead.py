@@ -11,7 +11,7 @@ These are as many gathers as if each layer had its own, forward and again backwa
 between its passes, and what the last iteration gathers nobody reads.
 
 So parameters and gradients go from one iteration to the next, in slots of the loop's carry. Backward the loop is
-autodiff's, whose carry is the cotangent of the forward one: there the cotangent of a slot is no gradient, but the
+autodiff's, whose carry is the cotangent of the forward one: there the cotangent of a slot is not a gradient, but the
 parameters that the next iteration reads, or gradients on their way. `_begin`, `_step` and `_turn` say so.
 """
 
