@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
-from mtjax.sharding.ahead import can_go_ahead, scan_ahead
+from mtjax.sharding.ahead import can_go_ahead, gather_before, scan_ahead
 from mtjax.sharding.parameters import (
     adding_gradients,
     differentiable,
@@ -113,6 +113,7 @@ def scan_layers(
     if len(loops) == group == 1 and not elsewhere and can_go_ahead(layers):
         ((saving, _),) = loops
         return scan_ahead(run, saving, x, layers, numbers, sums)
+    layers = gather_before(layers)
     stack: Any = (layers, numbers, states)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
@@ -148,7 +149,7 @@ def scan_turns(
     Returns:
       The output of the last, and the states of the last layers of the turns, stacked.
     """
-    turns, found = len(numbers), [without_sums(layers) for layers in stacks]
+    turns, found = len(numbers), [without_sums(gather_before(layers)) for layers in stacks]
     held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in found) // numbers.shape[1]
     ((saving, _),) = _loops(turns, recompute)
     saved = saving(run)

@@ -1,8 +1,9 @@
 """The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
@@ -39,7 +40,12 @@ class Candidate:
 
     plan: Plan
     memory: Memory
-    time: StepTime
+    timed: Callable[[Plan], StepTime]
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step: worked out where it is asked for, as it takes longer than the memory."""
+        return self.timed(self.plan)
 
     @property
     def order(self) -> tuple[float, float]:
@@ -53,10 +59,15 @@ class Found:
 
     fitting: list[Candidate]
     """Fastest first."""
-    too_large: list[Candidate]
-    """Would-be plans that exceed the memory, fastest first."""
+    excessive: list[Candidate]
+    """Would-be plans that exceed the memory, in no order."""
     limit: float
     """Bytes a plan may fill."""
+
+    @cached_property
+    def too_large(self) -> list[Candidate]:
+        """Those that exceed the memory, fastest first."""
+        return sorted(self.excessive, key=lambda c: c.order)
 
     @property
     def best(self) -> Candidate:
@@ -152,16 +163,16 @@ def search(
     space = space or Space()
     limit = space.usable * server.gpu.memory
     fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
+    excessive: list[Candidate] = []
+    timed = partial(step_time, anatomy, server=server, software=software)
     for mesh in meshes(anatomy, base, gpus, server, space):
         for plan in variants(anatomy, base, mesh, space):
             if next(problems(anatomy.model, plan), None):
                 continue
-            candidate = Candidate(plan, fullest_stage(anatomy, plan), step_time(anatomy, plan, server, software))
-            (fitting if candidate.memory.total <= limit else too_large).append(candidate)
+            candidate = Candidate(plan, fullest_stage(anatomy, plan), timed)
+            (fitting if candidate.memory.total <= limit else excessive).append(candidate)
     fitting.sort(key=lambda c: c.order)
-    too_large.sort(key=lambda c: c.order)
-    return Found(fitting, too_large, limit)
+    return Found(fitting, excessive, limit)
 
 
 def best_plan(
@@ -181,12 +192,12 @@ def best_plan(
         if near
         else ("no number of GPUs up to 64 times as many fits; take GPUs with more memory")
     )
-    if not found.too_large:
+    if not found.excessive:
         raise UserError(
             f"{gpus} GPUs form no mesh that divides {anatomy.model.num_heads} heads, {anatomy.model.num_layers} layers "
             f"and global batch {base.global_batch_size} with at most {server.gpus} model ways; {hint}"
         )
-    least = min(found.too_large, key=lambda c: c.memory.total)
+    least = min(found.excessive, key=lambda c: c.memory.total)
     raise UserError(
         f"no plan for {gpus} GPUs fits {found.limit / 2**30:.1f} GiB each: the smallest, {describe(least.plan)}, needs "
         f"{least.memory.total / 2**30:.1f} GiB; {hint}"

@@ -1,14 +1,16 @@
-"""ZeRO-3's loop over the layers of a stack: what a layer needs travels while another one computes.
+"""A loop over the layers of a stack in which what a layer needs, and its gradients, travel while another one computes.
 
-A layer's parameters are gathered during the layer before it, forward and backward, and its gradients are scattered
-during the backward pass of the layer below. Of four layers, what is in a column happens at the same time:
+With ZeRO-3 a layer's parameters are gathered during the layer before it, forward and backward, and its gradients are
+scattered during the backward pass of the layer below. Of four layers, what is in a column happens at the same time:
 
                 run 0     run 1     run 2     run 3     pull 3    pull 2    pull 1    pull 0
       gather 0  gather 1  gather 2  gather 3            gather 2  gather 1  gather 0  (gather 0)
                                                                   scatter 3 scatter 2 scatter 1 scatter 0
 
 These are as many gathers as if each layer had its own, forward and again backward: the last layer keeps its parameters
-between its passes, and what the last iteration gathers nobody reads.
+between its passes, and what the last iteration gathers nobody reads. With ZeRO-1 and 2, in a step of one microbatch,
+the backward pass has what the forward pass gathered. Without ZeRO in such a step, and with ZeRO-2 in others, gradients
+alone travel.
 
 So parameters and gradients go from one iteration to the next, in slots of the loop's carry. Backward the loop is
 autodiff's, whose carry is the cotangent of the forward one: there the cotangent of a slot is not a gradient, but the
@@ -25,19 +27,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.layer_by_layer import gather_layer, gather_layers
 from mtjax.sharding.parameters import (
     Frozen,
     Gathered,
+    Reduced,
     add_at,
     adding_gradients,
     differentiable,
     is_wrapped,
     layer_at,
     materialize,
+    put_at,
     starting_from,
     sum_gradient,
     zeros_like_parts,
 )
+from mtjax.theory.layout import UNSPLIT
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -47,6 +53,7 @@ class _Slots(NamedTuple):
     """Of the loop's carry. Forward: what the next layer runs with, and zeros that nobody reads."""
 
     parameters: list[Array]
+    """Those that are gathered. Backward: what the next iteration runs with; nothing of what the forward pass kept."""
     gradients: list[Array]
     """Backward: of the layer above, summed over this rank's samples alone."""
 
@@ -55,20 +62,32 @@ class _Read(NamedTuple):
     """What an iteration reads besides its carry."""
 
     others: list[Any]
-    """The layer's parameters that are not gathered."""
+    """The layer's parameters of which nothing travels."""
     number: Array
     constants: list[Array]
     parts: list[Array]
-    """Of the stack's gathered parameters."""
+    """Of the stack's parameters of which something travels: a rank's parts of those that are gathered, or all."""
     place: Array
     """Of the layer in the stack."""
 
 
 def can_go_ahead(layers: Tree) -> bool:
-    """Whether a stack has parameters to gather, and layers for a loop: four, as the last is outside, and XLA for CPUs
-    takes shorter ones apart."""
-    found = [leaf for leaf in map(_gathered, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
-    return bool(found) and not explicit_axes().issuperset(found[0].total.parts) and len(found[0].part) > 3
+    """Whether of a stack's layers anything travels, and they are enough for a loop: four, as the last is outside, and
+    XLA for CPUs takes shorter ones apart."""
+    found = [leaf for leaf in map(_travelling, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    is_by_hand = bool(found) and not explicit_axes().issuperset(found[0].total.axes)
+    return is_by_hand and len(_stack(found[0])) > 3
+
+
+def gather_before(layers: Tree) -> Tree:
+    """Parameters of a stack for a loop that does not go ahead: those that are gathered once for both passes are."""
+    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    kept = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Gathered) and leaf.is_kept}
+    if kept:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in kept.values()])
+        for (i, leaf), array in zip(kept.items(), arrays, strict=True):
+            leaves[i] = leaf.held(array)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def scan_ahead(
@@ -80,7 +99,7 @@ def scan_ahead(
       run: one layer: (stream, layer, its number, None) -> (stream, state).
       saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
       x: input of the first.
-      layers: their parameters, stacked; some are `Gathered`.
+      layers: their parameters, stacked; some are `Gathered`, or `Reduced` over ranks.
       numbers: of the layers.
       sums: what their gradients are added to, in the order of their `differentiable` parameters; zeros when None.
 
@@ -88,7 +107,7 @@ def scan_ahead(
       The output of the last, and each layer's state, stacked.
     """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    is_ahead = [_gathered(leaf) is not None for leaf in leaves]
+    is_ahead = [_travelling(leaf) is not None for leaf in leaves]
     found, others = _divided(leaves, is_ahead)
 
     def one(x: Array, parameters: list[Array], others: list[Any], number: Array) -> tuple[Array, Tree]:
@@ -96,10 +115,10 @@ def scan_ahead(
         layer = jax.tree.unflatten(tree, [next(own if ahead else rest) for ahead in is_ahead])
         return run(x, layer, number, None)
 
-    parts = [lax.stop_gradient(gathered.part) for gathered in map(_gathered, found) if gathered is not None]
+    parts = [lax.stop_gradient(_stack(leaf)) for leaf in map(_travelling, found) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, others), len(numbers) - 1
-    loop = _Loop.of(found, one, saving)
-    example = (x, loop.gather(parts, 0), layer_at(fixed, 0), numbers[0])
+    loop = _Loop.of(found, one, saving, sums is not None)
+    example = (x, loop.of_layer(loop.gather(parts, 0), parts, 0), layer_at(fixed, 0), numbers[0])
     closed, constants = cast(Any, jax.closure_convert(one, *example))
     loop = replace(loop, run=closed)
 
@@ -126,45 +145,60 @@ def scan_ahead(
 class _Loop:
     """What iterations do; it holds no arrays."""
 
-    gathered: Sequence[Gathered]
-    """Of each parameter that is, without its part."""
+    travelling: Sequence[Gathered | Reduced]
+    """Of each parameter of which something travels, without its arrays."""
     is_learnt: Sequence[bool]
     run: Run
-    """(stream, gathered parameters, others, number, constants ...) -> (stream, state)."""
+    """(stream, parameters of which something travels, others, number, constants ...) -> (stream, state)."""
     saving: Callable[[Run], Run]
+    adds_up: bool
+    """Whether there are gradients of earlier microbatches."""
 
     @classmethod
-    def of(cls, found: Sequence[Any], run: Run, saving: Callable[[Run], Run]) -> "_Loop":
-        """For parameters of a stack that are gathered."""
-        gathered = [replace(leaf, part=None) for leaf in map(_gathered, found) if leaf is not None]
-        return cls(gathered, [not isinstance(leaf, Frozen) for leaf in found], run, saving)
+    def of(cls, found: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "_Loop":
+        """For parameters of a stack of which something travels."""
+        travelling = [_without_arrays(leaf) for leaf in map(_travelling, found) if leaf is not None]
+        return cls(travelling, [not isinstance(leaf, Frozen) for leaf in found], run, saving, adds_up)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the backward pass has what the forward pass gathered."""
+        return any(isinstance(like, Gathered) and like.is_kept for like in self.travelling)
 
     def gather(self, parts: list[Array], place: Any) -> list[Array]:
-        """The parameters of a layer of the stack."""
-        own = zip(self.gathered, layer_at(parts, place), strict=True)
-        wrapped: Any = [replace(gathered, part=part) for gathered, part in own]
-        return materialize(wrapped)
+        """The parameters of a layer that are gathered."""
+        own = zip(self.travelling, layer_at(parts, place), strict=True)
+        wrapped = [replace(like, part=part) for like, part in own if isinstance(like, Gathered)]
+        if not self.is_kept:
+            return materialize(cast(Any, wrapped))
+        with jax.named_scope("parameters"):
+            return [gather_layer(each) for each in wrapped]
+
+    def of_layer(self, gathered: list[Array], parts: list[Array], place: Any) -> list[Array]:
+        """The parameters of a layer: those that are gathered, and the others from their stacks."""
+        own, before = layer_at(parts, place), iter(gathered)
+        pairs = zip(self.travelling, own, strict=True)
+        return [next(before) if isinstance(like, Gathered) else array for like, array in pairs]
+
+    def again(self, parameters: list[Array]) -> list[Array]:
+        """Those of them that the backward pass gathers, or reads from its stack, again."""
+        pairs = zip(self.travelling, parameters, strict=True)
+        return [array for like, array in pairs if not (isinstance(like, Gathered) and like.is_kept)]
 
     def waiting(self, gradients: list[Array]) -> list[Array]:
         """Gradients of a layer's parameters in the type in which they travel, of those that are trained."""
-        own = zip(self.gathered, gradients, self.is_learnt, strict=True)
-        return [gradient.astype(gathered.total.wire) for gathered, gradient, is_learnt in own if is_learnt]
-
-    def nothing(self, parameters: list[Array]) -> list[Array]:
-        """Zeros like what waits."""
-
-        def zeros(like: Array) -> Array:
-            kind = jax.typeof(like)
-            return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
-
-        return [zeros(array) for array in self.waiting(parameters)]
+        own = zip(self.travelling, gradients, self.is_learnt, strict=True)
+        return [gradient.astype(like.total.wire) for like, gradient, is_learnt in own if is_learnt]
 
     def added(self, sums: list[Array], gradients: list[Array], place: Any) -> list[Array]:
         """Sums over a stack's layers, with the gradients of a layer that waited: each rank's part of them."""
-        learnt = [gathered for gathered, is_learnt in zip(self.gathered, self.is_learnt, strict=True) if is_learnt]
+        learnt = [like for like, is_learnt in zip(self.travelling, self.is_learnt, strict=True) if is_learnt]
 
-        def one(total: Array, gradient: Array, gathered: Gathered) -> Array:
-            return add_at(total, sum_gradient(gradient, spec(*gathered.names), gathered.total), place)
+        def one(total: Array, gradient: Array, like: Gathered | Reduced) -> Array:
+            place_in_layer = spec(*like.names) if isinstance(like, Gathered) else like.place
+            # An all-reduce that is added to what a loop carries XLA moves behind the loop.
+            put = put_at if like.total.dim == UNSPLIT and not self.adds_up else add_at
+            return put(total, sum_gradient(gradient, place_in_layer, like.total), place)
 
         return [one(*each) for each in zip(sums, gradients, learnt, strict=True)]
 
@@ -175,8 +209,9 @@ class _Loop:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _begin(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[_Slots, list[Array]]:
     """Slots with the first layer's parameters, and `own`, the trained ones of the stack, unchanged."""
-    parameters = loop.gather(parts, 0)
-    return _Slots(parameters, loop.nothing(parameters)), own
+    gathered = loop.gather(parts, 0)
+    nothing = _zeros_like(loop.waiting(loop.of_layer(gathered, parts, 0)))
+    return _Slots(gathered, nothing), own
 
 
 def _begin_forward(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[Any, None]:
@@ -199,23 +234,25 @@ def _step(
     loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _Read
 ) -> tuple[tuple[Array, _Slots, list[Array]], Tree]:
     """Runs a layer, gathers the next; `own` passes unchanged, for the sums that are its cotangents."""
-    x, state = loop.run(x, slots.parameters, read.others, read.number, *read.constants)
+    parameters = loop.of_layer(slots.parameters, read.parts, read.place)
+    x, state = loop.run(x, parameters, read.others, read.number, *read.constants)
     return (x, slots._replace(parameters=loop.gather(read.parts, read.place + 1)), own), state
 
 
 def _step_forward(loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _Read) -> tuple[Any, Any]:
-    run = loop.saving(loop.run)
-    (x, state), pull = jax.vjp(run, x, slots.parameters, read.others, read.number, *read.constants)
+    run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, read.parts, read.place)
+    (x, state), pull = jax.vjp(run, x, parameters, read.others, read.number, *read.constants)
     after = slots._replace(parameters=loop.gather(read.parts, read.place + 1))
-    return ((x, after, own), state), (_Pull.without(pull, slots.parameters), read.parts, read.place)
+    return ((x, after, own), state), (_Pull.without(pull, loop.again(parameters)), read.parts, read.place)
 
 
 def _step_backward(loop: _Loop, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     pull, parts, place = kept
     (gradient, slots, sums), of_state = cotangents
     sums = loop.added(sums, slots.gradients, place + 1)
-    below = loop.gather(parts, jnp.maximum(place - 1, 0))
-    gradient, own, others, number, *constants = pull.of(slots.parameters)((gradient, of_state))
+    below = slots.parameters if loop.is_kept else loop.gather(parts, jnp.maximum(place - 1, 0))
+    again = loop.again(loop.of_layer(slots.parameters, parts, place))
+    gradient, own, others, number, *constants = pull.of(again)((gradient, of_state))
     return gradient, _Slots(below, loop.waiting(own)), sums, _Read(others, number, constants, None, None)  # pyright: ignore[reportArgumentType]
 
 
@@ -228,15 +265,17 @@ _step.defvjp(_step_forward, _step_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turn(loop: _Loop, slots: _Slots, parts: list[Array]) -> list[Array]:
     """The last layer's parameters, whose cotangents are gradients: from here on they wait in a slot."""
-    return slots.parameters
+    return loop.of_layer(slots.parameters, parts, len(parts[0]) - 1)
 
 
-def _turn_forward(loop: _Loop, slots: _Slots, parts: list[Array]) -> tuple[list[Array], list[Array]]:
-    return slots.parameters, parts
+def _turn_forward(loop: _Loop, slots: _Slots, parts: list[Array]) -> tuple[list[Array], Any]:
+    return _turn(loop, slots, parts), (slots.parameters if loop.is_kept else None, parts)
 
 
-def _turn_backward(loop: _Loop, parts: list[Array], gradients: list[Array]) -> tuple[_Slots, None]:
-    return _Slots(loop.gather(parts, len(parts[0]) - 2), loop.waiting(gradients)), None
+def _turn_backward(loop: _Loop, kept: Any, gradients: list[Array]) -> tuple[_Slots, None]:
+    gathered, parts = kept
+    below = _zeros_like(gathered) if loop.is_kept else loop.gather(parts, len(parts[0]) - 2)
+    return _Slots(below, loop.waiting(gradients)), None
 
 
 _turn.defvjp(_turn_forward, _turn_backward)
@@ -266,10 +305,27 @@ class _Pull:
         return jax.tree.unflatten(self.tree, [next(kept) if i is None else parameters[i] for i in self.places])
 
 
-def _gathered(leaf: Any) -> Gathered | None:
-    """What a parameter is gathered from, if it is."""
+def _travelling(leaf: Any) -> Gathered | Reduced | None:
+    """What a parameter is gathered from, or its gradient summed by, if it is."""
     leaf = leaf.parameter if isinstance(leaf, Frozen) else leaf
-    return leaf if isinstance(leaf, Gathered) else None
+    is_sent = isinstance(leaf, Gathered) or (isinstance(leaf, Reduced) and bool(leaf.total.axes))
+    return leaf if is_sent else None
+
+
+def _stack(leaf: Gathered | Reduced) -> Array:
+    return leaf.part if isinstance(leaf, Gathered) else leaf.array
+
+
+def _without_arrays(leaf: Gathered | Reduced) -> Gathered | Reduced:
+    return replace(leaf, part=None) if isinstance(leaf, Gathered) else replace(leaf, array=None, part=None)
+
+
+def _zeros_like(arrays: list[Array]) -> list[Array]:
+    def zeros(like: Array) -> Array:
+        kind = jax.typeof(like)
+        return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
+
+    return [zeros(array) for array in arrays]
 
 
 def _divided(each: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:

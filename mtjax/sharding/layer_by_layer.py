@@ -19,12 +19,12 @@ def gather_layers(stacks: list[Gathered]) -> list[Array]:
 
     def layer(number: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
-            return [_gather(layer_at(stack.part, number), stack) for stack in stacks]
+            return [gather_layer(layer_at(stack, number)) for stack in stacks]
 
     return _layer_by_layer(layer, len(stacks[0].part))
 
 
-def _gather(part: Array, like: Gathered) -> Array:
+def gather_layer(like: Gathered) -> Array:
     """A layer's parameter with its last dimension innermost: else the layout of a gather, with the split dimension
     outermost, spreads to the stack into which it is written, of which XLA then makes another copy.
 
@@ -36,7 +36,7 @@ def _gather(part: Array, like: Gathered) -> Array:
         row_major = memory_layout.Layout(major_to_minor=tuple(range(whole.ndim)))
         return memory_layout.with_layout_constraint(whole, row_major)
 
-    return over_the_rest(local, spec(*like.names))(part)
+    return over_the_rest(local, spec(*like.names))(like.part)
 
 
 def scatter_layers(whole: list[Array], totals: list[GradientSum], places: list[PartitionSpec]) -> list[Array]:

@@ -55,7 +55,9 @@ class Reduced:
     total: GradientSum
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "total", "sent", "dtype"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["names", "total", "sent", "dtype", "is_kept"]
+)
 @dataclass(frozen=True)
 class Gathered:
     """A rank's part of a parameter that is gathered for each use, and its gradient scattered."""
@@ -69,6 +71,12 @@ class Gathered:
     dtype: str
     """Type in which the model gets it, and its gradient. A layer's matrices stay as they were sent, so that no copy is
     kept."""
+    is_kept: bool = False
+    """Whether it is gathered once for both passes."""
+
+    def held(self, whole: Array) -> Reduced:
+        """The same parameter once it is gathered, for both passes."""
+        return Reduced(whole, self.part, spec(*self.names), self.total)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
@@ -106,9 +114,9 @@ def _resolve(leaf: Any) -> Any:
             return _resolve(parameter)
         case Reduced(array, part, place, total):
             return _attach(place, total, array, part)
-        case Gathered(part, names, total, sent, dtype) if explicit_axes().issuperset(total.parts):
+        case Gathered(part, names, total, sent, dtype, _) if explicit_axes().issuperset(total.parts):
             return reshard(part.astype(sent), spec(*names)).astype(dtype)
-        case Gathered(part, names, total, sent, dtype):
+        case Gathered(part, names, total, sent, dtype, _):
             return _gather(spec(*names), total, sent, dtype, part)
     return leaf
 
@@ -199,7 +207,12 @@ def layer_at(stacks: T, place: Any) -> T:
 
 def add_at(total: Array, own: Array, place: Any) -> Array:
     """A stack with `own` added to what it holds of a layer."""
-    return lax.dynamic_update_index_in_dim(total, layer_at(total, place) + own, place, 0)
+    return put_at(total, layer_at(total, place) + own, place)
+
+
+def put_at(total: Array, own: Array, place: Any) -> Array:
+    """A stack that holds `own` of a layer."""
+    return lax.dynamic_update_index_in_dim(total, own, place, 0)
 
 
 @jax.custom_vjp

@@ -18,7 +18,7 @@ from mtjax.sharding.axes import explicit_part, spec, varying_axes
 from mtjax.sharding.layer_by_layer import scatter_layers
 from mtjax.sharding.parameters import Gathered, GradientSum, Reduced, sum_gradient
 from mtjax.sharding.records import ParameterRecord, split_stacks
-from mtjax.sharding.zero import gathered, once_a_step
+from mtjax.sharding.zero import gathered, kept, once_a_step
 from mtjax.theory.layout import UNSPLIT
 
 Tree = Any
@@ -43,7 +43,8 @@ class Reduction:
     def wrap(self, parameters: Tree) -> Tree:
         """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
 
-        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `once_a_step`.
+        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `once_a_step`. Where the step's only
+        microbatch can hide it, as it hides the sums of gradients, the loop over the layers does it.
 
         Args:
           parameters: placed as `stored`, and varying over the axes over which the batch does.
@@ -52,6 +53,8 @@ class Reduction:
         def one(record: ParameterRecord, array: Array) -> Any:
             if record.sent is not None and not record.is_gathered_once:
                 return gathered(record, array)
+            if record.is_gathered_once and record.is_split_inside_layers and self.num_microbatches == self.stages == 1:
+                return kept(record, array)
             whole = once_a_step(record, array) if record.is_gathered_once else array
             if self.is_early(record):
                 zeros = zeros_to_sum(array.shape, array, record, record.total)

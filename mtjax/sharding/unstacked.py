@@ -44,6 +44,9 @@ def take_apart(record: ParameterRecord, stack: Any, dtype: str) -> Rows:
         if isinstance(stack, Reduced):
             part = jax.lax.index_in_dim(stack.part, i, keepdims=False)
             return replace(stack, array=row(stack.array, i), part=part)
+        if isinstance(stack, Gathered) and stack.is_kept:
+            own = replace(stack, part=jax.lax.index_in_dim(stack.part, i, keepdims=False))
+            return own.held(row(stack, i))
         return row(stack, i)
 
     with jax.named_scope("parameters"):

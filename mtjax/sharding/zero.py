@@ -43,6 +43,12 @@ def gathered(record: ParameterRecord, part: Array) -> Gathered | Array:
     return Gathered(part, record.used_axes, record.used_total, record.sent, dtype)
 
 
+def kept(record: ParameterRecord, part: Array) -> Gathered:
+    """A parameter of layers, of which ranks have parts, for the loop over the layers to gather once for both passes."""
+    assert record.sent is not None
+    return Gathered(part, record.used_axes, record.used_total, record.sent, record.sent, is_kept=True)
+
+
 def once_a_step(record: ParameterRecord, part: Array) -> Gathered | Array:
     """A parameter of which ranks have parts, whole for all microbatches of a step: gathered here, or, layers' matrices,
     left for `gather_once` to gather layer by layer, or for `take_apart`."""
@@ -61,13 +67,15 @@ def _all_layers(record: ParameterRecord, part: Array) -> Array:
 def gather_once(records: Tree, wrapped: Tree) -> Tree:
     """Wrapped parameters with those of ZeRO-1 and 2 gathered that still are to be, stacks one layer after the other.
 
+    Those that are left to the loop over the layers stay as they are.
+
     All at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
     dimension outermost, and is transposed.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     table = jax.tree.leaves(records)
     stacks = split_stacks(table)
-    waiting = {i for i, r in enumerate(table) if r.is_gathered_once and isinstance(_parameter(leaves[i]), Gathered)}
+    waiting = {i for i, r in enumerate(table) if r.is_gathered_once and _waits(_parameter(leaves[i]))}
     for members in stacks:
         if own := [i for i in members if i in waiting]:
             for i, array in zip(own, gather_layers([_parameter(leaves[i]) for i in own]), strict=True):
@@ -75,6 +83,10 @@ def gather_once(records: Tree, wrapped: Tree) -> Tree:
     for i in waiting.difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
+
+
+def _waits(parameter: Any) -> bool:
+    return isinstance(parameter, Gathered) and not parameter.is_kept
 
 
 def _parameter(leaf: Any) -> Any:

@@ -304,7 +304,7 @@ def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """With ZeRO-3, two layers' parameters: of that at work, and of the next; and the gradients of the one before, which
     mtjax sends while others compute."""
     each = 2 * plan.element_bytes
-    if plan.gathers_ahead(anatomy.model):
+    if plan.goes_ahead(anatomy.model):
         each += plan.precision.gradients
     return each * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
 

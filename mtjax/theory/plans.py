@@ -175,14 +175,15 @@ class Plan:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether parameters, of which ZeRO keeps parts between steps, are gathered before the first microbatch."""
+        """Whether parameters, of which ZeRO keeps parts between steps, are gathered once a step, not for each use."""
         return self.zero in (1, 2) and self.precision.are_masters and self.zero_ways > 1
 
-    def gathers_ahead(self, model: Model) -> bool:
-        """Whether a layer's parameters are gathered while another computes: in ZeRO-3's loops over single layers."""
+    def goes_ahead(self, model: Model) -> bool:
+        """Whether what a layer's passes gather and sum travels while another layer computes: in loops over single
+        layers."""
         alone = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
-        alone = alone and not self.recompute_offload and not self.is_staged
-        return self.zero == 3 and self.residuals == "jax" and alone
+        alone = alone and not self.recompute_offload and not self.unrolled and not self.is_staged
+        return self.reduces_at_once and self.residuals == "jax" and alone
 
     def layout(self, model: Model) -> Layout:
         """Which mesh axes split which dimensions of a model."""

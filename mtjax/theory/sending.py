@@ -101,11 +101,14 @@ def exposed_by_axis(
 
 
 def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float) -> float:
-    """Seconds of ZeRO-3's gathers and sums that other layers do not hide: gathers in either pass, sums in the second.
+    """Seconds of gathers and sums over data ranks that other layers do not hide.
+
+    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
+    pass of a step's only microbatch; before the first of several nothing hides them.
 
     Args:
       anatomy: of the model.
-      plan: of layers that gather ahead.
+      plan: of layers whose parameters and gradients travel while others compute.
       machine: on which they run.
       compute: seconds of all layers, both passes.
     """
@@ -114,8 +117,12 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
         if axis_of(entry) == DATA:
             sent[entry.phase] += transfer_time(entry, anatomy, plan, machine)
     forward = compute / (4 if plan.recompute == "full" else 3)
-    gathers, sums = sent[PARAMETERS] / 2, sent[GRADIENTS]
-    return max(0.0, gathers - forward) + max(0.0, gathers + sums - (compute - forward))
+    gathers, again = sent[PARAMETERS], 0.0
+    if plan.zero == 3:
+        gathers = again = gathers / 2
+    elif plan.microbatches > 1:
+        return gathers + max(0.0, sent[GRADIENTS] - (compute - forward))
+    return max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
 
 
 def exposed_turns(spent: float, plan: Plan, attention: float) -> float:

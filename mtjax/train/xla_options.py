@@ -19,6 +19,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
+from mtjax.theory.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ AHEAD = (
         "0.10.2, 30 MB by default",
     ),
     Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        1 << 28,
+        "the same for a layer's gradients where each rank keeps all of their sum",
+        "0.10.2, 30 MB by default",
+    ),
+    Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         3,
         "parameters, gradients and what else a layer sends, as tokens to experts, at a time; where a table below has "
@@ -116,7 +123,7 @@ AHEAD = (
         "0.10.2, 1 by default",
     ),
 )
-"""In addition, where a layer's parameters come from other servers while another computes: ZeRO-3 without stages."""
+"""In addition, where a layer's parameters come from other servers, or gradients go there, while another computes."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -234,7 +241,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (OVERLAP, parallel.overlap),
         (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
-        (AHEAD, parallel.overlap and parallel.zero == 3 and processes > 1 and not staged),
+        (AHEAD, parallel.overlap and processes > 1 and Plan.of(config, shape).goes_ahead(config.model)),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.shares_samples),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),

@@ -1,4 +1,4 @@
-"""ZeRO-3's layers, gathered while others compute: the numbers of layers that gather for themselves."""
+"""Layers gathered and their gradients summed while others compute: the numbers of layers that do so for themselves."""
 
 from typing import Any
 
@@ -28,8 +28,17 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     ("mesh", "fields"),
     [
         pytest.param("2x4", {"recompute": "full", "sequence_parallel": True}, id="full recompute, split sequences"),
+        pytest.param("4x2", {"recompute": "none", "zero": 1}, id="ZeRO-1, gathered once"),
+        pytest.param("8x1", {"recompute": "selective", "zero": 2}, id="ZeRO-2, gathered once", marks=LONG),
+        pytest.param("4x2", {"zero": 2, "microbatch_size": 1}, id="ZeRO-2, two microbatches", marks=LONG),
+        pytest.param("2x4", {"recompute": "full", "zero": 0}, id="sums alone", marks=LONG),
+        pytest.param("4x2", {"zero": 1, "family": "t5"}, id="T5, ZeRO-1", marks=LONG),
+        pytest.param("4x2", {"zero": 0, "lora_rank": 2}, id="frozen, sums alone", marks=LONG),
         pytest.param(
-            "4x2", {"recompute": "selective", "lora_rank": 2, "microbatch_size": 1}, id="frozen, two microbatches"
+            "4x2",
+            {"recompute": "selective", "lora_rank": 2, "microbatch_size": 1},
+            id="frozen, two microbatches",
+            marks=LONG,
         ),
         pytest.param("4x2", {"recompute": "none", "family": "t5", "microbatch_size": 1}, id="T5", marks=LONG),
         pytest.param(
@@ -58,11 +67,12 @@ def test_gradients_are_those_of_layers_that_gather_for_themselves(mesh, fields, 
 
 
 @needs_aot
-def test_computing_waits_less_for_what_crosses_servers_on_h100s(monkeypatch):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_computing_waits_less_for_what_crosses_servers_on_h100s(zero, monkeypatch):
     """By half and more, of gathers and gradients that together take less time than what is computed beside them."""
     fields = {"mesh": "16x8", "num_layers": 8, "hidden_size": 4096, "num_heads": 32, "sequence_length": 4096}
-    fields |= {"vocab_size": 1024, "attention": "xla", "recompute": "full", "sequence_parallel": True, "zero": 3}
-    fields |= {"global_batch_size": 32, "microbatch_size": 1, "gradient_wire_dtype": "bfloat16"}
+    fields |= {"vocab_size": 1024, "attention": "xla", "recompute": "full", "sequence_parallel": True, "zero": zero}
+    fields |= {"global_batch_size": 32 if zero == 3 else 16, "microbatch_size": 1, "gradient_wire_dtype": "bfloat16"}
     run, target = tiny(**fields), find_target("h100x8")
     ahead = inspect(run, target).time
     monkeypatch.setattr(ALONE, lambda layers: False)

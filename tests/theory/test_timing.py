@@ -76,7 +76,7 @@ def test_model_groups_fill_servers_first(mesh, server, model, data):
 
 
 def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
-    time = step_time(GPT_8B, PLAN, DGX_H100)
+    time = step_time(GPT_8B, dataclasses.replace(PLAN, microbatch_size=4), DGX_H100)
     parts = [
         time.products,
         time.attention,
@@ -96,7 +96,7 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
 
 
 def test_overlap_only_hides():
-    plan = dataclasses.replace(PLAN, sequence_parallel=True, zero=1)
+    plan = dataclasses.replace(PLAN, microbatch_size=4, sequence_parallel=True, zero=1)
     plain, hidden = step_time(GPT_8B, plan, DGX_H100, MTJAX), step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
     assert hidden.model_axis < plain.model_axis
     assert hidden.data_axis < plain.data_axis
