@@ -77,7 +77,9 @@ PIPELINED_SUMS = (
         until=(0, 12),
     ),
 )
-"""In addition, where the residual stream is split over the sequence, or collectives go side by side.
+"""In addition, where the residual stream is split over the sequence, or collectives go side by side, and layers do not
+send ahead by themselves: of such programs XLA 0.10.2 could not schedule one with it ("is not scheduled after its control
+predecessor"), and others were the same with and without.
 
 docs/inspect.md and docs/speed.md have what was left out, and what each of them brings.
 """
@@ -236,12 +238,13 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     # In one server there is one kind of link. Of devices only their process is known: most often that of a server.
     processes = len({device.process_index for device in mesh.devices.flat})
     side_by_side = processes > 1 and shape.shares_batch_and_layers and not staged
+    ahead = Plan.of(config, shape).goes_ahead(config.model)
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
-        (PIPELINED_SUMS, parallel.overlap and (parallel.sequence_parallel or side_by_side)),
+        (PIPELINED_SUMS, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
-        (AHEAD, parallel.overlap and processes > 1 and Plan.of(config, shape).goes_ahead(config.model)),
+        (AHEAD, parallel.overlap and processes > 1 and ahead),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.shares_samples),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
