@@ -78,8 +78,8 @@ PIPELINED_SUMS = (
     ),
 )
 """In addition, where the residual stream is split over the sequence, or collectives go side by side, and layers do not
-send ahead by themselves: of such programs XLA 0.10.2 could not schedule one with it ("is not scheduled after its control
-predecessor"), and others were the same with and without.
+send ahead by themselves: one such program XLA of jax 0.10.2 could not schedule with it ("is not scheduled after its
+control predecessor"), and others were the same with and without.
 
 docs/inspect.md and docs/speed.md have what was left out, and what each of them brings.
 """

@@ -165,6 +165,7 @@ def test_a_harness_that_is_not_installed(capsys, monkeypatch) -> None:
     assert "evaluate" in said
 
 
+@pytest.mark.long  # importing lm_eval takes 20 seconds
 def test_a_task_that_lm_eval_does_not_have(tmp_path, capsys) -> None:
     pytest.importorskip("lm_eval", reason=EXTRA)
     for name, text in (("pages", "task: pages\ndataset_path: json\ndataset_kwargs: {data_files: none.jsonl}\n"),):

@@ -93,7 +93,7 @@ def test_tokens_are_exchanged_where_that_is_faster_and_wait_for_the_rank_with_mo
     assert exchanged / gathered == pytest.approx(1 / 4, rel=0.01) and exchange < gather / 3
     most, slower = row(uneven, r"exchange \(planned\)")
     assert most == exchanged and 1.45 < slower / exchange < 1.5 and row(uneven, "gather") == (gathered, gather)
-    out = run(capsys, *asked, "--gpus", "16", "--global-batch-size", "64")
+    out = run(capsys, *asked, "--gpus", "16", "--global-batch-size", "16")
     assert re.search(r"Train it: .* --mesh data=2,expert=8,model=1 .*--expert-method exchange", out)
 
 
@@ -173,9 +173,9 @@ def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
-    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "512x1", "--microbatch-size", "1", "--target", "v100x16")
+    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "16x1", "--microbatch-size", "1", "--target", "h100x8")
     assert "does NOT fit" in out
-    assert re.search(r"does not fit v100x16: the nearest plan that does is mesh \S+", out)
+    assert re.search(r"does not fit h100x8: the nearest plan that does is mesh \S+", out)
 
 
 @pytest.mark.parametrize(
