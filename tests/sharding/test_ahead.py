@@ -33,6 +33,9 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
         pytest.param("4x2", {"zero": 2, "microbatch_size": 1}, id="ZeRO-2, two microbatches", marks=LONG),
         pytest.param("2x4", {"recompute": "full", "zero": 0}, id="sums alone", marks=LONG),
         pytest.param("4x2", {"zero": 1, "family": "t5"}, id="T5, ZeRO-1", marks=LONG),
+        pytest.param(
+            "data=2,context=2,model=2", {"zero": 1, "family": "llama"}, id="ranks that share samples", marks=LONG
+        ),
         pytest.param("4x2", {"zero": 0, "lora_rank": 2}, id="frozen, sums alone", marks=LONG),
         pytest.param(
             "4x2",
