@@ -127,16 +127,18 @@ def scan_ahead(
     totals = zeros_like_parts(stacks) if sums is None else _divided(sums, learnt)
 
     def turn(carry: Tree, at: tuple[Array, Array]) -> tuple[Tree, Tree]:
-        (x, slots, own, rest), (place, number) = carry, at
+        (x, slots, own, rest, shared), (place, number) = carry, at
         layer, rest = adding_gradients(layer_at(fixed, place), rest, place)
-        (x, slots, own), state = cast(Any, _step(loop, x, slots, own, _Read(layer, number, constants, parts, place)))
-        return (x, slots, own, rest), state
+        using, shared = _shared(constants, shared)
+        (x, slots, own), state = cast(Any, _step(loop, x, slots, own, _Read(layer, number, using, parts, place)))
+        return (x, slots, own, rest, shared), state
 
     slots, own = cast(Any, _begin(loop, stacks[0], parts))
-    carry, states = lax.scan(turn, (x, slots, own, stacks[1]), (jnp.arange(last), numbers[:-1]))
-    x, slots, own, rest = carry
+    carry, states = lax.scan(turn, (x, slots, own, stacks[1], constants), (jnp.arange(last), numbers[:-1]))
+    x, slots, own, rest, shared = carry
     layer, rest = adding_gradients(layer_at(fixed, last), rest, jnp.asarray(last))
-    x, state = saving(closed)(x, _turn(loop, slots, parts), layer, numbers[-1], *constants)
+    using, _ = _shared(constants, shared)
+    x, state = saving(closed)(x, _turn(loop, slots, parts), layer, numbers[-1], *using)
     states = jax.tree.map(lambda before, own: jnp.concatenate([before, own[None]]), states, state)
     return starting_from(totals, x, (own, rest)), states
 
@@ -201,6 +203,35 @@ class _Loop:
             return put(total, sum_gradient(gradient, place_in_layer, like.total), place)
 
         return [one(*each) for each in zip(sums, gradients, learnt, strict=True)]
+
+
+# --- what all layers read
+
+
+def _shared(constants: list[Array], carried: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Both unchanged; gradients of what a layer reads are added to what is `carried`, one by one: some have none.
+
+    So the last layer's are worked out before the loop: XLA would put them off, and keep what they come from.
+    """
+    pairs = [_add_to(lax.stop_gradient(own), total) for own, total in zip(constants, carried, strict=True)]
+    return [own for own, _ in pairs], [total for _, total in pairs]
+
+
+@jax.custom_vjp
+def _add_to(own: Array, total: Array) -> tuple[Array, Array]:
+    return own, total
+
+
+def _add_to_forward(own: Array, total: Array) -> tuple[tuple[Array, Array], None]:
+    return (own, total), None
+
+
+def _add_to_backward(_: None, gradients: tuple[Array, Array]) -> tuple[None, Array]:
+    own, total = gradients
+    return None, total + own
+
+
+_add_to.defvjp(_add_to_forward, _add_to_backward)
 
 
 # --- before the first layer

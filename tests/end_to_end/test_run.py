@@ -160,6 +160,6 @@ def test_programs_that_cant_be_kept_are_not_compiled(
 def test_it_says_where_the_time_went(run: Finished) -> None:
     lines = run.stdout.splitlines()
     number = next(number for number, line in enumerate(lines) if line.startswith("time"))
-    for words in ("steps", "compilation", "(start-up: imports"):
+    for words in ("steps", "compilation", "start-up"):
         assert words in lines[number]
     assert "programs were compiled before" in lines[number + 1]
