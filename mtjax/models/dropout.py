@@ -8,7 +8,9 @@ from jaxtyping import Int, Key
 
 from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.models.threefry import random_bits
+from mtjax.models.where import where
 from mtjax.sharding.axes import spec
+from mtjax.sharding.opaque import opaque
 
 
 def dropout(
@@ -34,9 +36,8 @@ def dropout(
     """
     if keys is None or rate == 0:
         return x
-    keep = jax.vmap(lambda key: _bits(key, x, site, names, places) >= keep_threshold(rate))(keys)
-    keep = checkpoint_name(keep, saved_as)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    keep = checkpoint_name(_bits(x, keys, site, names, places) >= keep_threshold(rate), saved_as)
+    return where(keep, x / (1 - rate), 0.0).astype(x.dtype)
 
 
 def jitter(
@@ -53,14 +54,18 @@ def jitter(
     """
     if keys is None or distance == 0:
         return x
-    bits = jax.vmap(lambda key: _bits(key, x, site, names, places))(keys)
-    even = bits.astype(jnp.float32) * 2.0**-32
+    even = _bits(x, keys, site, names, places).astype(jnp.float32) * 2.0**-32
     return (x * (1 - distance + 2 * distance * even)).astype(x.dtype)
 
 
-def _bits(key: Array, x: Array, site: int, names: tuple[str, ...], places: Array | None) -> Array:
-    """32 random bits for each element of a sample of x."""
-    return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), places)
+def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], places: Array | None) -> Array:
+    """32 random bits for each element of x. In one piece: jax would lift the elements' numbers out of the loop over
+    layers, and every layer would read them from memory."""
+
+    def of_sample(key: Array, places: Array | None) -> Array:
+        return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), places)
+
+    return opaque(jax.vmap(of_sample, in_axes=(0, None)), keys, places)
 
 
 def keep_threshold(rate: float) -> Array:

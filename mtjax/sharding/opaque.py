@@ -19,6 +19,7 @@ class _Whole:
 _opaque_p = Primitive("opaque")
 _opaque_p.multiple_results = True
 _opaque_p.def_abstract_eval(lambda *_, whole: whole.jaxpr.out_avals)
+_opaque_p.def_impl(lambda *arrays, whole: jaxpr_as_fun(whole.jaxpr)(*arrays))
 mlir.register_lowering(
     _opaque_p, mlir.lower_fun(lambda *arrays, whole: jaxpr_as_fun(whole.jaxpr)(*arrays), multiple_results=True)
 )

@@ -10,6 +10,7 @@ from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
+from mtjax.models.where import plus, where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.blocks import NEVER
 
@@ -67,7 +68,7 @@ def softmax_attention(
     # XLA transpose what is seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
-    probabilities = _softmax(jnp.where(mask, scores if bias is None else scores + bias, HIDDEN_SCORE))
+    probabilities = _softmax(where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE))
     probabilities = dropout(
         probabilities.astype(query.dtype), rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
     )
