@@ -79,14 +79,16 @@ def locate(computation: Computation, instruction: Instruction) -> tuple[str, str
 
 
 def _nearest(computation: Computation, start: Instruction) -> Iterator[Instruction]:
-    """Instructions around one, by distance; stops at loops and the computation's edges, which belong to no phase."""
+    """Instructions around one, by distance. Ends at the computation's edges, and at loops: those that name a phase are
+    what XLA has moved a sum out of."""
     queue, seen = deque([start]), {start.name}
     while queue and len(seen) < _NEIGHBOURS:
         current = queue.popleft()
         producers = [computation.by_name[n] for n in current.operands if n in computation.by_name]
         for neighbour in (*producers, *computation.users.get(current.name, ())):
-            if neighbour.name in seen or neighbour.opcode in ("while", "parameter", "tuple", "constant"):
+            if neighbour.name in seen or neighbour.opcode in ("parameter", "tuple", "constant"):
                 continue
             seen.add(neighbour.name)
-            queue.append(neighbour)
+            if neighbour.opcode != "while":
+                queue.append(neighbour)
             yield neighbour

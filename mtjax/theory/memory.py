@@ -70,12 +70,15 @@ class Memory:
     """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
     later stacks kept, which is free by then."""
     logits: float
+    """The loss: logits and their gradients; and parameters that mtjax gathers ahead for the layers' backward pass."""
     finishing: float = 0.0
     """Behind the last microbatch, beside the gradients: on stages the sums over stages of what is outside the layers;
     where layers have no loop, the largest of the stacks that their gradients are put into, one after the other. This
     GPU's parts of ZeRO-1's sums are less than the parameters gathered before, which are gone by then."""
-    deferred: float = 0.0
-    """Of the gradients, what comes as activations go: where layers have no loop and there is one microbatch, theirs."""
+    later: float = 0.0
+    """Of the gradients, what comes after the loss: layers', where there is one microbatch."""
+    comes_as_activations_go: bool = False
+    """Whether that takes their place: where layers have no loop."""
     teacher: float = 0.0
     """Beside the student's: a teacher's weights - of one that nobody has asked, the output table alone, which the step
     reads - and what it says of the batch."""
@@ -86,7 +89,8 @@ class Memory:
     def total(self) -> float:
         """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced, and
         there are no gradients while a teacher is at work."""
-        most = self.gradients + max(self.kept + max(self.working, self.logits) - self.deferred, self.finishing)
+        working = self.working - (self.later if self.comes_as_activations_go else 0.0)
+        most = self.gradients + max(self.kept + max(working, self.logits - self.later), self.finishing)
         return self.weights + self.optimizer + self.teacher + max(most, self.teaching)
 
     @property
@@ -122,16 +126,17 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     head = max((part.working(plan) for part in anatomy.head), default=0.0)
     outside = g * _added_whole(plan, own)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
-    later = plan.unrolled and plan.microbatches == 1
+    comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
         weights=sum(state.weights for state in states),
         gradients=sum(state.gradients for state in states) + (0 if plan.is_staged else outside),
         optimizer=sum(state.optimizer for state in states),
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
-        logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
+        logits=head + _gathered_ahead(anatomy, plan) if plan.is_staged or stage == mesh.stage - 1 else 0,
         finishing=max(outside if plan.is_staged else 0.0, stacked),
-        deferred=gradients * own.in_layers if later else 0.0,
+        later=gradients * own.in_layers if comes_late else 0.0,
+        comes_as_activations_go=plan.unrolled,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + said_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )
@@ -303,10 +308,16 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """With ZeRO-3, two layers' parameters: of that at work, and of the next; and the gradients of the one before, which
     mtjax sends while others compute."""
-    each = 2 * plan.element_bytes
-    if plan.goes_ahead(anatomy.model):
-        each += plan.precision.gradients
-    return each * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    waiting = plan.precision.gradients if plan.goes_ahead(anatomy.model) else 0
+    return (2 * plan.element_bytes + waiting) * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+
+
+def _gathered_ahead(anatomy: Anatomy, plan: Plan) -> float:
+    """With ZeRO-3, the parameters of the last two layers, while the loss is computed."""
+    if plan.zero < 3 or not plan.goes_ahead(anatomy.model):
+        return 0.0
+    last = layer_counts(anatomy.stacks[-1], plan.layout(anatomy.model), plan.mesh)
+    return 2 * plan.element_bytes * last.all
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
@@ -328,11 +339,15 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     pairs = 0 if plan.flash_attention or plan.across else sum(part.scores.pairs for part in stack.parts if part.scores)
     scores = pairs * plan.microbatch_size / plan.mesh.model
     again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
-    again += 2 * kinds.get(NORM_INPUTS, 0)
+    again += (2 if plan.recompute == "full" else 1) * kinds.get(NORM_INPUTS, 0)
     again = 0 if plan.unrolled else again
     near = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = near * plan.microbatch_size * _stream_elements(stack, plan)
-    return again + c * scores + stream + max(part.working(plan) for part in stack.parts)
+    moments, waits = [], 0.0
+    for part in reversed(stack.parts):
+        moments.append(part.working(plan) + (waits if part.scores else c * scores))
+        waits = max(waits, part.waits(plan))
+    return again + stream + max(moments)
 
 
 def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:

@@ -179,6 +179,29 @@ ENTRY %main (p: f32[4], q: f32[4]) -> f32[8] {{
 }}
 """
 
+BEHIND_A_LOOP = f"""{HEADER}
+{ADD}
+%body (state: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  ROOT %state = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+}}
+
+%condition (state.1: (s32[], bf16[4,8])) -> pred[] {{
+  %state.1 = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state.1), index=0
+  %end = s32[] constant(6)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}}
+
+ENTRY %main (p: (s32[], bf16[4,8])) -> bf16[4,8] {{
+  %p = (s32[], bf16[4,8]{{1,0}}) parameter(0)
+  %loop = (s32[], bf16[4,8]{{1,0}}) while(%p), condition=%condition, body=%body, metadata={{op_name="jit(step)/transpose(jvp(layers))/while"}}, backend_config={{"known_trip_count":{{"n":"6"}}}}
+  %last = bf16[4,8]{{1,0}} get-tuple-element(%loop), index=1
+  %start = bf16[4,8]{{1,0}} all-reduce-start(%last), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add
+  %sum = bf16[4,8]{{1,0}} all-reduce-done(%start)
+  ROOT %used = bf16[4,8]{{1,0}} negate(%sum), metadata={{op_name="jit(step)/jvp(layers)/mlp/neg"}}
+}}
+"""
+
 FUSED_OUTPUTS = f"""{HEADER}
 {ADD}
 %fused (a: f32[4], b: f32[4]) -> (f32[4], f32[4]) {{

@@ -103,6 +103,11 @@ def test_a_lost_name_is_the_nearest_one():
     assert (c.phase, c.op_name, c.has_own_name) == ("gradients", "jit(step)/gradients/neg", False)
 
 
+def test_a_sum_moved_behind_a_loop_belongs_to_the_loop():
+    (c,) = found(snippets.BEHIND_A_LOOP)
+    assert (c.phase, c.has_own_name) == ("layer backward", False)
+
+
 def test_an_output_of_a_fusion_has_the_name_of_what_computes_it():
     """XLA prints one name for them all: here the loss's, where the second is the embedding's rows."""
     (c,) = found(snippets.FUSED_OUTPUTS)

@@ -88,10 +88,10 @@ def test_what_jax_keeps_of_a_layer():
 def test_what_jax_needs_in_the_backward_pass_of_attention():
     s, h, a, b = 1024, 768, 12, 8
     plan = Plan(MeshShape(), b, b, recompute="full")
-    # Scores: float32 probabilities, their mask, the same after dropout in bfloat16; gradients of both in bfloat16.
+    # Scores: float32 probabilities and their mask; gradients of these and of the scores in bfloat16.
     # Stream: query, key, value and attention's output; inputs and results of two norms; its gradient with and without
     # a mask; outside the loop the embeddings with their mask, the last layer's output and its gradient.
-    scores, stream = 4 + 1 + 2 + 2 + 2, (4 + 4 + 2 + 3) * 2 + 1
+    scores, stream = 4 + 1 + 2 + 2, (4 + 4 + 2 + 3) * 2 + 1
     found = memory.stage_memory(gpt(12, h, a, s, 51_200), plan)
     assert found.working == b * a * s * s * scores + b * s * h * stream
     dry = memory.stage_memory(gpt(12, h, a, s, 51_200), dataclasses.replace(plan, dropout=False))
@@ -213,11 +213,28 @@ def test_layers_without_a_loop_keep_their_matrices_cast_and_nothing_twice():
     looped, unrolled = (memory.stage_memory(model, dataclasses.replace(plan, unrolled=u)) for u in (False, True))
     layers = counts.stage_counts(model, plan).in_layers
     assert unrolled.kept == looped.kept + 2 * layers
-    copies = 4 * 512 * 512 * 2 * (4 + 2 * 2) + 4 * 8 * 512**2 * (4 + 1)  # attention's five arrays, norms' two each
+    copies = 4 * 512 * 512 * 2 * (4 + 2) + 4 * 8 * 512**2 * (4 + 1)  # attention's five arrays, an input of each norm
     assert looped.working - unrolled.working == copies
     assert (looped.finishing, unrolled.finishing) == (0, 4 * 4 * 4 * 512**2)  # the MLP's first matrix
     one = memory.stage_memory(model, dataclasses.replace(plan, unrolled=True, microbatch_size=8))
-    assert one.deferred == 4 * layers and unrolled.deferred == looped.deferred == 0
+    assert one.later == 4 * layers and unrolled.later == looped.later == 0
+    assert dataclasses.replace(one, later=0.0).total - one.total == 4 * layers  # the loss is the fullest moment
+    without_loss = dataclasses.replace(one, logits=0.0)
+    assert dataclasses.replace(without_loss, comes_as_activations_go=False).total - without_loss.total == 4 * layers
+
+
+def test_what_waits_for_gradients_of_weights_where_something_is_sent():
+    """The MLP's activation and its gradient, while attention is at work; with split sequences what was gathered, too."""
+    shape, elements = gpt(12, 768, 12, 1024, 51_200), 8 * 1024 * 768 * 2
+    whole = Plan(MeshShape(), 8, 8, recompute="full", flash_attention=True)
+    alone = memory.stage_memory(shape, whole).working
+    one_of_two = memory.stage_memory(shape, dataclasses.replace(whole, mesh=parse_mesh("2x1"), global_batch_size=16))
+    attention, mlp, waiting = 3 * elements, (2 * 4 + 1) * elements, 2 * 4 * elements
+    assert one_of_two.working - alone == attention + waiting - max(attention, mlp)
+    split = dataclasses.replace(whole, mesh=parse_mesh("1x2"), sequence_parallel=True)
+    part = memory.stage_memory(shape, dataclasses.replace(split, sequence_parallel=False)).working
+    stream = ((4 + 2 + 3) + 1 / 2) * elements / 2
+    assert memory.stage_memory(shape, split).working == part - stream + 3 * elements
 
 
 def test_loss_chunk_bounds_the_logits():

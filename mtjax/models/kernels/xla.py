@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int, Key
 
@@ -74,7 +74,7 @@ def softmax_attention(
     )
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
-    mixed = jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
+    mixed = _mixed(probabilities, value)
     return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place), ATTENTION_OUTPUT)
 
 
@@ -122,6 +122,29 @@ def _scores_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+@jax.custom_vjp
+def _mixed(
+    probabilities: Float[Array, "batch groups heads seq key_seq"], value: Float[Array, "batch key_seq groups head_dim"]
+) -> Float[Array, "batch groups heads seq head_dim"]:
+    """Values mixed by probabilities; the gradients of both are there before either is used, so that the probabilities
+    make room for the gradients of the scores."""
+    return jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
+
+
+def _mixed_forward(probabilities: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mixed(probabilities, value), (probabilities, value)
+
+
+def _mixed_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    probabilities, value = saved
+    of_values = jnp.einsum("bgnqk,bgnqd->bkgd", probabilities, gradient)
+    of_probabilities = jnp.einsum("bgnqd,bkgd->bgnqk", gradient, value)
+    return lax.optimization_barrier((of_probabilities, of_values))
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
 
 
 @jax.custom_jvp

@@ -69,10 +69,21 @@ class MLP(Part):
         }
 
     def working(self, plan: Plan) -> float:
-        """The activation's derivative has six arrays where one is kept; with them live the gradient of what the MLP
-        reads and, where sequences are split, what it reads, gathered again."""
-        whole = plan.element_bytes * plan.rank_tokens(self.tokens) * self.hidden
-        return 6 * self._array(plan) + (2 if plan.sequence_parallel else 1) * whole
+        """The activation's value and slope; where it is gated, what both are computed from, their gradients, and those
+        of what is computed. With them live the gradient of what the MLP reads and, where sequences are split, what it
+        reads, gathered again, for itself and for attention."""
+        arrays = 7 if self.is_gated else 2
+        return arrays * self._array(plan) + (3 if plan.sequence_parallel else 1) * self._whole(plan)
+
+    def waits(self, plan: Plan) -> float:
+        """What it computed and the gradients of what it read, where XLA has something to send meanwhile; with split
+        sequences also what it gathered."""
+        if plan.mesh.size == 1:
+            return 0.0
+        return (1 + self.inputs) * self._array(plan) + (self._whole(plan) if plan.sequence_parallel else 0.0)
+
+    def _whole(self, plan: Plan) -> float:
+        return plan.element_bytes * plan.rank_tokens(self.tokens) * self.hidden
 
     def _array(self, plan: Plan) -> float:
         return plan.element_bytes * plan.rank_tokens(self.tokens) * self.inner / plan.mesh.model

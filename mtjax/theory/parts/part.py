@@ -228,6 +228,11 @@ class Part:
         del plan
         return 0.0
 
+    def waits(self, plan: Plan) -> float:
+        """Bytes that wait for gradients of its weights while the sublayer before it is on its way back."""
+        del plan
+        return 0.0
+
     def cached(self, context: int) -> int:
         """Elements of a sequence of `context` tokens that generating the next token reads: keys and values."""
         del context
