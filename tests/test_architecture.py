@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "distillation"),
-            *("ahead", "flash", "int8", "kv_heads", "parameters", "unstacked"),
+            *("ahead", "flash", "int8", "kv_heads", "opaque", "parameters", "unstacked"),
         )
     },
     "data": BASE,

@@ -5,6 +5,7 @@ all scores of attention, the program would write out an array, keep it through t
 """
 
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,13 @@ from mtjax.sharding.axes import varying_like
 from mtjax.sharding.opaque import opaque
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def where(keep: Bool[Array, "..."], x: Float[Array, "..."], otherwise: float) -> Float[Array, "..."]:
     """`x` where `keep`, which may have dimensions of 1 in place of x's; elsewhere a number."""
+    return cast(Array, _where(keep, x, otherwise))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _where(keep: Array, x: Array, otherwise: float) -> Array:
     return opaque(lambda keep, x: jnp.where(keep, x, otherwise), keep, x)
 
 
@@ -25,12 +30,11 @@ def _where_forward(keep: Array, x: Array, otherwise: float) -> tuple[Array, Arra
     return where(keep, x, otherwise), keep
 
 
-def _where_backward(otherwise: float, keep: Array, gradient: Array) -> tuple[None, Array]:
-    del otherwise
+def _where_backward(_: float, keep: Array, gradient: Array) -> tuple[None, Array]:
     return None, where(keep, gradient, 0.0)
 
 
-where.defvjp(_where_forward, _where_backward)
+_where.defvjp(_where_forward, _where_backward)
 
 
 def plus(x: Float[Array, "batch ..."], bias: Float[Array, "1 ..."]) -> Float[Array, "batch ..."]:

@@ -224,7 +224,7 @@ def test_layers_without_a_loop_keep_their_matrices_cast_and_nothing_twice():
 
 
 def test_what_waits_for_gradients_of_weights_where_something_is_sent():
-    """The MLP's activation and its gradient, while attention is at work; with split sequences what was gathered, too."""
+    """The MLP's activation and its gradient while attention is at work; of split sequences also what was gathered."""
     shape, elements = gpt(12, 768, 12, 1024, 51_200), 8 * 1024 * 768 * 2
     whole = Plan(MeshShape(), 8, 8, recompute="full", flash_attention=True)
     alone = memory.stage_memory(shape, whole).working

@@ -56,13 +56,13 @@ class _Heads(Part):
         return Touched(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
 
     def working(self, plan: Plan) -> float:
-        """Gradients of scores, or of what flash attention reads; with split sequences what the sublayer gathers, and its
-        gradient, before they are scattered."""
+        """Gradients of scores, or of what flash attention reads; with split sequences what the sublayer gathered and,
+        unless ranks share samples, the gradient of that before it is scattered."""
         c, samples = plan.element_bytes, plan.microbatch_size
         read = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
         of_inputs = c * samples * read / plan.mesh.model if plan.flash_attention and not plan.across else 0.0
-        gathered = 2 * c * plan.rank_tokens(self.tokens) * self.hidden if plan.sequence_parallel else 0.0
-        return of_inputs + gathered + gradient_bytes(self.scores, plan)
+        whole = c * plan.rank_tokens(self.tokens) * self.hidden if plan.sequence_parallel else 0.0
+        return of_inputs + (1 if plan.across else 2) * whole + gradient_bytes(self.scores, plan)
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,11 @@ class MLP(Part):
     def working(self, plan: Plan) -> float:
         """The activation's value and slope; where it is gated, what both are computed from, their gradients, and those
         of what is computed. With them live the gradient of what the MLP reads and, where sequences are split, what it
-        reads, gathered again, for itself and for attention."""
-        arrays = 7 if self.is_gated else 2
-        return arrays * self._array(plan) + (3 if plan.sequence_parallel else 1) * self._whole(plan)
+        reads, gathered again, and what attention reads, unless ranks share samples."""
+        arrays, gathered = 7 if self.is_gated else 2, 0
+        if plan.sequence_parallel:
+            gathered = 1 if plan.across else 2
+        return arrays * self._array(plan) + (1 + gathered) * self._whole(plan)
 
     def waits(self, plan: Plan) -> float:
         """What it computed and the gradients of what it read, where XLA has something to send meanwhile; with split
