@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test test-all test-newest test-faults test-layouts check format clean
+.PHONY: help train test test-all has-newest test-newest test-faults test-layouts check format clean
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
@@ -51,11 +51,16 @@ test-all: $(VENV)/extras
 NEWEST ?= $(shell for p in python3.12 python3.13 python3.14 $(HOME)/.pyenv/versions/3.1[2-4]*/bin/python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 NEWEST_VENV ?= .venv-newest
+# Or another one: `make test-newest NEWEST_JAX=jax==0.12.0.1`.
+NEWEST_JAX ?= jax
+
+has-newest:
+	@test -n "$(NEWEST)"
 
 $(NEWEST_VENV)/done: pyproject.toml
 	@test -n "$(NEWEST)" || { echo "make test-newest needs Python 3.12 or newer, as the newest jax does, and finds none: make test-newest NEWEST=/path/to/python3.12" >&2; exit 1; }
 	$(NEWEST) -m venv --clear $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot]'
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,aot]' '$(NEWEST_JAX)'
 	@touch $@
 
 test-newest: $(NEWEST_VENV)/done
