@@ -40,7 +40,7 @@ BASELINE_TFLOPS = 39.0
 
 EXPLANATION = (
     "Our program's gaps: XLA hides backward all-reduces behind weight gradients and drops a layer's sixth all-reduce,",
-    "which raises the rows of several model ways; float32 gradients lower those of 64 data ways.",
+    "which raises the rows of several model ways; gradients, though in float32, travel while other layers compute.",
     "What the last column leaves: 2, 4 and 8 model ways inside a server come out too fast. Likely causes: element-wise",
     "work that every model rank repeats (norms, dropout, residual adds) was not fused in 2019, so it weighs more there",
     "than in XLA's program; and all-reduces inside a server may have reached less than the 80% of NVLink assumed here.",

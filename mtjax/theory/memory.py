@@ -330,10 +330,11 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     """The fullest moment of a layer's backward pass: in attention, or in the MLP before it.
 
     Whether a layer's arrays were kept or are computed again, each is written out beside the stacks of the loop, and
-    where there is no loop and so no stack, they are what was kept: query, key, value
-    and attention's output, the probabilities with their mask and, for the gradient of the values, after dropout in the
-    compute type, the inputs and results of norms, and the stream's gradient with and without the mask of dropout.
-    Outside the loop wait the embeddings with their mask, the last layer's output and its gradient.
+    where there is no loop and so no stack, they are what was kept: query, key, value and attention's output, the
+    probabilities with their mask, the inputs of norms and, with full recompute, their results, and the stream's
+    gradient with and without the mask of dropout. While the MLP is at work, the probabilities after dropout are there
+    in the compute type; while attention is, what the MLP waits with. Outside the loop wait the embeddings with their
+    mask, the last layer's output and its gradient.
     """
     c = plan.element_bytes
     pairs = 0 if plan.flash_attention or plan.across else sum(part.scores.pairs for part in stack.parts if part.scores)
