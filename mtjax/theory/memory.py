@@ -70,7 +70,9 @@ class Memory:
     """The layer at work: what it computes again, gradients of its scores, the gathered weights of ZeRO-3; less what
     later stacks kept, which is free by then."""
     logits: float
-    """The loss: logits and their gradients; and parameters that mtjax gathers ahead for the layers' backward pass."""
+    """Of the tokens that are alive at a time, with their gradients."""
+    ahead: float = 0.0
+    """Beside the logits: with ZeRO-3, parameters that mtjax gathers for the layers' backward pass."""
     finishing: float = 0.0
     """Behind the last microbatch, beside the gradients: on stages the sums over stages of what is outside the layers;
     where layers have no loop, the largest of the stacks that their gradients are put into, one after the other. This
@@ -90,7 +92,7 @@ class Memory:
         """All of it; the logits are gone when the layers' backward pass begins, activations when sums are reduced, and
         there are no gradients while a teacher is at work."""
         working = self.working - (self.later if self.comes_as_activations_go else 0.0)
-        most = self.gradients + max(self.kept + max(working, self.logits - self.later), self.finishing)
+        most = self.gradients + max(self.kept + max(working, self.logits + self.ahead - self.later), self.finishing)
         return self.weights + self.optimizer + self.teacher + max(most, self.teaching)
 
     @property
@@ -133,7 +135,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         optimizer=sum(state.optimizer for state in states),
         activations=dict(kept),
         working=_fullest_stack(anatomy, plan),
-        logits=head + _gathered_ahead(anatomy, plan) if plan.is_staged or stage == mesh.stage - 1 else 0,
+        logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
+        ahead=_gathered_ahead(anatomy, plan),
         finishing=max(outside if plan.is_staged else 0.0, stacked),
         later=gradients * own.in_layers if comes_late else 0.0,
         comes_as_activations_go=plan.unrolled,
@@ -309,15 +312,18 @@ def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """With ZeRO-3, two layers' parameters: of that at work, and of the next; and the gradients of the one before, which
     mtjax sends while others compute."""
     waiting = plan.precision.gradients if plan.goes_ahead(anatomy.model) else 0
-    return (2 * plan.element_bytes + waiting) * layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    return (2 * plan.element_bytes + waiting) * _in_layer(anatomy, stack, plan)
 
 
 def _gathered_ahead(anatomy: Anatomy, plan: Plan) -> float:
     """With ZeRO-3, the parameters of the last two layers, while the loss is computed."""
-    if plan.zero < 3 or not plan.goes_ahead(anatomy.model):
-        return 0.0
-    last = layer_counts(anatomy.stacks[-1], plan.layout(anatomy.model), plan.mesh)
-    return 2 * plan.element_bytes * last.all
+    waits = plan.zero == 3 and plan.goes_ahead(anatomy.model)
+    return 2 * plan.element_bytes * _in_layer(anatomy, anatomy.stacks[-1], plan) if waits else 0.0
+
+
+def _in_layer(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Parameters of a layer."""
+    return layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

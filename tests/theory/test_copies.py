@@ -139,8 +139,7 @@ def test_stacks_of_a_compiled_program():
     compiled = {c: sum(s.values()) / second for c, s in by_cause(memory_bound_by_cause(roofline)).items()}
     found = by_kind(report.step.plan, report.step.anatomy)
     assert compiled[STACKS] == pytest.approx(found[theory.KEPT] + found[theory.SUMS], rel=0.02)
-    like_another = (
-        2 * 2 * 4 * 8 * 1024 * 1536
-    )  # one of the two stacks of norms' inputs is copied from the other's zeros
+    # Of the two stacks of norms' inputs one is copied from the other's zeros.
+    like_another = 2 * 2 * 4 * 8 * 1024 * 1536
     assert compiled[ZEROS] == pytest.approx(found[theory.ZEROS] - like_another, rel=0.02)
     assert compiled[CASTS] > found[theory.CASTS]

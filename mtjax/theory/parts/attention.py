@@ -22,6 +22,7 @@ from mtjax.theory.parts.sublayer import (
     adapters_send,
     own_token_sums,
     own_vector_sums,
+    stream_bytes,
     sublayer_keeps,
     sublayer_sends,
 )
@@ -61,7 +62,7 @@ class _Heads(Part):
         c, samples = plan.element_bytes, plan.microbatch_size
         read = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
         of_inputs = c * samples * read / plan.mesh.model if plan.flash_attention and not plan.across else 0.0
-        whole = c * plan.rank_tokens(self.tokens) * self.hidden if plan.sequence_parallel else 0.0
+        whole = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
         return of_inputs + (1 if plan.across else 2) * whole + gradient_bytes(self.scores, plan)
 
 

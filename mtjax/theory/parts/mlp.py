@@ -9,6 +9,7 @@ from mtjax.theory.parts.sublayer import (
     adapters_keep,
     adapters_send,
     own_vector_sums,
+    stream_bytes,
     sublayer_keeps,
     sublayer_sends,
 )
@@ -75,17 +76,15 @@ class MLP(Part):
         arrays, gathered = 7 if self.is_gated else 2, 0
         if plan.sequence_parallel:
             gathered = 1 if plan.across else 2
-        return arrays * self._array(plan) + (1 + gathered) * self._whole(plan)
+        return arrays * self._array(plan) + (1 + gathered) * stream_bytes(self.tokens, self.hidden, plan)
 
     def waits(self, plan: Plan) -> float:
         """What it computed and the gradients of what it read, where XLA has something to send meanwhile; with split
         sequences also what it gathered."""
         if plan.mesh.size == 1:
             return 0.0
-        return (1 + self.inputs) * self._array(plan) + (self._whole(plan) if plan.sequence_parallel else 0.0)
-
-    def _whole(self, plan: Plan) -> float:
-        return plan.element_bytes * plan.rank_tokens(self.tokens) * self.hidden
+        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
+        return (1 + self.inputs) * self._array(plan) + gathered
 
     def _array(self, plan: Plan) -> float:
         return plan.element_bytes * plan.rank_tokens(self.tokens) * self.inner / plan.mesh.model

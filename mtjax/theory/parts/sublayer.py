@@ -18,6 +18,11 @@ def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     }
 
 
+def stream_bytes(tokens: int, hidden: int, plan: Plan) -> float:
+    """The residual stream of a microbatch, of a rank's tokens, where sequences are gathered."""
+    return plan.element_bytes * plan.rank_tokens(tokens) * hidden
+
+
 def sublayer_sends(stream: Stream, name: str, *, learns: bool = True) -> list[Expectation]:
     """What every sublayer sends: Figure 4 of arXiv 1909.08053, or, split, Figure 5 of arXiv 2205.05198.
 
