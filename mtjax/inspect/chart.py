@@ -79,13 +79,13 @@ def bars(
 
 
 def timeline(events: Sequence[Event]) -> str:
-    """Two lanes, computing and sending, from left to right; grey where computing waits."""
+    """Two lanes, computation and communication, from left to right; grey where computation waits."""
     end = max((event.end for event in events), default=0.0) or 1.0
     scale = (WIDTH - LABELS - 20) / end
     lanes = {"compute": 0, "wait": 0, "send": ROW}
-    names = {"compute": "computes", "send": "sends"}
+    names = {"compute": "compute", "send": "communicate"}
     used = [p for p in PHASES if any(e.phase == p for e in events)]
-    legend = _legend([*used, "waits"], (*PHASES, "waits"))
+    legend = _legend([*used, "waiting"], (*PHASES, "waiting"))
     shapes: list[str] = []
     for stream, name in names.items():
         shapes.append(f'<text x="{LABELS - 8}" y="{lanes[stream] + 15}" text-anchor="end">{name}</text>')

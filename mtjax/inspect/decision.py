@@ -88,13 +88,19 @@ def _run(decision: Decision) -> Sequence[tuple[str, str]]:
 def _faster(decision: Decision, now: float) -> str:
     best = decision.faster
     if best is None:
-        return '<span class="good">the planner knows none for as many GPUs</span>'
+        return '<span class="good">the planner finds none for this number of GPUs</span>'
     gain = 1 - best.time.total / now
-    text = f"{describe(best.plan)}: {seconds(best.time.total)} by formula, {percent(gain)} less than this one's"
-    return f'<span class="bad">{escape(text)}</span>'
+    text = f"{describe(best.plan)}: {seconds(best.time.total)} estimated, {percent(gain)} less than this plan"
+    return escape(text)
+
+
+def _typed() -> list[str]:
+    """The command line of this process; `mtjax inspect` passes its own name on, `python -m mtjax.inspect` does not."""
+    arguments = sys.argv[1:]
+    return ["mtjax", "inspect", *(arguments[1:] if arguments[:1] == ["inspect"] else arguments)]
 
 
 def _about() -> Sequence[tuple[str, str]]:
-    command = shlex.join(["mtjax", "inspect", *sys.argv[1:]])
+    command = shlex.join(_typed())
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return ("command", f"<code>{escape(command)}</code>"), ("versions", packages), ("date", date.today().isoformat())

@@ -25,6 +25,7 @@ from mtjax.inspect.text import (
     stage_row,
 )
 from mtjax.theory.contract import PHASES
+from mtjax.theory.counts import parameters
 
 STYLE = """
 :root { --ink: #1a1d21; --soft: #5c6670; --line: #d9dee3; --paper: #fff; --card: #f5f7f9; --good: #1a7f37;
@@ -57,8 +58,7 @@ svg .soft { fill: var(--soft) } svg .axis { stroke: var(--line) } svg .mark { st
 
 def page(report: Report, others: Sequence[Report] = (), decision: Decision | None = None) -> str:
     """The page of a report; `others` are compared with it, and a `decision` stands before the details."""
-    model = report.config.model
-    title = f"{model.num_layers} x {model.hidden_size} on {report.step.mesh}, {report.target.name}"
+    title = _title(report)
     sections = [_cards(report), *([decision_sections(decision)] if decision else []), _contract(report), _sent(report)]
     if report.stages:
         sections.append(_stages(report.stages))
@@ -76,11 +76,22 @@ def page(report: Report, others: Sequence[Report] = (), decision: Decision | Non
     )
 
 
+def _title(report: Report) -> str:
+    """Model, devices and parallel degrees: "GPT, 8.3B parameters, on 512 x H100 (DP 64 x TP 8)"."""
+    count, mesh = parameters(report.step.anatomy), report.step.plan.mesh
+    scaled = f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
+    family = report.config.model.family
+    name = {"gpt": "GPT", "bert": "BERT", "t5": "T5", "llama": "Llama"}.get(family, family)
+    device = report.time.server.gpu.name.upper() if report.time else report.target.name
+    return f"{name}, {scaled} parameters, on {mesh.size} x {device} ({mesh.abbreviated})"
+
+
 def _subtitle(report: Report) -> str:
     step, plan, model = report.step, report.step.plan, report.config.model
     pieces = "microbatches" if plan.microbatches > 1 else "microbatch"
     text = (
-        f"{model.num_heads} heads, sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}, "
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_heads} heads, "
+        f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}, "
         f"{describe_types(step.config)}, {describe_recompute(step.config.training)}; "
         f"{plan.microbatches} {pieces} of {plan.microbatch_size} samples on each data rank of mesh {step.mesh}. "
         f"Compiled in {step.compile_seconds:.1f} s."
@@ -90,25 +101,27 @@ def _subtitle(report: Report) -> str:
 
 def _cards(report: Report) -> str:
     verdict, memory, t = report.verdict, report.memory, report.time
-    contract = (
-        '<b class="good">holds</b>' if verdict.holds else f'<b class="bad">{len(verdict.violations)} breaches</b>'
-    )
-    cards = [f'{contract}<span>contract "{escape(report.contract.name)}"</span>']
+    good = sum(line.status == "holds" for line in verdict.lines)
+    passed = f"{'PASS' if verdict.holds else 'FAIL'} ({good}/{len(verdict.lines)})"
+    cards = [
+        f'<b class="{"good" if verdict.holds else "bad"}">{passed}</b><span>communication check, contract '
+        f'"{escape(report.contract.name)}"</span>'
+    ]
     of = f" of {size(memory.capacity)}" if memory.capacity else ""
     colour = {True: "good", False: "bad", None: ""}[memory.fits]
-    cards.append(f'<b class="{colour}">{size(memory.peak)}{of}</b><span>peak memory of a device</span>')
+    cards.append(f'<b class="{colour}">{size(memory.peak)}{of}</b><span>peak memory per device</span>')
     sent = sum(r.wire_bytes * r.count for r in report.rows)
-    cards.append(f"<b>{size(sent)}</b><span>sent by a device in a step</span>")
+    cards.append(f"<b>{size(sent)}</b><span>sent per device and step</span>")
     if t:
         least, most = (duration(seconds) for seconds in t.between)
         cards.append(
-            f"<b>{duration(t.seconds)}</b><span>predicted step on {escape(t.server.name)}; {least} to {most} as "
-            "published runs were off</span>"
+            f"<b>{duration(t.seconds)}</b><span>predicted step time on {escape(t.server.name)}; {least} to {most} by "
+            "the errors on published runs</span>"
         )
         poor = ' class="bad"' if t.mfu < POOR_MFU else ""
         cards.append(f"<b{poor}>{t.tflops:.0f} TFLOP/s</b><span>per GPU, MFU {t.mfu:.1%}</span>")
         poor = ' class="bad"' if t.exposed_share > POOR_WAIT else ""
-        cards.append(f"<b{poor}>{t.exposed_share:.1%}</b><span>of the step waits for collectives</span>")
+        cards.append(f"<b{poor}>{t.exposed_share:.1%}</b><span>of the step is exposed communication</span>")
     return '<div class="cards">' + "".join(f'<div class="card">{c}</div>' for c in cards) + "</div>"
 
 
@@ -122,8 +135,8 @@ def _contract(report: Report) -> str:
             [
                 escape(asked.phase),
                 f"{escape(asked.kind)} over {escape(asked.axis)}",
-                f"{line.required.count:,} = {escape(asked.count)}",
-                f"{line.required.elements:,} = {escape(asked.elements)}",
+                _equals(line.required.count, asked.count),
+                _equals(line.required.elements, asked.elements),
                 compiled,
                 f"{mark} {escape('; '.join(line.notes))}",
             ]
@@ -131,7 +144,12 @@ def _contract(report: Report) -> str:
     heads = ["phase", "operation", "arrays", "elements each", "compiled", ""]
     breaches = "".join(f'<li class="bad">{escape(v)}</li>' for v in report.verdict.violations)
     also = "".join(f"<li>also sent: {escape(t)}</li>" for t in report.verdict.tolerated)
-    return f"<h2>Contract</h2>{_table(heads, rows)}<ul>{breaches}{also}</ul>"
+    return f"<h2>Contract: expected and compiled collectives</h2>{_table(heads, rows)}<ul>{breaches}{also}</ul>"
+
+
+def _equals(value: int, formula: str) -> str:
+    """A number with the formula that it comes from, unless that is the number itself."""
+    return f"{value:,}" if formula == str(value) else f"{value:,} = {escape(formula)}"
 
 
 def _sent(report: Report) -> str:
@@ -141,9 +159,9 @@ def _sent(report: Report) -> str:
         phases[row.phase] = phases.get(row.phase, 0.0) + row.wire_bytes * row.count
     rows = [Bar(axes, _phase_parts(phases)) for axes, phases in sent.items()]
     return (
-        "<h2>Bytes that a device sends in a step</h2><figure>"
+        "<h2>Bytes sent per device and step</h2><figure>"
         + bars(rows, size, legend=[p for p in PHASES if any(p in phases for phases in sent.values())], tones=PHASES)
-        + "<figcaption>By mesh axis and phase, ring algorithms.</figcaption></figure>"
+        + "<figcaption>By mesh axis and phase, assuming ring algorithms.</figcaption></figure>"
     )
 
 
@@ -173,11 +191,11 @@ def _memory(report: Report) -> str:
     ]
     chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.capacity, mark_label="capacity")
     note = "Gradients are counted (one float32 copy), activations are the rest of the compiler's temporaries."
-    return f"<h2>Memory of a device</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
+    return f"<h2>Memory per device</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
 
 
 def _time(t: TimeReport) -> str:
-    causes = ("products", "memory-bound", "waiting")
+    causes = ("matmuls", "memory-bound", "exposed communication")
     rows = []
     for phase in (p for p in PHASES if p in t.phases):
         spent = t.phases[phase]
@@ -205,9 +223,9 @@ def _collectives(report: Report) -> str:
         "shape",
         "bytes each",
         "sent a step",
-        "crosses",
-        "behind compute",
-        "from",
+        "spans",
+        "overlapped",
+        "source",
     ]
     rows = [
         [
@@ -220,11 +238,16 @@ def _collectives(report: Report) -> str:
             size(r.wire_bytes * r.count),
             f"{r.servers} servers" if r.servers > 1 else "-",
             f"{r.hidden} of {r.count}" if r.is_async else "no",
-            escape(r.op_name),
+            _source(r.op_name),
         ]
         for r in report.rows
     ]
     return f"<h2>Collectives of a step</h2>{_table(heads, rows, numbers=(3, 5, 6), paths=(9,))}"
+
+
+def _source(op_name: str) -> str:
+    """The operation in the program that a collective comes from, folded away: names are up to a page long."""
+    return f"<details><summary>show</summary>{escape(op_name)}</details>" if op_name else ""
 
 
 def _others(reports: Sequence[Report]) -> str:
@@ -237,7 +260,7 @@ def _others(reports: Sequence[Report]) -> str:
             size(sum(x.wire_bytes * x.count for x in r.rows)),
             duration(r.time.seconds) if r.time else "-",
             f"{r.time.mfu:.1%}" if r.time else "-",
-            "holds" if r.verdict.holds else '<span class="bad">broken</span>',
+            "PASS" if r.verdict.holds else '<span class="bad">FAIL</span>',
         ]
         for r in reports
     ]

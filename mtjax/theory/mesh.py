@@ -17,6 +17,9 @@ MOST_DEVICES = 2**20
 LONGEST = 200
 """Characters of a mesh in words."""
 
+ABBREVIATIONS = dict(zip(AXES, ("DP", "PP", "CP", "EP", "TP"), strict=True))
+"""Mesh axis -> data, pipeline, context, expert and tensor parallelism."""
+
 LEAST_SHARED = 4096
 """Tokens of a sample that each of the ranks which share it has at least, on meshes that mtjax proposes: a shorter
 search, and attention has something to do while keys and values arrive."""
@@ -78,6 +81,12 @@ class MeshShape:
     def in_words(self) -> str:
         """As it is shown to people: "64x8 (data x model)", or with the name of each axis."""
         return f"{self} ({' x '.join(POSITIONAL[2])})" if self.axes == POSITIONAL[2] else str(self)
+
+    @property
+    def abbreviated(self) -> str:
+        """The degrees of parallelism as the field abbreviates them: "DP 64 x TP 8"; "DP 1" on a single device."""
+        degrees = [(short, getattr(self, axis)) for axis, short in ABBREVIATIONS.items()]
+        return " x ".join(f"{short} {degree}" for short, degree in degrees if degree > 1) or "DP 1"
 
     def ways(self, axes: Axes) -> int:
         """The number of parts into which these axes together split a dimension; 1 for ()."""
