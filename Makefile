@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test test-all has-newest test-newest test-faults test-layouts check format clean
+.PHONY: help train test test-all has-newest test-newest test-faults test-layouts docs check format clean
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-newest  the contracts on the newest jax, where there is a Python 3.12 or newer; NEWEST=/path/to/python names it"
 	@echo "make test-faults  plants faults in a copy, one at a time, and shows that make test's tests notice them"
 	@echo "make test-layouts  every combination of settings where the other tests take a covering few: hours"
+	@echo "make docs       the documentation as a site in .docs-site; writes docs/reference from the code first"
 	@echo "make check      ruff and pyright"
 	@echo "make format     let ruff format the code"
 	@echo "make clean      remove the virtual environment and what tools left behind"
@@ -25,6 +26,10 @@ $(VENV)/core: pyproject.toml
 
 $(VENV)/dev: $(VENV)/core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(VENV)/docs: $(VENV)/core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 # torch from PyPI brings gigabytes of CUDA libraries; TORCH=torch==VERSION names a build without them where there is one.
@@ -69,6 +74,10 @@ test-newest: $(NEWEST_VENV)/done
 
 test-faults: $(VENV)/dev
 	$(BIN)/python -m tests.faults $(ARGS)
+
+docs: $(VENV)/docs
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test-layouts: $(VENV)/dev
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)

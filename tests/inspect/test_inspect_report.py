@@ -156,7 +156,9 @@ def test_the_page_says_what_one_decides_by(gpu_report):
     assert "25 published runs on H100" in html and f"jax {jax.__version__}" in html
     assert "hidden_size = 64" in html
     dear = dataclasses.replace(decision, price=None, faster=None)
-    assert "cost at" not in page(gpu_report, decision=dear) and "the planner finds none" in page(gpu_report, decision=dear)
+    assert "cost at" not in page(gpu_report, decision=dear) and "the planner finds none" in page(
+        gpu_report, decision=dear
+    )
 
 
 def test_the_terminal_shows_the_table_and_the_verdict(cpu_report):

@@ -1,0 +1,23 @@
+"""Documentation that is written from the code is what the code says now."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_settings_page_is_what_the_dataclasses_say():
+    checked = subprocess.run(
+        [sys.executable, "docs/make_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_page_is_on_the_site_and_every_link_of_the_readme_has_a_file():
+    pages = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    found = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == found
+    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / link).exists(), link
