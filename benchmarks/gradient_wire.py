@@ -1,4 +1,4 @@
-"""Losses with gradients summed in float32 and in bfloat16: the picture and the table of docs/speed.md.
+"""Losses with gradients summed in float32 and in bfloat16: the picture and the table of docs/notes/speed.md.
 
     python benchmarks/gradient_wire.py [--steps 500] [--out docs/gradient-wire.png]
 

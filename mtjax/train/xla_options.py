@@ -81,7 +81,7 @@ PIPELINED_SUMS = (
 send ahead by themselves: one such program XLA of jax 0.10.2 could not schedule with it ("is not scheduled after its
 control predecessor"), and others were the same with and without.
 
-docs/inspect.md and docs/speed.md have what was left out, and what each of them brings.
+docs/inspect.md and docs/notes/speed.md have what was left out, and what each of them brings.
 """
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
 SIDE_BY_SIDE = (
