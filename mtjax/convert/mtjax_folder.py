@@ -54,8 +54,8 @@ class MtjaxSource:
         self.origin = Origin(
             config,
             origin.get("dtype", "float32"),
-            _root(self.weights.folder),
-            origin.get("hugging_face", {}),
+            self.weights.root,
+            self.weights.hugging_face,
             (f"from {self.weights.folder}",),
         )
 
@@ -116,11 +116,6 @@ def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: S
         for parameter in (*names, weight)
     ]
     return np.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", *(factor.astype(np.float64) for factor in factors))
-
-
-def _root(folder: Path) -> Path:
-    """The run's or converted folder, which has the tokenizer: above `weights` or `checkpoints/STEP`."""
-    return folder.parent if folder.name == CONVERTED else folder.parent.parent
 
 
 class MtjaxSink:

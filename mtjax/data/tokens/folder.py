@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
+DESCRIPTIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Files that say how a vocabulary is used: which tokens are special, how conversations are written out."""
+GENERATION_CONFIG = "generation_config.json"
+"""How a model writes text, such as which tokens end it: it belongs to weights, not to a vocabulary alone."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    *DESCRIPTIONS,
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -15,8 +22,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 """Files that travel with the weights, as they are."""
 
