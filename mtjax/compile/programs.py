@@ -6,14 +6,15 @@ from pathlib import Path
 
 import jax
 
-from mtjax import data
 from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.continued import lower_continuation
 from mtjax.plan.auto import fastest_mesh
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
+from mtjax.train.checkpoints.weights import find_weights
 from mtjax.train.compile_cache import OFF, CompileCache
+from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import continues_text, resolve
 from mtjax.train.processes.peers import Peers
 from mtjax.train.setup import find_devices, with_mesh
@@ -40,7 +41,8 @@ def compile_run(config: Config, folder: str | None) -> None:
         config = with_mesh(config, fastest_mesh)
         shape, mesh, schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
-        tokenizer = data.load_tokenizer(config)
+        weights = find_weights(config.training.init_from) if config.training.init_from else None
+        tokenizer = find_tokenizer(config, config.output.out, weights).tokenizer
         program = make_program(resolve(config, tokenizer, Path()), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()

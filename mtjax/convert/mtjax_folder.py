@@ -20,6 +20,7 @@ from mtjax.config import Config, sizes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_files, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
+from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
 from mtjax.theory.adapters import ADAPTER
 from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
@@ -53,8 +54,8 @@ class MtjaxSource:
         self.origin = Origin(
             config,
             origin.get("dtype", "float32"),
-            _root(self.weights.folder),
-            origin.get("hugging_face", {}),
+            self.weights.root,
+            self.weights.hugging_face,
             (f"from {self.weights.folder}",),
         )
 
@@ -115,11 +116,6 @@ def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: S
         for parameter in (*names, weight)
     ]
     return np.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", *(factor.astype(np.float64) for factor in factors))
-
-
-def _root(folder: Path) -> Path:
-    """The run's or converted folder, which has the tokenizer: above `weights` or `checkpoints/STEP`."""
-    return folder.parent if folder.name == CONVERTED else folder.parent.parent
 
 
 class MtjaxSink:
@@ -187,15 +183,3 @@ def chunk_shape(parameter: Parameter) -> tuple[int, ...]:
         at = shared[0] if shared else shape.index(max(shape))
         shape[at] = -(-shape[at] // 2)
     return tuple(shape) if parameter.num_layers is None else (1, *shape)
-
-
-def tokenizer_of(names: list[str], folder: Path) -> str | None:
-    """How `--tokenizer` names the tokenizer among these files of a folder."""
-    if "tokenizer.json" in names:
-        return str(folder / "tokenizer.json")
-    if {"vocab.json", "merges.txt"} <= set(names) or {"encoder.json", "vocab.bpe"} <= set(names):
-        return f"gpt2:{folder}"
-    if "vocab.txt" in names:
-        return f"bert:{folder / 'vocab.txt'}"
-    model = next((name for name in names if name.endswith(".model")), None)
-    return f"sentencepiece:{folder / model}" if model else None

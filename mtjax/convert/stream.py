@@ -13,6 +13,7 @@ import numpy as np
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.folder import TOKENIZER_FILES
 from mtjax.errors import UserError
 
 
@@ -93,25 +94,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{target} can't be written: {e.strerror or e}") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "vocab.bpe",
-    "encoder.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files that travel with the weights, as they are."""
 
 
 def carry_files(source: Path, target: Path) -> list[str]:

@@ -12,13 +12,14 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 
-def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
+def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Tokenizer | None = None) -> Dataset:
     """The samples of one split of a run's data, as its family of models reads them, in Megatron's order.
 
     Args:
       config: says where the text is and what samples look like.
       split: which share.
       num_samples: how many will be needed: decides how often the text is gone through. There may be more.
+      tokenizer: the run's, which may have come with its weights; the one that the config names when None.
 
     Returns:
       Samples by number. What is in one, the family's dataset says: `samples.gpt.GPTDataset`,
@@ -27,7 +28,7 @@ def open_dataset(config: Config, split: Split, num_samples: int) -> Dataset:
     Raises:
       UserError: the data can't be read, this split has none, or a blend without weights has too few.
     """
-    opener = _SplitOpener(config, split)
+    opener = _SplitOpener(config, split, tokenizer)
     given = [source.weight for source in opener.sources if source.weight is not None]
     # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
     if len(opener.sources) == 1 and not (given and opener.shares):
@@ -65,9 +66,9 @@ def _unweighted(opener: "_SplitOpener", num_samples: int) -> BlendedDataset:
 class _SplitOpener:
     """Opens the sources of one split of a run."""
 
-    def __init__(self, config: Config, split: Split) -> None:
+    def __init__(self, config: Config, split: Split, tokenizer: Tokenizer | None) -> None:
         self.split: Split = split
-        self.text = RunText(config.data)
+        self.text = RunText(config.data, tokenizer)
         self.sources, self.shares = _sources_of(self.text.data, split)
         self._config = config
         self._family: FamilySamples = FAMILIES[config.model.family]

@@ -11,13 +11,15 @@ from mtjax.data.cache import Cache
 from mtjax.data.corpus import default_corpus
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
+from mtjax.data.corpus.made_with import check_made_with, check_same_maker
 from mtjax.data.corpus.meta import read_meta
 from mtjax.data.corpus.preprocessing import Job, preprocess
 from mtjax.data.corpus.reader import chunks, expand, text_of
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.progress import say
-from mtjax.data.tokens.tokenizer import Tokenizer, digest_of, open_tokenizer
+from mtjax.data.tokens.identity import content_digest, path_of
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
 from mtjax.errors import UserError
 
@@ -32,24 +34,60 @@ def load_tokenizer(config: Config) -> Tokenizer:
 class RunText:
     """The text that a run's settings name, with its tokenizer and the cache that keeps what is prepared.
 
+    Args:
+      data: the settings.
+      tokenizer: the run's, where it has one already; else the settings decide.
+
     Attributes:
       cache: where prepared data are kept.
       data: the settings, with copies in the cache in the place of corpora in object stores.
     """
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: Data, tokenizer: Tokenizer | None = None) -> None:
         self.cache = Cache.of(data)
         self.data = with_local_copies(data, self.cache)
+        self._given = tokenizer
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the settings name, else a byte-level BPE trained on the run's text.
+        """The run's, else the one that the settings or the corpora name, else a byte-level BPE trained on the text.
 
         Raises:
-          UserError: it can't be read, or the data are token ids already and don't say what made them.
+          UserError: it can't be read, the data are token ids already and don't say what made them, or they were made
+            with another one.
         """
-        name = self.data.tokenizer or self._tokenizer_of_indexed()
-        return open_tokenizer(name) if name else open_tokenizer(f"hf:{self._trained_tokenizer()}")
+        if self._given is not None:
+            return self._given
+        name = self.name
+        tokenizer = open_tokenizer(name or f"hf:{self._trained_tokenizer()}")
+        self.check_corpora(name or "the tokenizer trained on the text", tokenizer)
+        return tokenizer
+
+    @cached_property
+    def name(self) -> str | None:
+        """What the settings, or else the records of the corpora, call the tokenizer; None when one is to be trained.
+
+        Raises:
+          UserError: the data are token ids already and don't say what made them, or were made with different ones.
+        """
+        return self.data.tokenizer or self._tokenizer_of_indexed()
+
+    def check_corpora(self, name: str, tokenizer: Tokenizer) -> list[str]:
+        """Checks that all corpora of token ids were made with this tokenizer.
+
+        Args:
+          name: what the tokenizer is called, for messages.
+          tokenizer: the run's.
+
+        Returns:
+          What could not be compared, for the user.
+
+        Raises:
+          UserError: one was made with another tokenizer.
+        """
+        indexed = self._indexed_sources()
+        notes = [check_made_with(s.name, read_meta(s.paths[0]), name, tokenizer) for s in indexed]
+        return [note for note in notes if note]
 
     def indexed(self, source: Source, options: EncodeOptions) -> IndexedDataset:
         """A source as an indexed dataset, which is made into the cache when the source is text.
@@ -59,10 +97,9 @@ class RunText:
         """
         if source.paths and is_indexed(source.paths[0]):
             return IndexedDataset(source.paths[0])
-        named = self.data.tokenizer
         identity = {
             "text": self._identity(source),
-            "tokenizer": digest_of(named) if named else self._trained_identity(),
+            "tokenizer": content_digest(self.tokenizer),
             "options": asdict(options),
             "format": FORMAT,
         }
@@ -87,21 +124,30 @@ class RunText:
         """The tokenizer that made the run's token ids, None when the run reads text.
 
         Raises:
-          UserError: the token ids don't say, or don't agree.
+          UserError: the token ids don't say, or were made with different ones.
         """
-        indexed = [source for source in self._sources() if source.paths and is_indexed(source.paths[0])]
-        if not indexed:
+        recorded = [(source.name, read_meta(source.paths[0])) for source in self._indexed_sources()]
+        if not recorded:
             return None
-        names = {meta.tokenizer if (meta := read_meta(source.paths[0])) else None for source in indexed}
-        name = names.pop()
-        if names or name is None:
-            why = (
-                "were made with different tokenizers"
-                if names
-                else f"{indexed[0].name} doesn't say with which tokenizer"
+        known = [(name, meta) for name, meta in recorded if meta is not None and meta.tokenizer is not None]
+        if len(known) < len(recorded):
+            silent = next(name for name, meta in recorded if meta is None or meta.tokenizer is None)
+            raise UserError(
+                f"the data are token ids already, and {silent} doesn't say with which tokenizer: name it with --tokenizer"
             )
-            raise UserError(f"the data are token ids already, and {why}: name it with --tokenizer")
-        return name
+        if doubt := check_same_maker(known):
+            raise UserError(f"{doubt}; name the tokenizer of all of them with --tokenizer")
+        names = [str(meta.tokenizer) for _, meta in known]
+        there = next((name for name in names if path_of(name).exists()), None)
+        if there is None:
+            raise UserError(
+                f"the tokenizer {names[0]}, with which {known[0][0]} was made, does not exist: name where it is now with "
+                "--tokenizer"
+            )
+        return there
+
+    def _indexed_sources(self) -> list[Source]:
+        return [source for source in self._sources() if source.paths and is_indexed(source.paths[0])]
 
     def _trained_tokenizer(self) -> Path:
         sources = self._sources()

@@ -10,10 +10,13 @@ from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
 from mtjax.data import Dataset, Tokenizer
+from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.models.placed import Batch, Placed
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
+from mtjax.train.folder.tokenizer import find_tokenizer
+from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -29,14 +32,23 @@ class Text:
     train: Dataset
     held_out: Dataset | None
     """What validation reads; None when there is none."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template; a
+    `tokenizer.json` among them is the tokenizer itself."""
+    is_kept: bool = False
+    """Whether the run's folder has the tokenizer and these files already: they never change."""
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer, and what goes with it."""
-        self.tokenizer.save(folder)
-        for name, content in self.files.items():
-            (folder / name).write_text(content, encoding="utf-8")
+        """Writes the tokenizer, and what goes with it, unless the folder has its own."""
+        if self.is_kept:
+            return
+        # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer.
+        for name, content in sorted(self.files.items(), key=lambda item: item[0] == "tokenizer.json"):
+            temporary = folder / f".{name}.tmp"
+            temporary.write_bytes(content)
+            temporary.replace(folder / name)
+        if "tokenizer.json" not in self.files:
+            self.tokenizer.save(folder)
 
 
 Lessons = Callable[[Batch], Batch]
@@ -203,14 +215,20 @@ class Pretraining:
         """The text that a config names.
 
         Raises:
-          UserError: the data can't be used, or the vocabulary is smaller than the tokenizer's.
+          UserError: the data or the tokenizer can't be used, or the vocabulary is smaller than the tokenizer's.
         """
-        tokenizer = data.load_tokenizer(config)
+        init_from = config.training.init_from
+        weights = find_weights(init_from) if init_from else None
+        found = find_tokenizer(config, folder if config.output.resume else None, weights)
+        if not this_process():
+            for note in found.notes:
+                say(f"note    {note}")
+        tokenizer = found.tokenizer
         config = resolve(config, tokenizer, folder)
-        train = data.open_dataset(config, "train", data.train_samples(config.training))
-        held_out_samples = config.output.valid_batches * config.training.global_batch_size
-        held_out = data.open_dataset(config, "valid", held_out_samples) if config.output.valid_every else None
-        return config, Text(tokenizer, train, held_out)
+        train = data.open_dataset(config, "train", data.train_samples(config.training), tokenizer)
+        count = config.output.valid_batches * config.training.global_batch_size
+        held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
+        return config, Text(tokenizer, train, held_out, found.files, found.is_kept)
 
     def lessons(self, program: Program) -> Lessons | None:
         """None: text is learnt without a teacher."""

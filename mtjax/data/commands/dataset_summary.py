@@ -7,6 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.made_with import check_made_with
+from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -14,9 +16,18 @@ WIDEST_BAR = 40
 
 
 def tokenizer_of(dataset: IndexedDataset, name: str | None) -> Tokenizer | None:
-    """The tokenizer `name`, else the one that the dataset says made it; None when it doesn't say."""
+    """The tokenizer `name`, else the one that the dataset says made it; None when it doesn't say.
+
+    Raises:
+      UserError: it can't be read, or is not the one that made the dataset.
+    """
     name = name or (dataset.meta.tokenizer if dataset.meta else None)
-    return open_tokenizer(name) if name else None
+    if name is None:
+        return None
+    tokenizer = open_tokenizer(name)
+    if note := check_made_with(dataset.prefix, dataset.meta, name, tokenizer):
+        say(f"note    {note}")
+    return tokenizer
 
 
 def counts_table(dataset: IndexedDataset) -> Table:

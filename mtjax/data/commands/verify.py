@@ -7,9 +7,9 @@ from typing import Annotated
 import tyro
 
 from mtjax.cli import read, run_main
+from mtjax.data.commands.dataset_summary import tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.corpus.verify import verify
-from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 
 
@@ -34,9 +34,9 @@ def run(options: Options) -> None:
     Raises:
       UserError: the first fault found.
     """
-    vocab_size = open_tokenizer(options.tokenizer).vocab_size if options.tokenizer else None
     if not options.prefix:
         raise UserError("name at least one dataset")
     for prefix in options.prefix:
         dataset = IndexedDataset(prefix_of(prefix))
-        print(f"{dataset.prefix}: {verify(dataset, vocab_size)}")
+        tokenizer = tokenizer_of(dataset, options.tokenizer) if options.tokenizer else None
+        print(f"{dataset.prefix}: {verify(dataset, tokenizer.vocab_size if tokenizer else None)}")

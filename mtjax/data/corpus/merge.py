@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from mtjax.data.corpus.indexed import CODES, IndexedDataset
+from mtjax.data.corpus.made_with import check_same_maker, digest_in
 from mtjax.data.corpus.resume_record import ResumeRecord
 from mtjax.data.corpus.writer import IndexedWriter
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import ProgressLine, say
 from mtjax.errors import UserError
 
 SEQUENCES_AT_A_TIME = 1 << 14
@@ -25,10 +26,7 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
     multimodal = {dataset.modes is not None for dataset in datasets if len(dataset)}
     if len(multimodal) > 1:
         raise UserError("some of the datasets have modes (multimodal data) and some have none; they can't be merged")
-    facts = {(d.meta.tokenizer, d.meta.vocab_size, d.meta.eod) if d.meta else (None, None, None) for d in datasets}
-    sizes = {size for _, size, _ in facts if size is not None}
-    if len(sizes) > 1:
-        raise UserError(f"the datasets were made with vocabularies of {' and '.join(map(str, sorted(sizes)))} tokens")
+    recorded = _common_tokenizer(datasets)
     dtype = _common_dtype(datasets)
     record = ResumeRecord({"": output}, None)
     with record.locked():
@@ -43,10 +41,30 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
                         writer.add(*piece)
                         done += piece[0].nbytes
                         progress.update(done, done)
-                writer.finish(*(facts.pop() if len(facts) == 1 else (None, None, None)))
+                writer.finish(*recorded)
         except BaseException:
             record.remove()
             raise
+
+
+def _common_tokenizer(datasets: Sequence[IndexedDataset]) -> tuple[str | None, int | None, int | None, str | None]:
+    """What the merged record says: name, size, end of document and digest of the tokenizer; says what is not known.
+
+    Raises:
+      UserError: the datasets were made with different tokenizers.
+    """
+    known = [(dataset.prefix, dataset.meta) for dataset in datasets if dataset.meta and dataset.meta.vocab_size]
+    if not known:
+        return None, None, None, None
+    if doubt := check_same_maker(known):
+        say(f"note    {doubt}; they are taken for the same")
+    silent = [dataset.prefix for dataset in datasets if not (dataset.meta and dataset.meta.vocab_size)]
+    if silent:
+        say(f"note    {silent[0]} has no record of its tokenizer, so the merged dataset has none either")
+        return None, None, None, None
+    metas = [meta for _, meta in known]
+    digest = next((digest for meta in metas if (digest := digest_in(meta))), None)
+    return metas[0].tokenizer, metas[0].vocab_size, metas[0].eod, digest
 
 
 def _common_dtype(datasets: Sequence[IndexedDataset]) -> np.dtype[Any]:

@@ -21,6 +21,8 @@ class Meta:
       eod: the id that ends a document.
       idx_crc32: checksum of `.idx`.
       bin_crc32: checksum of `.bin`.
+      tokenizer_digest: the content of that tokenizer (`tokens.identity.content_digest`): the file at its path may be
+        replaced. None in records of earlier versions.
     """
 
     tokenizer: str | None
@@ -28,6 +30,7 @@ class Meta:
     eod: int | None
     idx_crc32: int
     bin_crc32: int
+    tokenizer_digest: str | None = None
 
 
 def meta_path(prefix: str | Path) -> Path:

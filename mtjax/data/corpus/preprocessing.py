@@ -17,6 +17,7 @@ from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
 from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
 from mtjax.data.corpus.writer import IndexedWriter, publish
 from mtjax.data.progress import ProgressLine, say
+from mtjax.data.tokens.identity import content_digest
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
@@ -114,7 +115,8 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
                 last_save = time.monotonic()
         _refuse_empty(job, writers, record)
         for writer in writers.values():
-            writer.seal(job.tokenizer_name, job.tokenizer.vocab_size, job.tokenizer.eod)
+            tokenizer = job.tokenizer
+            writer.seal(job.tokenizer_name, tokenizer.vocab_size, tokenizer.eod, content_digest(tokenizer))
         state.sealed = True
         record.write(state)
 

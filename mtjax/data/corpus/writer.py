@@ -78,18 +78,30 @@ class IndexedWriter:
             os.fsync(file.fileno())
         return {"crc32": self._crc, **{part: file.tell() for part, file in self._files.items()}}
 
-    def seal(self, tokenizer: str | None = None, vocab_size: int | None = None, eod: int | None = None) -> None:
-        """Writes the index of everything added, and the facts about it, still under partial names."""
+    def seal(
+        self,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        eod: int | None = None,
+        tokenizer_digest: str | None = None,
+    ) -> None:
+        """Writes the index of everything added, and the facts about it (see `Meta`), still under partial names."""
         self.position()
         self.close()
         index = partial_path(self.prefix, "idx")
         write_index(index, self.dtype, self.paths["lengths"], self.paths["documents"], self.paths["modes"])
-        meta = Meta(tokenizer, vocab_size, eod, file_crc32(index), self._crc)
+        meta = Meta(tokenizer, vocab_size, eod, file_crc32(index), self._crc, tokenizer_digest)
         write_meta(partial_path(self.prefix, "meta"), meta)
 
-    def finish(self, tokenizer: str | None = None, vocab_size: int | None = None, eod: int | None = None) -> None:
+    def finish(
+        self,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        eod: int | None = None,
+        tokenizer_digest: str | None = None,
+    ) -> None:
         """`seal` and `publish`, for datasets that are written in one go."""
-        self.seal(tokenizer, vocab_size, eod)
+        self.seal(tokenizer, vocab_size, eod, tokenizer_digest)
         publish(self.prefix)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import tensorstore as ts
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.shape import differences
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError, first_line, parse_json_object
 from mtjax.sharding.records import dotted
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.train.checkpoints.arrays import open_array, place_array
@@ -27,8 +27,12 @@ Tree = Any
 
 CONVERTED = "weights"
 """Subfolder of a converted folder that corresponds to a run's `checkpoints/STEP`."""
+CHECKPOINTS = "checkpoints"
+"""Subfolder of a run that has its checkpoints by step."""
 BEST = "best"
 """Subfolder of a finetuned run that has its best checkpoint."""
+SPECIAL_IDS = "special_token_ids.json"
+"""File of a run that began with Hugging Face's weights: what their `config.json` says of tokens (`special_ids`)."""
 PREFIX = "parameters"
 """What the names of parameters in a state begin with."""
 
@@ -56,6 +60,24 @@ class Weights:
         """Parameters, by dotted names without `parameters.`."""
         return [name.removeprefix(f"{PREFIX}.") for name in self.page["fingerprints"] if name.startswith(f"{PREFIX}.")]
 
+    @property
+    def root(self) -> Path:
+        """The run's or converted folder, which has the tokenizer: above `weights`, or `checkpoints/STEP`."""
+        above = self.folder.parent
+        return above.parent if above.name in (CHECKPOINTS, BEST) else above
+
+    @cached_property
+    def hugging_face(self) -> Mapping[str, Any]:
+        """The `config.json` that converted weights came with; of a run that began with such, its `special_token_ids`.
+
+        Raises:
+          UserError: the run's file is not a JSON object.
+        """
+        converted, kept = self.page.get("origin", {}).get("hugging_face"), self.root / SPECIAL_IDS
+        if converted or not kept.is_file():
+            return converted or {}
+        return parse_json_object(kept.read_bytes(), kept)
+
     def open(self, name: str) -> ts.TensorStore:
         """A parameter, its layers in their own order, to be read by slices: `weights.open(name)[3].read().result()`.
 
@@ -66,6 +88,11 @@ class Weights:
             return open_array(self.folder / "state", f"{PREFIX}.{name}", order_of(name, self.orders))
         except (ValueError, OSError) as e:
             raise UserError(f"{self.folder}: {name} can't be read: {first_line(e)}") from e
+
+
+def special_ids(hugging_face: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `config.json` says of tokens: the ids of those that begin, end and pad texts, and whose model it is."""
+    return {k: value for k, value in hugging_face.items() if k == "model_type" or k.endswith("_token_id")}
 
 
 def find_weights(folder: Path) -> Weights:
@@ -91,7 +118,7 @@ def find_weights(folder: Path) -> Weights:
 
 def _candidates(folder: Path) -> list[Path]:
     """Where weights may be, the preferred place first."""
-    steps = [p for parent in (folder / "checkpoints", folder) for p in parent.glob("*") if p.name.isdigit()]
+    steps = [p for parent in (folder / CHECKPOINTS, folder) for p in parent.glob("*") if p.name.isdigit()]
     best = [p for p in (folder / BEST).glob("*") if p.name.isdigit()]
     return [folder, folder / CONVERTED, *best, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
 

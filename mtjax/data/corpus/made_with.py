@@ -1,0 +1,126 @@
+"""Which tokenizer made a corpus, by the record beside it, and whether a given one is the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtjax.data.corpus.meta import Meta
+from mtjax.data.tokens.identity import content_digest, difference, path_of
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.errors import UserError
+
+
+def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer: Tokenizer) -> str | None:
+    """Checks that a corpus was made with a tokenizer: the same ids mean other text with another one.
+
+    Args:
+      prefix: of the corpus.
+      meta: its record; None where there is none, as beside Megatron-LM's own files, which is believed.
+      name: what the tokenizer is called.
+      tokenizer: with which the corpus is about to be read.
+
+    Returns:
+      What could not be compared, for the user; None when all was.
+
+    Raises:
+      UserError: it was made with another one; names both.
+    """
+    if meta is None:
+        return None
+    if meta.tokenizer_digest is not None:
+        if meta.tokenizer_digest != content_digest(tokenizer):
+            raise _other(prefix, meta, name, tokenizer, None)
+        return None
+    # A record of an earlier version has the tokenizer's path, its size and its end of document.
+    if meta.vocab_size not in (None, tokenizer.vocab_size) or meta.eod not in (None, tokenizer.eod):
+        raise _other(prefix, meta, name, tokenizer, None)
+    recorded = recorded_tokenizer(meta)
+    if recorded is not None:
+        if why := difference(recorded, tokenizer):
+            raise _other(prefix, meta, name, tokenizer, why)
+        return None
+    if meta.tokenizer is None:
+        return None
+    return (
+        f"{prefix} was made with the tokenizer {meta.tokenizer}, which is not there any more: {name} is taken for the "
+        f"same, because it also has {tokenizer.vocab_size:,} tokens"
+    )
+
+
+def recorded_tokenizer(meta: Meta) -> Tokenizer | None:
+    """Opens the tokenizer that a record names; None when its file is gone, or was replaced as far as one can see.
+
+    Raises:
+      UserError: the file is there, and can't be read.
+    """
+    if meta.tokenizer is None or not path_of(meta.tokenizer).exists():
+        return None
+    tokenizer = open_tokenizer(meta.tokenizer)
+    if meta.tokenizer_digest is not None:
+        return tokenizer if content_digest(tokenizer) == meta.tokenizer_digest else None
+    return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
+
+
+def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
+    """Checks that corpora were made with the same tokenizer, as far as their records and the files named there say.
+
+    Args:
+      corpora: prefixes and their records.
+
+    Returns:
+      Which two could not be compared, and why, as a clause; None when all were.
+
+    Raises:
+      UserError: two were made with different tokenizers; names both.
+    """
+    doubt = None
+    (first, one), *others = corpora
+    for prefix, other in others:
+        digests = [digest_in(meta) for meta in (one, other)]
+        sizes = [(a, b) for a, b in ((one.vocab_size, other.vocab_size), (one.eod, other.eod)) if None not in (a, b)]
+        both = f"{first} with {_described(one)} and {prefix} with {_described(other)}"
+        if (None not in digests and digests[0] != digests[1]) or any(a != b for a, b in sizes):
+            raise UserError(
+                f"the corpora were made with different tokenizers, {both}: preprocess the text of one of them again "
+                "with the tokenizer of the other"
+            )
+        if None in digests and one.tokenizer != other.tokenizer:
+            doubt = (
+                f"the corpora were made, as their records say, {both}, and whether these are the same can't be compared: "
+                "a file is gone, and its record is of an earlier version, without a digest"
+            )
+    return doubt
+
+
+def digest_in(meta: Meta) -> str | None:
+    """Returns the recorded digest of a corpus's tokenizer, else that of the file at its path; None when unknown."""
+    if meta.tokenizer_digest is not None:
+        return meta.tokenizer_digest
+    recorded = recorded_tokenizer(meta)
+    return None if recorded is None else content_digest(recorded)
+
+
+def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why: str | None) -> UserError:
+    """The error of a corpus that another tokenizer made."""
+    ours = f"{tokenizer.vocab_size:,} tokens"
+    because = f" ({why})" if why else ""
+    if meta.tokenizer is not None and _same_path(meta.tokenizer, name):
+        return UserError(
+            f"the tokenizer {name} has changed since {prefix} was made with it, when it had {_size(meta)}; now it has "
+            f"{ours}{because}: bring the old one back, or preprocess the text again"
+        )
+    return UserError(
+        f"{prefix} was made with {_described(meta)}, and {name} ({ours}) is another tokenizer{because}: use the one "
+        f"that made it, or preprocess the text again with {name}"
+    )
+
+
+def _described(meta: Meta) -> str:
+    return f"{meta.tokenizer or 'a tokenizer that is not named'} ({_size(meta)})"
+
+
+def _size(meta: Meta) -> str:
+    return "an unknown number of tokens" if meta.vocab_size is None else f"{meta.vocab_size:,} tokens"
+
+
+def _same_path(one: str, other: str) -> bool:
+    return path_of(one).absolute() == path_of(other).absolute()

@@ -1,0 +1,58 @@
+"""Whether two tokenizers are the same: judged by their vocabulary and by what they make of text, not by their files.
+
+The same tokenizer has many files: GPT-2's `encoder.json` and `vocab.bpe` or a `tokenizer.json`, written by one version
+of a library or another. What matters for token ids, and for the rows of an embedding, is which token each id stands for
+and how text is cut into tokens.
+"""
+
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+
+from mtjax.data.tokens.tokenizer import Tokenizer
+
+PROBES = (
+    "The quick brown fox's 12 words; it's 3.14159 and 2,048 - isn't IT?",
+    "  two  spaces,\ttabs\nand\n\nlines \r\n ending here ",
+    "def f(x): return {'a': [x ** 2, -1]} != None  # under_score camelCase <s> </s> [MASK] <|endoftext|>",
+    "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600",
+)
+"""Texts whose ids tell normalisation, pre-tokenization and merges apart. Recorded digests depend on them: they stay."""
+
+
+@lru_cache(maxsize=8)
+def content_digest(tokenizer: Tokenizer) -> str:
+    """Returns a hash of the vocabulary and of the ids of some texts: equal for equal tokenizers in any file format."""
+    content = [_tokens(tokenizer), [tokenizer.encode(text) for text in PROBES]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> str | None:
+    """Says in what two tokenizers differ, in the words "there" and "here"; None when they are the same.
+
+    Args:
+      theirs: the one "there".
+      ours: the one "here".
+      may_add: tokens that `ours` has after all of `theirs` are no difference: the ids of the others mean the same.
+    """
+    there, here = _tokens(theirs), _tokens(ours)
+    for index, (one, other) in enumerate(zip(there, here, strict=False)):
+        if one != other:
+            return f"token {index} is {one!r} there and {other!r} here"
+    if len(there) > len(here) or (len(there) < len(here) and not may_add):
+        return f"{len(there):,} tokens there and {len(here):,} here"
+    if theirs.eod != ours.eod:
+        return f"a document ends with token {theirs.eod} there and {ours.eod} here"
+    different = next((text for text in PROBES if theirs.encode(text) != ours.encode(text)), None)
+    return None if different is None else f"they cut {different!r} into different tokens"
+
+
+def path_of(name: str) -> Path:
+    """Returns the path in a tokenizer's name, `KIND:PATH` or a bare path."""
+    return Path(name if Path(name).exists() else name.rpartition(":")[2]).expanduser()
+
+
+@lru_cache(maxsize=8)
+def _tokens(tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.token(index) for index in range(tokenizer.vocab_size)]

@@ -1,0 +1,245 @@
+"""The tokenizer of a run, and the files that go with it: its own on --resume, else its weights', else the one named.
+
+Checkpoints and weights mean nothing without the tokenizer whose ids they were trained on. So a run that has one keeps
+it, whatever has become of the text or of the file that it was named by.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtjax.config import Config
+from mtjax.data.cache import Cache
+from mtjax.data.run_text import RunText
+from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG, TOKENIZER_FILES, tokenizer_of
+from mtjax.data.tokens.identity import PROBES, content_digest, difference, path_of
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.errors import UserError
+from mtjax.storage import names_in, read_bytes, shown, url_of
+from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
+from mtjax.train.folder.run_folder import holds_run
+from mtjax.train.processes.exchange import exchange, num_processes
+
+
+@dataclass(frozen=True)
+class RunTokenizer:
+    """The tokenizer of a run."""
+
+    tokenizer: Tokenizer
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, what the run's folder keeps with it; a `tokenizer.json` among them is the tokenizer itself."""
+    is_kept: bool = False
+    """Whether the run's folder has all of it already."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tokenizer that belongs to a run or to weights."""
+
+    name: str
+    """As `--tokenizer` names it on this machine."""
+    shown: str
+    """As the user knows it."""
+    folder: Path
+    """Where the files are that go with it, on this machine."""
+    tokenizer: Tokenizer
+
+
+def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None) -> RunTokenizer:
+    """Finds the tokenizer of a run, and checks that its corpora were made with it. All processes call it.
+
+    Args:
+      config: the run.
+      kept_in: the folder of the run that is resumed, on this machine or in a store; None for a new run.
+      weights: what the run starts from, if not from random weights.
+
+    Raises:
+      UserError: there is none, it can't be read, or the settings or the corpora contradict it.
+    """
+    named = config.data.tokenizer
+    own = owned_by_run(config, kept_in) if kept_in is not None else None
+    if own is not None:
+        note = check_resumed(own, named)
+        found = RunTokenizer(own.tokenizer, is_kept=True, notes=(note,) if note else ())
+        name, text = own.shown, RunText(config.data, own.tokenizer)
+    elif weights is not None and (theirs := _owned_by_weights(weights)):
+        found, name = _from_weights(theirs, weights, named)
+        text = RunText(config.data, found.tokenizer)
+    else:
+        text = RunText(config.data)
+        if text.name is None:
+            _refuse_to_train_one(kept_in, weights)
+        files = files_beside(text.name) if text.name else {}
+        if weights is not None:
+            files |= _ids_of(weights)
+        found, name = RunTokenizer(text.tokenizer, files), text.name or "the tokenizer trained on the text"
+    _check_processes(name, found.tokenizer)
+    notes = (*found.notes, *text.check_corpora(name, found.tokenizer))
+    return RunTokenizer(found.tokenizer, found.files, found.is_kept, notes)
+
+
+def owned_by_run(config: Config, out: Path) -> Owned | None:
+    """Opens the tokenizer in the folder of a run, on this machine or in a store; None where there is none.
+
+    Raises:
+      UserError: it can't be read.
+    """
+    url = url_of(out)
+    present = names_in(url) if url else ()
+    names = [name for name in TOKENIZER_FILES if name in present] if url else _names_in(out)
+    if tokenizer_of(names, out) is None:
+        return None
+    folder = _copied(url, names, Cache.of(config.data)) if url else out
+    name = str(tokenizer_of(names, folder))
+    return Owned(name, name.replace(str(folder), shown(out)), folder, open_tokenizer(name))
+
+
+def check_resumed(own: Owned, named: str | None) -> str | None:
+    """Checks that the tokenizer that the settings of a resumed run name is its own.
+
+    Returns:
+      A note where the one that is named does not exist; the run's own is all that it needs.
+
+    Raises:
+      UserError: it is another one; names both.
+    """
+    if named is None:
+        return None
+    if not path_of(named).exists():
+        return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
+    other = open_tokenizer(named)
+    why = difference(own.tokenizer, other)
+    if why is None and own.tokenizer.encode_prompt(PROBES[0]) != other.encode_prompt(PROBES[0]):
+        why = "they add different tokens to a prompt"
+    if why:
+        raise UserError(
+            f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): remove "
+            "tokenizer from the command and the config to go on with the run's own, or start a new run in another --out"
+        )
+    return None
+
+
+def files_beside(name: str) -> dict[str, bytes]:
+    """Reads the files that describe a tokenizer, by name, in the folder that it is named in.
+
+    Raises:
+      UserError: one can't be read.
+    """
+    path = path_of(name)
+    # A file with a name of its own, such as vocabularies/large.json, may have neighbours that describe another one.
+    if path.is_file() and path.name not in TOKENIZER_FILES:
+        return {}
+    return _read(path if path.is_dir() else path.parent, DESCRIPTIONS)
+
+
+def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabulary: bool) -> dict[str, bytes]:
+    """Reads what a run takes over from its weights: the tokenizer's files, and the ids of special tokens.
+
+    Args:
+      folder: of the weights.
+      hugging_face: their `config.json`, or what is known of it.
+      vocabulary: whether the tokenizer itself is taken over, or only what describes it.
+
+    Raises:
+      UserError: a file can't be read.
+    """
+    names = TOKENIZER_FILES if vocabulary else (*DESCRIPTIONS, GENERATION_CONFIG)
+    ids = special_ids(hugging_face)
+    return _read(folder, names) | ({SPECIAL_IDS: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
+
+
+def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenizer) -> None:
+    """Checks that a tokenizer gives weights the tokens that they were trained on; it may add some after theirs.
+
+    Args:
+      shown: what the weights' own is called.
+      theirs: the weights' own.
+      named: what the other is called.
+      tokenizer: the other.
+
+    Raises:
+      UserError: an id stands for another token, or text is cut into others; names both.
+    """
+    if why := difference(theirs, tokenizer, may_add=True):
+        raise UserError(
+            f"the weights came with the tokenizer {shown}, and --tokenizer {named} is another one ({why}), with which "
+            "rows of their embedding would stand for other tokens: remove --tokenizer, or take other weights"
+        )
+
+
+def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[RunTokenizer, str]:
+    """The weights' tokenizer, or the one that is named if it is the same, or adds tokens; and its name."""
+    notes: tuple[str, ...] = ()
+    if named is not None and not path_of(named).exists():
+        notes = (f"the tokenizer {named} does not exist; the weights' own is used, {theirs.shown}",)
+    elif named is not None and path_of(named).absolute() != path_of(theirs.name).absolute():
+        tokenizer = open_tokenizer(named)
+        check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
+        return RunTokenizer(tokenizer, files_of_weights(theirs.folder, weights.hugging_face, vocabulary=False)), named
+    files = files_of_weights(theirs.folder, weights.hugging_face, vocabulary=True)
+    return RunTokenizer(theirs.tokenizer, files, notes=notes), theirs.shown
+
+
+def _owned_by_weights(weights: Weights) -> Owned | None:
+    folder = weights.root
+    name = tokenizer_of(_names_in(folder), folder) or weights.config.data.tokenizer
+    if name is None or not path_of(name).exists():
+        return None
+    return Owned(name, name, folder, open_tokenizer(name))
+
+
+def _ids_of(weights: Weights) -> dict[str, bytes]:
+    return files_of_weights(weights.root, weights.hugging_face, vocabulary=False)
+
+
+def _refuse_to_train_one(kept_in: Path | None, weights: Weights | None) -> None:
+    """Refuses to train a tokenizer on the text where checkpoints or weights have been trained with one already."""
+    if kept_in is not None and holds_run(kept_in):
+        raise UserError(
+            f"{shown(kept_in)} holds a run without its tokenizer.json, and one that is trained on the text now may be "
+            "another one: put the file back, or name the run's tokenizer with --tokenizer"
+        )
+    if weights is not None:
+        raise UserError(
+            f"the weights in {weights.folder} came without a tokenizer, and ids of one that is trained on the text would "
+            "stand for other tokens: name theirs with --tokenizer"
+        )
+
+
+def _check_processes(name: str, tokenizer: Tokenizer) -> None:
+    """Checks that all processes have the same tokenizer: each read its own files, maybe on a machine of its own."""
+    if num_processes() == 1:
+        return
+    digests = exchange("the tokenizer", content_digest(tokenizer))
+    if different := [process for process, digest in enumerate(digests) if digest != digests[0]]:
+        raise UserError(
+            f"process {different[0]} has another tokenizer than process 0 (here it is {name}): give all machines the "
+            "same files, or name the same tokenizer on each with --tokenizer"
+        )
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
+    """A folder on this machine with the tokenizer's files of a run in an object store."""
+    contents = {name: read_bytes(f"{url}/{name}") for name in names}
+
+    def build(folder: Path) -> None:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return cache.folder("run-tokenizer", {"files": digests}, build)
+
+
+def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    try:
+        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    except OSError as e:
+        raise UserError(f"{e.filename}, which belongs to the tokenizer, can't be read: {e.strerror}") from e
