@@ -18,8 +18,9 @@ import tomli_w
 from mtjax import config as configs
 from mtjax.config import Config, sizes
 from mtjax.convert.parameters import Parameter, parameters_of
-from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
+from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
 from mtjax.theory.adapters import ADAPTER
 from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
@@ -162,7 +163,7 @@ class MtjaxSink:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(page))
         written: dict[str, Any] = dict(kept)
-        tokenizer = tokenizer_of(carry_files(self._origin.files, self._folder), self._final.resolve())
+        tokenizer = tokenizer_of(carry_tokenizer(self._origin.files, self._folder), self._final.resolve())
         if tokenizer:
             written["data"] = {"tokenizer": tokenizer}
         (self._folder / "config.toml").write_text(tomli_w.dumps(written))
@@ -187,15 +188,3 @@ def chunk_shape(parameter: Parameter) -> tuple[int, ...]:
         at = shared[0] if shared else shape.index(max(shape))
         shape[at] = -(-shape[at] // 2)
     return tuple(shape) if parameter.num_layers is None else (1, *shape)
-
-
-def tokenizer_of(names: list[str], folder: Path) -> str | None:
-    """How `--tokenizer` names the tokenizer among these files of a folder."""
-    if "tokenizer.json" in names:
-        return str(folder / "tokenizer.json")
-    if {"vocab.json", "merges.txt"} <= set(names) or {"encoder.json", "vocab.bpe"} <= set(names):
-        return f"gpt2:{folder}"
-    if "vocab.txt" in names:
-        return f"bert:{folder / 'vocab.txt'}"
-    model = next((name for name in names if name.endswith(".model")), None)
-    return f"sentencepiece:{folder / model}" if model else None

@@ -243,6 +243,8 @@ def _vocabulary_files(folder: Path, kind: str) -> tuple[Path, ...]:
     if (folder / "tokenizer.model").is_file() and kind == "T5Tokenizer":
         wanted = ("tokenizer.model",)
     missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing and not is_pretrained(folder):
+        raise UserError(f"{folder} has no tokenizer.json, and no {CONFIG} that says how its tokenizer is read")
     if missing:
         raise UserError(f"{folder} has neither tokenizer.json nor {missing[0]}, from which a {kind} is read")
     others = [name for name in ("tokenizer.model", *FOREIGN) if name not in wanted and (folder / name).is_file()]

@@ -95,7 +95,7 @@ class SentencePieceModel:
         else:
             kept = {piece for piece, index in self.ids.items() if index not in names}
             renamed = {index: name for index, name in names.items() if name not in kept}
-            pieces = [renamed[index] if index in renamed else piece.piece for index, piece in enumerate(proto.pieces)]
+            pieces = [renamed.get(index, str(piece.piece)) for index, piece in enumerate(proto.pieces)]
         defined = [piece for piece, entry in zip(pieces, proto.pieces, strict=True) if entry.type == USER_DEFINED]
         tokenizer = Tokenizer(self._model(pieces, has_defined=bool(defined)))
         tokenizer.normalizer = self._normalizer(legacy=legacy)
