@@ -68,6 +68,19 @@ def first_line(error: BaseException, length: int = 200) -> str:
     return text.splitlines()[0][:length] if text else repr(error)
 
 
+def lone_surrogate(text: str) -> str | None:
+    """Finds half of a surrogate pair, which JSON can write (`\\ud800`) and which isn't a character.
+
+    Returns:
+      `the lone surrogate \\ud800 at character 3, which isn't text` for the first one; None where there is none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return f"the lone surrogate \\u{ord(text[e.start]):04x} at character {e.start}, which isn't text"
+    return None
+
+
 def parse_json(text: str | bytes, source: object) -> Any:
     """The value that JSON stands for; `source` says where it is from.
 

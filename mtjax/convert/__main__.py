@@ -95,7 +95,7 @@ def run(options: Options) -> None:
     jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
     from mtjax.convert.peft import write_adapters
     from mtjax.convert.saved_model import Hints, open_source
-    from mtjax.convert.stream import convert, new_folder
+    from mtjax.convert.stream import convert, new_folder, tokenizer_to_write
 
     start = time.monotonic()
     with new_folder(target_path) as folder:
@@ -103,6 +103,10 @@ def run(options: Options) -> None:
         source = open_source(from_kind, source_path, hints)
         for note in source.origin.notes:
             print(note)
+        if to_kind in ("mtjax", "megatron"):
+            tokenizer_to_write(
+                source.origin.files
+            )  # a tokenizer that can't be read is refused before weights are written
         if to_kind == ADAPTERS:
             numbers = write_adapters(source, folder)
         else:

@@ -29,7 +29,7 @@ from mtjax.convert.megatron_tables import (
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
-from mtjax.convert.stream import Origin, carry_files, config_of, rows_of, understood
+from mtjax.convert.stream import Origin, carry_tokenizer, config_of, rows_of, understood
 from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.data.cache import reserve
 from mtjax.errors import UserError, require
@@ -195,7 +195,7 @@ class MegatronSink:
         for path in self._folder.glob(".collected-*"):
             path.unlink()
         (self._folder / TRACKER).write_text(RELEASE)
-        carry_files(self._origin.files, self._folder)
+        carry_tokenizer(self._origin.files, self._folder)
 
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """A stage's model: nested, or with full names in Megatron-Core."""

@@ -18,7 +18,7 @@ import tomli_w
 from mtjax import config as configs
 from mtjax.config import Config, sizes
 from mtjax.convert.parameters import Parameter, parameters_of
-from mtjax.convert.stream import Origin, carry_files, rows_of
+from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
@@ -158,7 +158,7 @@ class MtjaxSink:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(page))
         written: dict[str, Any] = dict(kept)
-        tokenizer = tokenizer_of(carry_files(self._origin.files, self._folder), self._final.resolve())
+        tokenizer = tokenizer_of(carry_tokenizer(self._origin.files, self._folder), self._final.resolve())
         if tokenizer:
             written["data"] = {"tokenizer": tokenizer}
         (self._folder / "config.toml").write_text(tomli_w.dumps(written))

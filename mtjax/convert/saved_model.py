@@ -16,11 +16,12 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
-from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of, without_adapters
+from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.places import parse_weights
-from mtjax.convert.stream import TOKENIZER_FILES, Source, looks_like
+from mtjax.convert.stream import Source, looks_like, tokenizer_files
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.models.placed import Placed
@@ -156,8 +157,7 @@ class SavedModel:
           UserError: there is none, or it has more tokens than the model.
         """
         origin = self.source.origin
-        beside = [name for name in TOKENIZER_FILES if (origin.files / name).is_file()]
-        name = named or tokenizer_of(beside, origin.files) or origin.config.data.tokenizer
+        name = named or tokenizer_of(tokenizer_files(origin.files), origin.files) or origin.config.data.tokenizer
         if name is None:
             raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
         tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size

@@ -13,7 +13,8 @@ import numpy as np
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
-from mtjax.data.tokens.folder import TOKENIZER_FILES
+from mtjax.data.tokens.folder import TOKENIZER_FILES, tokenizer_of
+from mtjax.data.tokens.tokenizer import TOKENIZER_JSON, Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
 
@@ -98,10 +99,40 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def carry_files(source: Path, target: Path) -> list[str]:
     """Copies the tokenizer's files; returns their names."""
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names = tokenizer_files(source)
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names
+
+
+def carry_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copies the tokenizer's files, and writes its tokenizer.json where it has none; returns their names.
+
+    Of a Hugging Face folder without that file, `config.json` may decide how its tokenizer is read, and is not copied.
+
+    Raises:
+      UserError: mtjax can't read the tokenizer.
+    """
+    names = carry_files(source, target)
+    if tokenizer := tokenizer_to_write(source):
+        tokenizer.save(target)
+        names.append(TOKENIZER_JSON)
+    return names
+
+
+def tokenizer_to_write(folder: Path) -> Tokenizer | None:
+    """Opens the tokenizer of a Hugging Face folder without a tokenizer.json; returns None for other folders.
+
+    Raises:
+      UserError: mtjax can't read it.
+    """
+    name = tokenizer_of(tokenizer_files(folder), folder)
+    return open_tokenizer(name) if name and name.startswith("hf:") else None
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Returns the names of the tokenizer's files in a folder."""
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def check_folder(folder: Path) -> None:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.json_lines import read_lines
 from mtjax.errors import shortened
-from mtjax.finetune.rows import Examples, json_objects, read_lines
+from mtjax.finetune.rows import Examples, json_objects
 from mtjax.generate.chat import Message
 
 ASSISTANT = "assistant"

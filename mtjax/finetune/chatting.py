@@ -13,6 +13,7 @@ from mtjax.config import Config
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
+from mtjax.data.tokens.tokenizer import folder_of
 from mtjax.errors import UserError
 from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import ChatEncoder, PackedChats, Written
@@ -115,7 +116,7 @@ class Chatting(OnPretrained):
         """The folder with what belongs to the tokenizer: the weights', or where its own file is."""
         if self.trunk is not None:
             return self.trunk.saved.source.origin.files
-        return Path(tokenizer.partition(":")[2] or tokenizer).expanduser().parent
+        return folder_of(tokenizer)
 
     def _written(self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str]) -> list[Written]:
         """The tokens of conversations; those that the template refuses are left out, and noted.

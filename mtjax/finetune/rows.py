@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError, shortened
 
 SHOWN = 3
@@ -101,29 +102,6 @@ def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examp
     return examples.check()
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a file; texts may hold other ends of lines.
-
-    Raises:
-      UserError: it can't be read.
-    """
-    return [line.removesuffix("\r") for line in read_text(path).split("\n")]
-
-
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-      UserError: it can't be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}): is it the task's data?") from e
-
-
 def _is_json(path: Path, lines: Sequence[str]) -> bool:
     return path.suffix in (".jsonl", ".json") or next((line for line in lines if line.strip()), "").startswith("{")
 
@@ -161,7 +139,8 @@ def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | s
         if not isinstance(row, dict):
             yield number, "is not a JSON object"
             continue
-        yield number, row
+        half = surrogate_in(row)
+        yield number, f"has {half}" if half else row
 
 
 def _chosen(path: Path, row: dict[str, str], choices: Sequence[tuple[str, ...]], what: str) -> tuple[str, ...]:

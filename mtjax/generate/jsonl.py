@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.checks import check_bounds
+from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json
 from mtjax.generate.request import Sampling
@@ -45,12 +46,11 @@ class JsonLines:
     def __init__(self, source: Path, target: Path, samples: int, sampling: Sampling, stops: Sequence[str]) -> None:
         self._source, self._target, self._samples = source, target, samples
         self._sampling, self._stops = sampling, tuple(stops)
+        self._lines = read_lines(source)
         try:
             self._file = target.open("a+b")
-            self._lines = source.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as e:
-            name = getattr(e, "filename", None) or source
-            raise UserError(f"{name} can't be used: {getattr(e, 'strerror', None) or e}") from e
+        except OSError as e:
+            raise UserError(f"{target} can't be used: {e.strerror or e}") from e
 
     def __enter__(self) -> "JsonLines":
         self._done = done_in(self._file, self._target)
@@ -94,6 +94,8 @@ class JsonLines:
         stops = (stops,) if isinstance(stops, str) else stops
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
             raise UserError(f'{where}: "stop" should be a text, or a list of texts')
+        if half := surrogate_in({"prompt": record["prompt"], "stop": list(stops)}):
+            raise UserError(f"{where} has {half}: correct the line, or remove it")
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
         return Line(number, sample, record["prompt"], with_sample(sampling, sample), tuple(stops))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtjax.config import Parallel
+from mtjax.data.json_lines import read_lines
 from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
@@ -121,9 +122,9 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
     keys = [key.strip() for key in environment.get(KEYS, "").split(",")]
     if file is not None:
         try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--keys {file} can't be read: {getattr(e, 'strerror', None) or 'it is not text'}") from e
+            lines = [line.strip() for line in read_lines(file)]
+        except UserError as e:
+            raise UserError(f"--keys {e}") from e
         if not any(lines):
             raise UserError(f"--keys {file} has no key: write one a line, or leave the option out")
         keys += lines

@@ -20,6 +20,7 @@ from mtjax.config.setting import at_least
 from mtjax.data.cleaning.document import CleanOptions
 from mtjax.data.cleaning.passes import CleanJob, clean
 from mtjax.data.corpus.reader import expand
+from mtjax.data.json_lines import read_lines
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 
@@ -103,10 +104,7 @@ def run(options: Options) -> None:
 
 
 def _read_ids(paths: Sequence[Path]) -> frozenset[str]:
-    try:
-        lines = [line.strip() for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"a list of ids can't be read: {e}") from e
+    lines = [line.strip() for path in paths for line in read_lines(path)]
     return frozenset(line for line in lines if line)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from mtjax.errors import UserError, require
+from mtjax.errors import UserError, lone_surrogate, require
 from mtjax.storage import filesystem, url_of
 
 CHUNK_BYTES = 1 << 20
@@ -264,13 +264,8 @@ def check_characters(text: str, key: str) -> None:
     Raises:
       ValueError: names the first one and its place.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        half = f"\\u{ord(text[e.start]):04x}"
-        raise ValueError(
-            f"the text under the key {key!r} has the lone surrogate {half} at character {e.start}, which isn't text"
-        ) from None
+    if half := lone_surrogate(text):
+        raise ValueError(f"the text under the key {key!r} has {half}")
 
 
 def _integer(digits: str) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtjax.data.tokens.characters import whole_characters
 from mtjax.errors import UserError, require
 
 
@@ -35,7 +36,8 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, nothing added."""
-        return self._processor.encode(text)
+        with whole_characters(text):
+            return self._processor.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of `text`; a SentencePiece model does not say what to add."""
@@ -47,7 +49,8 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, over all cores."""
-        return self._processor.encode(list(texts), num_threads=-1)
+        with whole_characters(*texts):
+            return self._processor.encode(list(texts), num_threads=-1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""

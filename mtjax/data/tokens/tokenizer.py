@@ -1,7 +1,7 @@
 """Tokenizers behind one interface: text in, ids out, an end-of-document id, and the special ids of BERT and T5.
 
-`KIND:PATH` names one: `gpt2:DIR` (encoder.json + vocab.bpe, or vocab.json + merges.txt), `bert:vocab.txt`,
-`hf:tokenizer.json`, `sentencepiece:FILE`. A bare path is recognised by what it is.
+`KIND:PATH` names one: `hf:PATH` (a tokenizer.json, or a Hugging Face folder), `gpt2:DIR` (encoder.json + vocab.bpe, or
+vocab.json + merges.txt), `bert:vocab.txt`, `sentencepiece:FILE`. A bare path is recognised by what it is.
 """
 
 import hashlib
@@ -14,10 +14,14 @@ from typing import Protocol
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
+from mtjax.data.tokens.characters import whole_characters
+from mtjax.data.tokens.pretrained_settings import CONFIG, class_of, files_read, is_pretrained, read_object
+from mtjax.data.tokens.pretrained_tokenizer import build_pretrained
 from mtjax.data.tokens.word_cache import word_cache
 from mtjax.errors import UserError, nearest
 
 KINDS = ("gpt2", "bert", "hf", "sentencepiece")
+TOKENIZER_JSON = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 CORES_LIKE_A_CACHE = 2  # looking up is as fast as two and a half cores that merge
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]", "[EOS]")
@@ -70,14 +74,20 @@ class Tokenizer(Protocol):
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer of the `tokenizers` library.
 
-    def __init__(self, tokenizer: HuggingFace, source: str) -> None:
+    Args:
+      tokenizer: of the library.
+      source: where it is from, for messages.
+      eos: the end-of-sequence token in its settings, which ends documents where it has none of `END_NAMES`.
+    """
+
+    def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: nobody ends a document from inside
         self._tokenizer = tokenizer
-        self._eod = _end_of_document(tokenizer, source)
+        self._eod = _end_of_document(tokenizer, source, eos)
         self._cache = word_cache(tokenizer)
         self._vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -93,31 +103,36 @@ class FastTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with whole_characters(text):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of `text`, with what the tokenizer's post-processor adds."""
-        return self._tokenizer.encode(text).ids
+        with whole_characters(text):
+            return self._tokenizer.encode(text).ids
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text`, in which names of special tokens are these."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            with whole_characters(text):
+                return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""
-        if self._cache is not None and _cores() <= CORES_LIKE_A_CACHE:
-            return self._cache.encode_batch(texts)
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        with whole_characters(*texts):
+            if self._cache is not None and _cores() <= CORES_LIKE_A_CACHE:
+                return self._cache.encode_batch(texts)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of each text, nothing added, and of each id the characters from which to which it stands for."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        with whole_characters(*texts):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
@@ -137,11 +152,12 @@ class FastTokenizer:
         temporary.write_text(self._tokenizer.to_str(), encoding="utf-8")
         temporary.replace(folder / "tokenizer.json")
 
-    def __getstate__(self) -> str:
-        return self._tokenizer.to_str()
+    def __getstate__(self) -> tuple[str, str]:
+        return self._tokenizer.to_str(), self.token(self._eod)
 
-    def __setstate__(self, state: str) -> None:
-        self.__init__(HuggingFace.from_str(state), "a worker's tokenizer")
+    def __setstate__(self, state: tuple[str, str]) -> None:
+        tokenizer, eos = state
+        self.__init__(HuggingFace.from_str(tokenizer), "a worker's tokenizer", eos)
 
 
 def _cores() -> int:
@@ -149,8 +165,8 @@ def _cores() -> int:
     return 1 if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "0") else os.cpu_count() or 1
 
 
-def _end_of_document(tokenizer: HuggingFace, source: str) -> int:
-    for name in END_NAMES:
+def _end_of_document(tokenizer: HuggingFace, source: str, eos: str | None) -> int:
+    for name in (*END_NAMES, *([] if eos is None else [eos])):
         index = tokenizer.token_to_id(name)
         if index is not None:
             return index
@@ -175,7 +191,21 @@ def open_tokenizer(name: str) -> Tokenizer:
 def files(name: str) -> list[Path]:
     """The files that a tokenizer's name stands for: its identity is their content."""
     kind, path = _resolve(name)
+    if path.is_dir() and (path / TOKENIZER_JSON).is_file() and not (path / "encoder.json").is_file():
+        return [path / TOKENIZER_JSON]
+    if path.is_dir() and (kind == "hf" or _is_pretrained_gpt2(path)):
+        return files_read(path)
     return list(_gpt2_files(path)) if kind == "gpt2" else [path]
+
+
+def folder_of(name: str) -> Path:
+    """The folder with a tokenizer's files.
+
+    Raises:
+      UserError: there is no such tokenizer.
+    """
+    path = _resolve(name)[1]
+    return path if path.is_dir() else path.parent
 
 
 def digest_of(name: str) -> str:
@@ -197,14 +227,17 @@ def _resolve(name: str) -> tuple[str, Path]:
         kind = _recognise(path)
     if not path.exists():
         raise UserError(f"the tokenizer {path} does not exist")
-    if kind != "gpt2" and path.is_dir():
+    if kind not in ("gpt2", "hf") and path.is_dir():
         raise UserError(f"the tokenizer {path} is a folder; {kind}: takes a file")
     return kind, path
 
 
 def _recognise(path: Path) -> str:
     if path.is_dir():
-        return "gpt2"
+        if (path / TOKENIZER_JSON).is_file():
+            return "hf"
+        has_gpt2s = (path / "merges.txt").is_file() and not is_pretrained(path)
+        return "gpt2" if has_gpt2s or (path / "vocab.bpe").is_file() else "hf"
     kinds = {".json": "hf", ".txt": "bert", ".model": "sentencepiece"}
     if path.suffix not in kinds:
         known = ", ".join(f"{kind}:PATH" for kind in KINDS)
@@ -228,9 +261,25 @@ def byte_level(tokenizer: HuggingFace) -> HuggingFace:
     return tokenizer
 
 
+def _is_pretrained_gpt2(folder: Path) -> bool:
+    """Whether a folder's settings say how its vocab.json is read.
+
+    Raises:
+      UserError: they say that it is not GPT-2's.
+    """
+    if (folder / "encoder.json").is_file() or not is_pretrained(folder):
+        return False
+    kind = class_of(folder, read_object(folder / CONFIG))
+    if kind != "GPT2Tokenizer":
+        raise UserError(f"gpt2:{folder} is for GPT-2's vocabulary, and this one is read by a {kind}: say hf:{folder}")
+    return True
+
+
 def _gpt2(folder: Path) -> FastTokenizer:
-    if (folder / "tokenizer.json").is_file() and not (folder / "encoder.json").is_file():
-        return _hugging_face(folder / "tokenizer.json")
+    if (folder / TOKENIZER_JSON).is_file() and not (folder / "encoder.json").is_file():
+        return _hugging_face(folder / TOKENIZER_JSON)
+    if _is_pretrained_gpt2(folder):
+        return _hugging_face(folder)
     vocab_file, merges_file = _gpt2_files(folder)
     vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
     lines = merges_file.read_text(encoding="utf-8").split("\n")
@@ -268,12 +317,18 @@ def _bert(path: Path) -> FastTokenizer:
 
 
 def _hugging_face(path: Path) -> FastTokenizer:
+    if path.is_dir() and not (path / TOKENIZER_JSON).is_file():
+        tokenizer, eos = build_pretrained(path)
+        return FastTokenizer(tokenizer, str(path), eos)
+    path = path / TOKENIZER_JSON if path.is_dir() else path
     text = path.read_text(encoding="utf-8")
     try:
         tokenizer = HuggingFace.from_str(text)
     except Exception as e:  # the library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer.json: {e}") from e
-    return FastTokenizer(tokenizer, str(path))
+    eos = read_object(path.parent / CONFIG).get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return FastTokenizer(tokenizer, str(path), eos if isinstance(eos, str) else None)
 
 
 def _sentencepiece(path: Path) -> Tokenizer:

@@ -12,10 +12,11 @@ import numpy as np
 from mtjax.data import Tokenizer
 from mtjax.data.corpus.indexed import IndexedDataset, check_ids, is_indexed, prefix_of
 from mtjax.data.corpus.reader import is_json
+from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text
 from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
-from mtjax.evaluate.tasks.text_file import json_lines, read_text
+from mtjax.evaluate.tasks.text_file import json_lines
 
 
 def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:

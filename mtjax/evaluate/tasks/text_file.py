@@ -4,21 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError, parse_json
-
-
-def read_text(path: Path) -> str:
-    """All of a file.
-
-    Raises:
-      UserError: it can't be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}): is it the task's data?") from e
 
 
 def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
@@ -27,7 +14,7 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
     Raises:
       UserError: a line is not a JSON object that has the field, as text.
     """
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         row = parse_json(line, f"{path}, line {number}")
@@ -36,6 +23,8 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
             raise UserError(
                 f"{path}, line {number} has {_described(row)}, and needs {field!r}, a text: is it another task's data?"
             )
+        if half := surrogate_in(text, field):
+            raise UserError(f"{path}, line {number} has {half}: correct the line, or remove it")
         yield number, text
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from mtjax.data import Tokenizer
+from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text, windows
 from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
-from mtjax.evaluate.tasks.text_file import read_text
 
 SPACED = {
     "s '": "s'",

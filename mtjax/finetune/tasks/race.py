@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import accuracy
-from mtjax.finetune.rows import Example, Examples, read_text
+from mtjax.finetune.rows import Example, Examples
 from mtjax.finetune.samples import Encoder, Ids
 from mtjax.finetune.tasks.labelled import EncodedRows, check_own_fields, numbered
 from mtjax.finetune.tasks.task import HeldOut, Scores
@@ -70,7 +71,7 @@ RACE = Race()
 
 def _read(file: Path, name: str, examples: Examples, labelled: bool) -> None:
     """Adds a file's questions, and what is wrong with the others; each line is an object."""
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
+    for number, line in enumerate(read_lines(file), start=1):
         place = f"{name} " if name else f"line {number} "
         if not line.strip():
             continue
@@ -96,6 +97,8 @@ def _wrong_article(article: Any) -> str:
     """What is wrong with an object; nothing where its questions can be read one by one."""
     if not isinstance(article, dict):
         return "is not a JSON object"
+    if half := surrogate_in(article):
+        return f"has {half}"
     if not isinstance(article.get("article"), str) or not article["article"].strip():
         return "has no article"
     lists = [article.get(name) for name in ("questions", "options")]

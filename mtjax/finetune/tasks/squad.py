@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtjax.config import Config
+from mtjax.data.json_lines import read_text, surrogate_in
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.rows import Examples, read_text
+from mtjax.finetune.rows import Examples
 from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.task import HeldOut
 from mtjax.finetune.tasks.windows import Windows
@@ -126,6 +127,8 @@ class _Reading:
         if not isinstance(asked, dict):
             return "is not a JSON object"
         name, question, answers = asked.get("id"), asked.get("question"), asked.get("answers")
+        if half := surrogate_in([asked, {"context": context}]):
+            return f"has {half}"
         if not isinstance(name, str) or not name:
             return "has no id"
         if not isinstance(question, str) or not question.strip():

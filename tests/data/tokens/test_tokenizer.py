@@ -102,7 +102,8 @@ def test_sentencepiece(tmp_path):
 WRONG = {
     "does not exist": "hf:nowhere.json",
     "has neither encoder.json": "gpt2:{folder}",
-    "is a folder; hf: takes a file": "hf:{folder}",
+    "is a folder; bert: takes a file": "bert:{folder}",
+    "has no tokenizer.json, and no tokenizer_config.json that says": "hf:{folder}",
     "is not a tokenizer.json": "hf:{folder}/wrong.json",
     "is not a BERT vocabulary": "bert:{folder}/wrong.txt",
     "is not a SentencePiece model": "sentencepiece:{folder}/wrong.model",

@@ -1,0 +1,54 @@
+"""JSON lines, read in one way by all commands: UTF-8, a byte order mark skipped, lines that end in \n or \r\n.
+
+Other ends of lines, which `str.splitlines` and text mode know (\r, U+0085, U+2028...), may stand inside of a line.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mtjax.errors import UserError, lone_surrogate
+
+
+def read_text(path: Path) -> str:
+    """Reads a text file, with its ends of lines as they are.
+
+    Raises:
+      UserError: it can't be read, or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start}): is it the right file?") from e
+
+
+def read_lines(path: Path) -> list[str]:
+    """Reads the lines of a text file, without their ends.
+
+    Raises:
+      UserError: it can't be read, or is not UTF-8.
+    """
+    return [line.removesuffix("\r") for line in read_text(path).split("\n")]
+
+
+def surrogate_in(value: Any, name: str = "") -> str | None:
+    """Finds half of a surrogate pair in any text of a JSON value.
+
+    Args:
+      value: of a line.
+      name: of the field that it is in.
+
+    Returns:
+      Which half, where it is, and in which field; None where there is none.
+    """
+    if isinstance(value, str):
+        half = lone_surrogate(value)
+        return half and half + (f" (in {name!r})" if name else "")
+    if isinstance(value, dict):
+        found = [surrogate_in(key, "the name of a field") or surrogate_in(v, name or key) for key, v in value.items()]
+    elif isinstance(value, list):
+        found = [surrogate_in(item, name) for item in value]
+    else:
+        return None
+    return next(filter(None, found), None)
