@@ -1,5 +1,6 @@
 """What `mtjax generate` does: prompts from the command line, from a file, or from somebody who types."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable
@@ -15,9 +16,9 @@ from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
-from mtjax.generate.jsonl import JsonLines, Line, with_sample
+from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import Options
-from mtjax.generate.request import Sampling
+from mtjax.generate.request import Sampling, for_text
 from mtjax.generate.show import Shown
 from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, config_in_words, load_model
@@ -153,19 +154,20 @@ class Job:
     def continue_texts(self, prompts: Iterable[str]) -> None:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
         options = self._options
-        wanted = [(prompt, number) for prompt in prompts for number in range(options.samples)]
+        several = list(enumerate(prompts))
+        wanted = [(place, prompt, number) for place, prompt in several for number in range(options.samples)]
         sequences = min(options.batch, len(wanted))
         engine = Engine(self._decoder, sequences)
         shown = Shown(sys.stdout, options.show_logprobs)
         clock, done = Clock(sequences), list[Completion]()
-        for prompt, number in wanted:
+        for place, prompt, number in wanted:
             ids = self._model.prompt_ids(prompt)
-            completion = self._completion(ids, with_sample(options.sampling, number))
+            completion = self._completion(ids, for_text(options.sampling, number, place))
             completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
         engine.run()
-        for (prompt, number), completion in zip(wanted, done, strict=True):
+        for (_, prompt, number), completion in zip(wanted, done, strict=True):
             if len(wanted) > 1:
                 shown.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
                 for piece in (*completion.prompt_pieces, *completion.pieces):
@@ -207,6 +209,7 @@ class Job:
         say("Ctrl-D ends it" + ("" if template else "; there is no chat_template: each line is continued by itself"))
         first: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         messages = list(first)
+        turns = itertools.count()
         while (typed := _typed()) is not None:
             if template is None:
                 ids = self._model.prompt_ids(typed)
@@ -214,7 +217,7 @@ class Job:
                 messages.append({"role": "user", "content": typed})
                 ids = tokenizer.encode_marked(template.render(messages))
             shown = Shown(sys.stdout, options.show_logprobs)
-            completion = self._completion(ids, options.sampling)
+            completion = self._completion(ids, for_text(options.sampling, 0, next(turns)))
             completion.on_piece = shown.piece
             try:
                 engine.submit(completion.request)

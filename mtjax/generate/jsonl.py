@@ -10,7 +10,7 @@ from typing import Any
 from mtjax.config.checks import check_bounds
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json
-from mtjax.generate.request import Sampling
+from mtjax.generate.request import Sampling, for_text
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
 
@@ -95,7 +95,9 @@ class JsonLines:
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
             raise UserError(f'{where}: "stop" should be a text, or a list of texts')
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
-        return Line(number, sample, record["prompt"], with_sample(sampling, sample), tuple(stops))
+        # A line with a seed of its own draws the same wherever it stands.
+        sampling = for_text(sampling, sample, 0 if "seed" in record else number)
+        return Line(number, sample, record["prompt"], sampling, tuple(stops))
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:
         for name, value in given.items():
@@ -108,11 +110,6 @@ class JsonLines:
         except UserError as e:
             raise UserError(f"{where}: {e}") from e
         return sampling
-
-
-def with_sample(sampling: Sampling, sample: int) -> Sampling:
-    """The settings of one of several texts for a prompt: each draws by a seed of its own."""
-    return replace(sampling, seed=(sampling.seed + sample) % 2**64)
 
 
 def done_in(file: BufferedRandom, path: Path) -> dict[tuple[int, int], str]:

@@ -79,6 +79,30 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
+    draws = ("--temperature", "1", "--seed", "5")
+    step = 0x9E3779B97F4A7C15
+    seeds = [[5 + prompt * step + sample for sample in range(2)] for prompt in range(3)]
+    expected = [
+        generate(capsys, folder, "--temperature", "1", "--seed", str(seed % 2**64), "the cat")[:-1]
+        for several in seeds
+        for seed in several
+    ]
+    assert len(set(expected)) == 6
+    shown = generate(capsys, folder, *draws, "--samples", "2", "the cat", "the cat", "the cat")
+    titles = [f"--- 'the cat' ({sample})\n" for sample in (1, 2)] * 3
+    assert shown == "".join(f"{title}{text}\n" for title, text in zip(titles, expected, strict=True))
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    lines = ['{"prompt": "the cat"}', '{"prompt": "the cat"}', '{"prompt": "the cat", "seed": 5}']
+    source.write_text("\n".join(lines))
+    generate(capsys, folder, *draws, "--input", str(source), "--output", str(target))
+    texts = sorted(map(json.loads, target.read_text().splitlines()), key=lambda text: text["index"])
+    assert [text["text"] for text in texts] == [expected[0], expected[2], expected[0]]
+    # In a conversation, too.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nthe cat\n"))
+    assert generate(capsys, folder, *draws, "--interactive") == f"{expected[0]}\n{expected[2]}\n"
+
+
 def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
     shown = generate(capsys, folder, "--beams", "3", "--samples", "2", "the cat").splitlines()
     assert [line.split("(")[0] for line in shown[::2]] == ["--- 'the cat' "] * 2
