@@ -58,7 +58,9 @@ class Options:
     """A JSONL file of objects with `prompt`, and any settings of --temperature and the like that differ there."""
     output: Path | None = None
     """Where texts of --input go, as JSONL: `index` is the number of the input's line. If it exists, what is in it is
-    not written again."""
+    not written again, provided that the same weights and settings made it: OUTPUT.settings.json tells."""
+    overwrite: bool = False
+    """Write --output anew if it exists."""
     logprobs: bool = False
     """With --output: also each token's text, id and log-probability."""
     interactive: bool = False

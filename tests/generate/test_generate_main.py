@@ -79,6 +79,61 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsys) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}]
+
+    def read(*lines: dict) -> None:
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    read(*prompts)
+    files = ("--input", str(source), "--output", str(target))
+    settings = ("--max-tokens", "6", "--ignore-eos", *files)
+    generate(capsys, folder, *files)
+    made, record = target.read_bytes(), tmp_path / "texts.jsonl.settings.json"
+    assert {row["index"]: row.get("settings") for row in map(json.loads, made.splitlines())} == {
+        0: None,
+        1: {"max_tokens": 2},
+    }
+    assert json.loads(record.read_text())["max_tokens"] == 6
+
+    def refused_with(*words: str, source: Path = folder) -> str:
+        assert main(["generate", "--from", f"hf:{source}", *settings, *words]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("error: ") and "--overwrite" in said and target.read_bytes() == made
+        return said
+
+    generate(capsys, folder, *files, "--mesh", "1x2", "--batch", "2")  # all is there
+    assert target.read_bytes() == made
+    said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
+    assert "texts.jsonl was made with stop none, logprobs false, temperature 0.0, seed 0, and this command has" in said
+    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
+    assert "max_tokens 6, and this command has max_tokens 7" in refused_with("--max-tokens", "7")
+    assert "was made with beams none, and this command has beams 2" in refused_with("--beams", "2")
+    tensors = {name: 2 * tensor for name, tensor in random_tensors(gpt2_shapes()).items()}
+    tensors |= {"transformer.wpe.weight": np.zeros((CONTEXT, HIDDEN), np.float32)}
+    other = write_folder(tmp_path / "other", tensors, GPT2_CONFIG | {"n_positions": CONTEXT}, tokenizer=True)
+    said = refused_with(source=other)
+    assert f"was made with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
+    for lines, words in (
+        ([prompts[0], {"prompt": "the road"}], "a text for the prompt 'the dog', and"),
+        ([prompts[0], {"prompt": "the dog"}], 'that was made with {"max_tokens": 2}, and the line has {}'),
+        (prompts[:1], f"a text for {source}:2, which has no prompt"),
+    ):
+        read(*lines)
+        assert words in refused_with()
+    read(*prompts)
+    generate(capsys, folder, *files, "--samples", "2")  # more texts of the same
+    two, made = made, target.read_bytes()
+    assert made.startswith(two) and len(made.splitlines()) == 4
+    assert "--samples is 1: give at least 2" in refused_with()
+    record.unlink()
+    assert "no texts.jsonl.settings.json beside it says what made them" in refused_with("--samples", "2")
+    generate(capsys, folder, *files, "--overwrite")
+    assert target.read_bytes() == two and record.is_file()
+    assert "--overwrite has an effect with --output only" in refused(capsys, "--from", "x", "--overwrite", "y")
+
+
 def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
     draws = ("--temperature", "1", "--seed", "5")
     step = 0x9E3779B97F4A7C15
