@@ -44,7 +44,7 @@ class Options:
     batch: int = at_least(1, 8, most=4096)
     """Texts that are written at a time."""
     samples: int = at_least(1, 1, most=2**20)
-    """Texts for each prompt. Each has a seed of its own: of the first prompt --seed, one more for the next text..."""
+    """Texts for each prompt, each with a seed of its own: that of the first is --seed, of the next one more."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends a text, besides the end of a document; it is left out. May be given several times."""
     ignore_eos: bool = False

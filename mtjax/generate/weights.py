@@ -104,7 +104,7 @@ def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that end a text: those that came with Hugging Face's weights, else those of the data it was trained on."""
     ends: set[int] = set()
     for named in (entry.get("eos_token_id") for entry in _settings(saved)):
-        ends |= set(named) if isinstance(named, list) else {named} if isinstance(named, int) else set()
+        ends |= {index for index in (named if isinstance(named, list) else [named]) if type(index) is int}
     own = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
     return frozenset(ends or {own})
 
