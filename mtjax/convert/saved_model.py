@@ -173,7 +173,10 @@ class SavedModel:
         if isinstance(self.source, MtjaxSource):
             facts: list[Any] = sorted(self.source.weights.page["fingerprints"].items())
         else:
-            stats = {path: path.stat() for path in sorted(self.folder.rglob("*")) if path.is_file()}
+            # Other files of Hugging Face's folders are none of the weights, such as an output that grows there.
+            own = ("config.json", "*.safetensors") if isinstance(self.source, HuggingFaceSource) else ("**/*",)
+            paths = sorted({path for pattern in own for path in self.folder.glob(pattern)})
+            stats = {path: path.stat() for path in paths if path.is_file()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 

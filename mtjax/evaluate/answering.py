@@ -21,6 +21,7 @@ from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
+from mtjax.generate.first_tokens import added_tokens
 from mtjax.generate.request import Sampling
 from mtjax.train.processes.exchange import this_process
 
@@ -60,6 +61,7 @@ class Answering:
         identity: str = "",
     ) -> None:
         self.tokenizer, self.prefix, self.longest = tokenizer, prefix, scorer.longest
+        self._added = added_tokens(tokenizer)
         self._scorer, self._parameters = scorer, parameters
         self._stop_ids, self._sequences, self._out, self._identity = stop_ids, sequences, out, identity
         self._kept: list[Kept] = []
@@ -68,11 +70,17 @@ class Answering:
     # --- ids
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Ids of a text, with what the tokenizer adds unless the text begins with it or `add_special_tokens` is off."""
-        begins = self.tokenizer.decode([self.prefix])
-        if add_special_tokens is None and text.startswith(begins):
-            return [self.prefix, *self.tokenizer.encode(text.removeprefix(begins))]
-        return self.tokenizer.encode(text) if add_special_tokens is False else self.tokenizer.encode_prompt(text)
+        """Encodes a text as lm-eval's `hf` model does: names of special tokens in it stand for these.
+
+        Args:
+          text: what to encode.
+          add_special_tokens: whether the ids that the tokenizer adds are added; when None, unless the text begins with
+            the name of `prefix`.
+        """
+        ids, begins = self.tokenizer.encode_marked(text), self.tokenizer.decode([self.prefix])
+        if add_special_tokens is None:
+            add_special_tokens = not (begins and text.startswith(begins))
+        return [*self._added.front, *ids, *self._added.back] if add_special_tokens else ids
 
     # --- likelihoods
 

@@ -8,12 +8,14 @@ from typing import Any
 from mtjax.config import Config
 from mtjax.convert.saved_model import for_rows
 from mtjax.data import Tokenizer
+from mtjax.data.tokens.tokenizer import files
 from mtjax.errors import UserError, nearest
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.rows import scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
+from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.placed import Placed
 from mtjax.train.objective import VALID_LOSS
 from mtjax.train.step import Program
@@ -114,7 +116,9 @@ class RunEvaluations:
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         self._scorer = Scorer(Placed(config, program.mesh, trains=True))
-        settings = Settings(self._scorer.longest, self._scorer.longest)
+        named = program.config.data.tokenizer
+        first = first_tokens(tokenizer, files(named)[0].parent if named else None, {})
+        settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first))
         for name, path in self._asked.items():
             self._opened.append(Opened(KINDS[name], KINDS[name].open(path, tokenizer, settings)))
 

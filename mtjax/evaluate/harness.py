@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtjax.convert.saved_model import SavedModel
-from mtjax.data import Tokenizer
 from mtjax.errors import UserError, first_line, nearest, require
 from mtjax.evaluate.answering import Answering, as_lm
 from mtjax.evaluate.options import Options
 from mtjax.evaluate.run import Subject, check_files, introduce, opened, shown, write
 from mtjax.evaluate.tasks.task import Results
-from mtjax.generate.chat import special_names
-from mtjax.generate.weights import read_json, stop_ids_of
+from mtjax.generate.first_tokens import first_tokens_of, named_token
+from mtjax.generate.weights import stop_ids_of
 from mtjax.train.processes.exchange import this_process
 
 EXTRA = "evaluate"
@@ -87,11 +85,12 @@ def load_tasks(options: Options) -> tuple[Any, Loaded]:
 def answering_of(options: Options, subject: Subject) -> Answering:
     """What answers lm-eval: the tokenizer's beginning of a text and the weights' ends as transformers has them."""
     saved, tokenizer = subject.saved, subject.tokenizer
-    end = named_special(saved, tokenizer, "eos_token")
+    files = saved.source.origin.files
+    end = named_token(tokenizer, files, "eos_token")
     end = tokenizer.eod if end is None else end
-    added = tokenizer.encode_prompt("")
-    begin = named_special(saved, tokenizer, "bos_token")
-    prefix = begin if begin is not None else added[0] if added else end
+    begin = named_token(tokenizer, files, "bos_token")
+    # As lm-eval's own: `bos_token` even where the tokenizer puts something else in front.
+    prefix = first_tokens_of(saved, tokenizer)[-1] if begin is None else begin
     return Answering(
         subject.scorer,
         saved.parameters(subject.placed),
@@ -102,12 +101,6 @@ def answering_of(options: Options, subject: Subject) -> Answering:
         options.out,
         saved.identity + options.compute_dtype + options.attention,
     )
-
-
-def named_special(saved: SavedModel, tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the token that `tokenizer_config.json` calls `bos_token` or the like; None where it says nothing."""
-    text = special_names(read_json(saved.source.origin.files / "tokenizer_config.json")).get(name)
-    return None if text is None else tokenizer.special(text)
 
 
 def ask(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapping[str, Any] | None:

@@ -72,10 +72,17 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[Window]:
         yield Window(start, min(start + length + 1, tokens), first)
 
 
-def rows_of_text(ids: np.ndarray, length: int, overlap: int) -> list[Row]:
-    """The windows of a text that count something."""
-    found = (w for w in windows(len(ids), length, overlap) if w.counted)
-    return [Row(ids[w.start : w.stop], w.first - w.start) for w in found]
+def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> list[Row]:
+    """Cuts a text into the windows that count something.
+
+    Args:
+      ids: int32[tokens].
+      length: most tokens that the model can read.
+      overlap: tokens that each window but the first counts, as `windows` has it.
+      given: tokens at the beginning that are read and not predicted; at least 1.
+    """
+    found = (w._replace(first=max(w.first, given)) for w in windows(len(ids), length, overlap))
+    return [Row(ids[w.start : w.stop], w.first - w.start) for w in found if w.counted]
 
 
 def scores_of(answers: Mapping[int, tuple[float, bool]]) -> Scores:

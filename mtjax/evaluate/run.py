@@ -22,6 +22,7 @@ from mtjax.evaluate.rows import Row, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Results, Settings, Task
+from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import MeshShape, parse_mesh
@@ -56,7 +57,8 @@ def evaluate(options: Options) -> Results:
     assert options.task is not None and options.data is not None  # Options.check has looked
     check_files(options)
     with opened(options) as subject:
-        settings = Settings(subject.length, min(options.overlap or subject.length, subject.length))
+        first = tuple(first_tokens_of(subject.saved, subject.tokenizer))
+        settings = Settings(subject.length, min(options.overlap or subject.length, subject.length), first)
         task = KINDS[options.task].open(options.data, subject.tokenizer, settings)
         question = Question(options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity)
         with kept_by_all(options.out, question.identity) as kept:

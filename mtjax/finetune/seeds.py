@@ -9,6 +9,7 @@ from typing import Any
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.finetune.asked import record_settings
 from mtjax.sharding.processes import several_expected
 from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.watch.best import Best, Goal
@@ -25,7 +26,7 @@ def run_seeds(
 
     A single one is run into OUT itself, and nothing is said.
 
-    With `--resume` those that are done are not done again.
+    With `--resume` those that are done with the same settings are not done again.
 
     Args:
       config: of all, with the first seed.
@@ -38,7 +39,8 @@ def run_seeds(
       The best validation of each seed; None where a run was stopped.
 
     Raises:
-      UserError: the folder can't be used, or the runs would have several processes.
+      UserError: the folder can't be used, a run in it was begun with other settings, or the runs would have several
+        processes.
     """
     if several_expected(config.parallel):
         raise UserError("--seeds and --sweep start runs one by one: with several processes, start each by itself")
@@ -52,6 +54,7 @@ def run_seeds(
         folder = out / f"seed-{seed}"
         if folder.exists() and not resume:
             raise UserError(f"--out {out} has a run of seed {seed} already: add --resume, or name another folder")
+        record_settings(configs.replace(config, seed=seed), folder)
         print(f"\nseed {seed}, {len(results) + 1} of {count}", flush=True)
         if not run(configs.replace(config, seed=seed, out=folder)):
             print(f"stopped within seed {seed}: the same command with --resume --out {out} goes on", flush=True)

@@ -10,6 +10,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import rows_of_question
 from mtjax.errors import UserError, nearest
+from mtjax.finetune.asked import record_settings
 from mtjax.finetune.seeds import run_seeds, spread
 from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.watch.best import Goal
@@ -62,7 +63,7 @@ def run_sweep(
 ) -> None:
     """Runs each of a grid's settings into a folder of its own, and says each one's median over seeds and the best.
 
-    With `--resume` those that are done are not done again.
+    With `--resume` those that are done with the same settings are not done again.
 
     Args:
       config: of all, with the first seed.
@@ -73,12 +74,15 @@ def run_sweep(
       run: runs one, and returns whether it was not stopped.
 
     Raises:
-      UserError: the folder can't be used, or the runs would have several processes.
+      UserError: the folder can't be used, a run in it was begun with other settings, or the runs would have several
+        processes.
     """
     out = choose_folder(config.output, name)
     found: list[dict[str, Any]] = []
     for number, point in enumerate(grid, start=1):
         folder = out / folder_of(point)
+        if seeds == 1:  # of several, each run is recorded with its seed
+            record_settings(configs.replace(config, **point), folder)
         print(f"\n{folder.name}, {number} of {len(grid)}", flush=True)
         values = run_seeds(configs.replace(config, **point, out=folder), name, seeds, goal, run)
         if values is None:

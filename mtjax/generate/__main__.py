@@ -43,6 +43,8 @@ def check_options(options: Options) -> None:
         raise UserError("--system has an effect with --interactive only: leave it out")
     if options.logprobs and options.output is None:
         raise UserError("--logprobs has an effect with --output only: --show-logprobs shows them here")
+    if options.overwrite and options.output is None:
+        raise UserError("--overwrite has an effect with --output only: leave it out")
     check_beams(options)
     idle = {"--samples": options.samples > 1, "--echo": options.echo} if options.interactive else {}
     idle |= {"--show-logprobs": options.show_logprobs} if options.output else {}

@@ -1,5 +1,6 @@
 """What `mtjax generate` does: prompts from the command line, from a file, or from somebody who types."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable
@@ -15,9 +16,10 @@ from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
-from mtjax.generate.jsonl import JsonLines, Line, with_sample
+from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import Options
-from mtjax.generate.request import Sampling
+from mtjax.generate.output_record import OutputRecord
+from mtjax.generate.request import Sampling, for_text
 from mtjax.generate.show import Shown
 from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, config_in_words, load_model
@@ -81,7 +83,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
         raise UserError(f"a BERT fills masks, without any use for {named}: leave it out")
     filler, number = Filler(model), options.fillings or 5
     if options.input is not None and options.output is not None:
-        with JsonLines(options.input, options.output, 1, options.sampling, ()) as lines:
+        with json_lines(options, model, 1) as lines:
             for line in lines.left():
                 try:
                     masks = filler.fill(line.prompt, number)
@@ -94,6 +96,25 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
             print(f"--- {shortened(prompt, 60)!r}, mask {at + 1}")
             for filling in fillings:
                 print(f"{filling.probability:.4f}\t{filling.text}")
+
+
+def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
+    """Opens `--input` and `--output`.
+
+    Raises:
+      UserError: a file can't be used.
+    """
+    assert options.input is not None and options.output is not None
+    record = OutputRecord.of(options, model)
+    return JsonLines(
+        options.input,
+        options.output,
+        record,
+        samples,
+        options.sampling,
+        options.stop,
+        overwrite=options.overwrite,
+    )
 
 
 def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
@@ -109,7 +130,7 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
                     print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
                 print(text)
         return
-    with JsonLines(options.input, options.output, options.samples, options.sampling, ()) as lines:
+    with json_lines(options, job.model, options.samples) as lines:
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
         for line in lines.left():
             try:
@@ -125,10 +146,14 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
 
 
 class Job:
-    """One run of the command."""
+    """One run of the command.
+
+    Attributes:
+      model: without its weights, which the decoder has.
+    """
 
     def __init__(self, options: Options, model: LoadedModel, decoder: Decoder) -> None:
-        self._options, self._model = options, model
+        self._options, self.model = options, model
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
         self._decoder = decoder
 
@@ -138,10 +163,10 @@ class Job:
         Raises:
           UserError: there are too many beams for the stop ids, or the prompt is too long.
         """
-        options, tokenizer = self._options, self._model.tokenizer
+        options, tokenizer = self._options, self.model.tokenizer
         assert options.beams is not None
         search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
-        prompt_ids, texts = self._model.prompt_ids(prompt), []
+        prompt_ids, texts = self.model.prompt_ids(prompt), []
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
             writer = TextWriter(tokenizer, () if self._decoder.reads_text else prompt_ids)
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
@@ -153,19 +178,20 @@ class Job:
     def continue_texts(self, prompts: Iterable[str]) -> None:
         """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
         options = self._options
-        wanted = [(prompt, number) for prompt in prompts for number in range(options.samples)]
+        several = list(enumerate(prompts))
+        wanted = [(place, prompt, number) for place, prompt in several for number in range(options.samples)]
         sequences = min(options.batch, len(wanted))
         engine = Engine(self._decoder, sequences)
         shown = Shown(sys.stdout, options.show_logprobs)
         clock, done = Clock(sequences), list[Completion]()
-        for prompt, number in wanted:
-            ids = self._model.prompt_ids(prompt)
-            completion = self._completion(ids, with_sample(options.sampling, number))
+        for place, prompt, number in wanted:
+            ids = self.model.prompt_ids(prompt)
+            completion = self._completion(ids, for_text(options.sampling, number, place))
             completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
         engine.run()
-        for (prompt, number), completion in zip(wanted, done, strict=True):
+        for (_, prompt, number), completion in zip(wanted, done, strict=True):
             if len(wanted) > 1:
                 shown.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
                 for piece in (*completion.prompt_pieces, *completion.pieces):
@@ -178,9 +204,9 @@ class Job:
         options = self._options
         assert options.input is not None and options.output is not None
         engine, waiting = Engine(self._decoder, options.batch), 2 * options.batch
-        with JsonLines(options.input, options.output, options.samples, options.sampling, options.stop) as lines:
+        with json_lines(options, self.model, options.samples) as lines:
             for line in lines.left():
-                ids = self._model.prompt_ids(line.prompt)
+                ids = self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)
                 try:
@@ -200,21 +226,22 @@ class Job:
 
     def chat(self) -> None:
         """Answers what is typed until the input ends."""
-        options, template = self._options, ChatTemplate.of(self._model.folder)
-        engine, tokenizer = Engine(self._decoder, 1), self._model.tokenizer
+        options, template = self._options, ChatTemplate.of(self.model.folder)
+        engine, tokenizer = Engine(self._decoder, 1), self.model.tokenizer
         if template is None and options.system is not None:
-            raise UserError(f"{self._model.folder} has no chat_template, and --system needs one: leave it out")
+            raise UserError(f"{self.model.folder} has no chat_template, and --system needs one: leave it out")
         say("Ctrl-D ends it" + ("" if template else "; there is no chat_template: each line is continued by itself"))
         first: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         messages = list(first)
+        turns = itertools.count()
         while (typed := _typed()) is not None:
             if template is None:
-                ids = self._model.prompt_ids(typed)
+                ids = self.model.prompt_ids(typed)
             else:
                 messages.append({"role": "user", "content": typed})
                 ids = tokenizer.encode_marked(template.render(messages))
             shown = Shown(sys.stdout, options.show_logprobs)
-            completion = self._completion(ids, options.sampling)
+            completion = self._completion(ids, for_text(options.sampling, 0, next(turns)))
             completion.on_piece = shown.piece
             try:
                 engine.submit(completion.request)
@@ -229,7 +256,7 @@ class Job:
     def _completion(self, ids: list[int], sampling: Sampling, stops: tuple[str, ...] | None = None) -> Completion:
         options = self._options
         return Completion(
-            self._model.tokenizer,
+            self.model.tokenizer,
             tuple(ids),
             sampling,
             self._stop_ids,

@@ -1,5 +1,6 @@
 """Text for text: a prompt's continuation as the engine writes it."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,11 +13,12 @@ DEFAULT = Sampling()
 
 
 class Piece(NamedTuple):
-    """Text that a token made certain; "" for one that is half a character, or may begin a stop string."""
+    """A token and the text that it adds; told once no stop string can begin in that text."""
 
     text: str
+    """"" for a token that leaves a character incomplete, or is a part of a stop string."""
     token: Token | None
-    """None for what was held back until the end."""
+    """None for an incomplete character at the end of the text."""
 
 
 @dataclass(eq=False)
@@ -47,6 +49,8 @@ class Completion:
         self.pieces: list[Piece] = []
         self.ended: ENDED | None = None
         self._writer = TextWriter(self.tokenizer, self.prompt, self.stops)
+        self._waiting: deque[Piece] = deque()
+        self._told = 0
         self.request = Request(
             self.prompt,
             self.sampling,
@@ -70,13 +74,28 @@ class Completion:
         self._add(self.prompt_pieces, Piece(writer.end(), None))
 
     def _told_token(self, token: Token) -> bool:
-        self._add(self.pieces, Piece(self._writer.add(token.id), token))
+        self._writer.add(token.id)
+        self._waiting.append(Piece(self._writer.new, token))
+        self._tell_certain()
         return self._writer.is_stopped
 
     def _told_end(self, why: ENDED) -> None:
         self.ended = why
-        self._add(self.pieces, Piece(self._writer.end(), None))
+        self._writer.end()
+        self._tell_certain()
+        self._add(self.pieces, Piece(self.text[self._told :], None))
         self.on_end()
+
+    def _tell_certain(self) -> None:
+        """Tells the tokens whose text is certain, each with its own text; what a stop string takes away is cut off."""
+        while self._waiting:
+            text, token = self._waiting[0]
+            certain = self.text[self._told : self._told + len(text)]
+            if len(certain) < len(text) and not self._writer.is_stopped:
+                return
+            self._waiting.popleft()
+            self._told += len(certain)
+            self._add(self.pieces, Piece(certain, token))
 
     def _add(self, pieces: list[Piece], piece: Piece) -> None:
         if piece.token is None and not piece.text:

@@ -1,7 +1,8 @@
-"""Prompts from a JSONL file and texts to another, line by line; what was written stays, and is not written again."""
+"""Prompts from a JSONL file and texts to another, line by line; texts of the same prompts and settings are kept."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from io import BufferedRandom
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
-from mtjax.errors import UserError, parse_json
-from mtjax.generate.request import Sampling
+from mtjax.errors import UserError, parse_json, shortened
+from mtjax.generate.output_record import OutputRecord
+from mtjax.generate.request import Sampling, for_text
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
+Identity = tuple[str, Mapping[str, Any]]
+"""A prompt, and the settings that its line gives."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,13 @@ class Line:
     prompt: str
     sampling: Sampling
     stops: tuple[str, ...]
+    own: Mapping[str, Any]
+    """Settings that the line gives."""
+
+    @property
+    def identity(self) -> "Identity":
+        """What the text depends on besides the settings of all lines."""
+        return self.prompt, self.own
 
 
 class JsonLines:
@@ -35,26 +46,48 @@ class JsonLines:
     Args:
       source: JSONL: objects with `prompt`; names of `Sampling` and `stop` override the settings.
       target: JSONL; appended to.
+      record: of what makes the texts.
       samples: texts for each prompt.
       sampling: settings of lines that say nothing else.
       stops: likewise.
+      overwrite: whether the output is written anew.
 
     Raises:
       UserError: a file can't be read or written, or is not what it should be.
     """
 
-    def __init__(self, source: Path, target: Path, samples: int, sampling: Sampling, stops: Sequence[str]) -> None:
-        self._source, self._target, self._samples = source, target, samples
-        self._sampling, self._stops = sampling, tuple(stops)
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        record: OutputRecord,
+        samples: int,
+        sampling: Sampling,
+        stops: Sequence[str],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self._source, self._target, self._record, self._samples = source, target, record, samples
+        self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
         self._lines = read_lines(source)
-        try:
-            self._file = target.open("a+b")
-        except OSError as e:
-            raise UserError(f"{target} can't be used: {e.strerror or e}") from e
+        self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
+        self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
     def __enter__(self) -> "JsonLines":
-        self._done = done_in(self._file, self._target)
-        self._total = self._samples * sum(bool(line.strip()) for line in self._lines)
+        with ExitStack() as stack, _usable(self._target):
+            self._file = stack.enter_context(self._target.open("a+b"))
+            if self._overwrite:
+                self._file.truncate(0)
+            self._done, end = done_in(self._file, self._target)
+            if self._done:
+                self._record.check()
+                self._check_done()
+            # Not before: an output that is refused stays as it is.
+            self._file.truncate(end)
+            self._file.seek(0, 2)
+            self._record.write()
+            stack.pop_all()  # it stays open until the end
+        self._total = self._samples * len(self._numbers)
         self._progress = ProgressLine(f"texts for {self._source.name}", self._total).__enter__()
         return self
 
@@ -63,27 +96,45 @@ class JsonLines:
         self._file.close()
 
     def left(self) -> Iterator[Line]:
-        """What the output does not have yet, in the order of the input.
-
-        Raises:
-          UserError: a line is not what it should be.
-        """
-        for number, text in enumerate(self._lines):
-            for sample in range(self._samples if text.strip() else 0):
-                line, before = self._line(number, sample, text), self._done.get((number, sample))
-                if before is None:
-                    yield line
-                elif before != line.prompt:
-                    where = f"{self._source}:{number + 1}"
-                    raise UserError(f"{self._target} has a text for another prompt than {where}: name another file")
+        """Yields what the output does not have yet, in the order of the input."""
+        for number in self._numbers:
+            for sample in range(self._samples):
+                if (number, sample) not in self._done:
+                    yield self._line(number, sample, self._lines[number])
 
     def write(self, line: Line, fields: Mapping[str, Any]) -> None:
         """Appends what was made of a line."""
-        record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **fields}
+        own = {"settings": line.own} if line.own else {}
+        record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **own, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self._done[line.number, line.sample] = line.prompt
+        self._done[line.number, line.sample] = line.identity
         self._progress.update(len(self._done))
+
+    def _check_done(self) -> None:
+        """Checks that every text that the output has is one for a line of the input.
+
+        Raises:
+          UserError: one is for another prompt, has other settings, or is for no line.
+        """
+        what_to_do = "name another --output, or write this one anew with --overwrite"
+        for (number, sample), (prompt, settings) in self._done.items():
+            where, has = f"{self._source}:{number + 1}", f"{self._target} has a text"
+            if number not in self._prompts:
+                raise UserError(f"{has} for {where}, which has no prompt: {what_to_do}")
+            now, own = self._prompts[number]
+            if prompt != now:
+                raise UserError(
+                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {what_to_do}"
+                )
+            if settings != own:
+                made, asked = (json.dumps(each, ensure_ascii=False) for each in (settings, own))
+                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {what_to_do}")
+            if not 0 <= sample < self._samples:
+                raise UserError(
+                    f"{has} number {sample + 1} for {where}, and --samples is {self._samples}: give at least "
+                    f"{sample + 1}, or {what_to_do}"
+                )
 
     def _line(self, number: int, sample: int, text: str) -> Line:
         where = f"{self._source}:{number + 1}"
@@ -97,7 +148,10 @@ class JsonLines:
         if half := surrogate_in({"prompt": record["prompt"], "stop": list(stops)}):
             raise UserError(f"{where} has {half}: correct the line, or remove it")
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
-        return Line(number, sample, record["prompt"], with_sample(sampling, sample), tuple(stops))
+        # A line with a seed of its own draws the same wherever it stands.
+        sampling = for_text(sampling, sample, 0 if "seed" in record else number)
+        own = {name: record[name] for name in (*SETTINGS, "stop") if name in record}
+        return Line(number, sample, record["prompt"], sampling, tuple(stops), own)
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:
         for name, value in given.items():
@@ -112,29 +166,33 @@ class JsonLines:
         return sampling
 
 
-def with_sample(sampling: Sampling, sample: int) -> Sampling:
-    """The settings of one of several texts for a prompt: each draws by a seed of its own."""
-    return replace(sampling, seed=(sampling.seed + sample) % 2**64)
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} can't be used: {getattr(e, 'strerror', None) or e}") from e
 
 
-def done_in(file: BufferedRandom, path: Path) -> dict[tuple[int, int], str]:
-    """The prompts of the texts that an output has, by line and sample; a last line that was cut off is removed.
+def done_in(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Identity], int]:
+    """Reads which texts an output has, by line and sample, and where its last line that was not cut off ends.
 
     Raises:
       UserError: the file has other lines: it is not such an output.
     """
     file.seek(0)
-    done: dict[tuple[int, int], str] = {}
+    done: dict[tuple[int, int], Identity] = {}
     end = 0
     for raw in file:
         if not raw.endswith(b"\n"):
             break
         try:
             record = json.loads(raw)
-            done[record["index"], record["sample"]] = record["prompt"]
-        except (ValueError, KeyError, TypeError) as e:
+            place, prompt = (record["index"], record["sample"]), record["prompt"]
+            if not isinstance(prompt, str) or any(type(number) is not int for number in place):
+                raise ValueError
+            done[place] = prompt, record.get("settings", {})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{path} exists and is not an output of this command: name another file") from e
         end += len(raw)
-    file.truncate(end)
-    file.seek(0, 2)
-    return done
+    return done, end

@@ -44,7 +44,7 @@ class Options:
     batch: int = at_least(1, 8, most=4096)
     """Texts that are written at a time."""
     samples: int = at_least(1, 1, most=2**20)
-    """Texts for each prompt: the first has the seed --seed, the next one more, and so on."""
+    """Texts for each prompt, each with a seed of its own: that of the first is --seed, of the next one more."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends a text, besides the end of a document; it is left out. May be given several times."""
     ignore_eos: bool = False
@@ -58,7 +58,9 @@ class Options:
     """A JSONL file of objects with `prompt`, and any settings of --temperature and the like that differ there."""
     output: Path | None = None
     """Where texts of --input go, as JSONL: `index` is the number of the input's line. If it exists, what is in it is
-    not written again."""
+    not written again, provided that the same weights and settings made it: OUTPUT.settings.json tells."""
+    overwrite: bool = False
+    """Write --output anew if it exists."""
     logprobs: bool = False
     """With --output: also each token's text, id and log-probability."""
     interactive: bool = False

@@ -1,7 +1,7 @@
 """What the engine is asked for, and what it tells while it works."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from mtjax.config.setting import TOKENS, Bound, at_least, setting
@@ -39,6 +39,21 @@ class Sampling:
     """Subtracted from logits of tokens written before, once for each time."""
     seed: int = setting(0, bound=Bound(lambda value: 0 <= value < 2**64, "from 0 to 2^64 - 1"))
     """The same seed draws the same tokens, on any mesh and beside any other requests."""
+
+
+PROMPT_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of two prompts: so far apart that those of their texts, which are side by side, don't meet."""
+
+
+def for_text(sampling: Sampling, sample: int, prompt: int = 0) -> Sampling:
+    """Returns the settings of one text, with a seed of its own.
+
+    Args:
+      sampling: of all texts.
+      sample: number of the text among those for its prompt, from 0.
+      prompt: number of the prompt, from 0; 0 where all prompts shall have the same noise.
+    """
+    return replace(sampling, seed=(sampling.seed + sample + prompt * PROMPT_STEP) % 2**64)
 
 
 class Token(NamedTuple):

@@ -21,6 +21,7 @@ class TextWriter:
     Attributes:
       text: what was told so far.
       is_stopped: whether a stop string has come; what follows is not told.
+      new: the text that the last token has added, held back or not; "" for a token that leaves a character incomplete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
@@ -29,12 +30,13 @@ class TextWriter:
         self._start, self._decoded = 0, len(self._ids)
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.text, self.is_stopped = "", False
+        self.text, self.is_stopped, self.new = "", False, ""
 
     def add(self, token: int) -> str:
         """The text that a token makes certain, which may be empty: half a character, or the begin of a stop string."""
         self._ids.append(token)
-        return self._tell(self._new(is_end=False), is_end=False)
+        self.new = self._new(is_end=False)
+        return self._tell(self.new, is_end=False)
 
     def end(self) -> str:
         """What was held back; no token follows."""

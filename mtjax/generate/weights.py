@@ -31,6 +31,10 @@ class LoadedModel:
     """Tokens that end a text."""
     folder: Path
     """Where the tokenizer's files are."""
+    tokenizer_name: str
+    """As `--tokenizer` names it."""
+    identity: str
+    """Changes with the weights."""
     start_id: int = 0
     """With which a T5's texts begin."""
 
@@ -89,17 +93,18 @@ def load_model(
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     batch = {"global_batch_size": shape.size, "microbatch_size": None}
     placed = Placed(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
-    _, read_by = saved.tokenizer(tokenizer)
+    name, read_by = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     parameters = saved.parameters(placed)
-    return LoadedModel(placed, parameters, read_by, stop_ids_of(saved, read_by), files, start_id_of(saved, read_by))
+    ids = stop_ids_of(saved, read_by), start_id_of(saved, read_by)
+    return LoadedModel(placed, parameters, read_by, ids[0], files, name, saved.identity, ids[1])
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that end a text: those that came with Hugging Face's weights, else those of the data it was trained on."""
     ends: set[int] = set()
     for named in (entry.get("eos_token_id") for entry in _settings(saved)):
-        ends |= set(named) if isinstance(named, list) else {named} if isinstance(named, int) else set()
+        ends |= {index for index in (named if isinstance(named, list) else [named]) if type(index) is int}
     own = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
     return frozenset(ends or {own})
 

@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
-from mtjax.generate.jsonl import with_sample
-from mtjax.generate.request import Sampling
+from mtjax.generate.request import Sampling, for_text
 from mtjax.serve.fields import Fields, strings_or_one, wrong
 from mtjax.serve.host import News, Ticket
 from mtjax.serve.refused import Refused, as_json, json_response
@@ -35,6 +34,8 @@ class Asked:
 
     sampling: Sampling
     """Without the number of tokens."""
+    has_seed: bool
+    """Whether the request gives a seed; else each of its prompts draws noise of its own."""
     samples: int
     stops: tuple[str, ...]
     stream: bool
@@ -49,6 +50,7 @@ class Asked:
           Refused: one is wrong.
         """
         service.check_name(fields.take("model"))
+        has_seed = fields.has("seed")
         sampling = fields.sampling(temperature=1.0, seed=random_seed())
         samples = fields.whole("n", 1, MOST_SAMPLES) or 1
         stops = strings_or_one(fields.take("stop"), "stop", MOST_STOPS)
@@ -61,7 +63,7 @@ class Asked:
         usage = more.flag("include_usage")
         more.close()
         fields.without("logit_bias", "this server has no bias of logits", {})
-        return cls(sampling, samples, stops, stream, usage)
+        return cls(sampling, has_seed, samples, stops, stream, usage)
 
 
 class Format(Protocol):
@@ -103,8 +105,10 @@ class Texts:
         self._service, self._asked, self._prompts = service, asked, prompts
         self._ticket = service.ticket()
         self._texts = [
-            service.completion(prompt, with_sample(sampling, number), stops=asked.stops, **more)
-            for prompt in prompts
+            service.completion(
+                prompt, for_text(sampling, number, 0 if asked.has_seed else place), stops=asked.stops, **more
+            )
+            for place, prompt in enumerate(prompts)
             for number in range(asked.samples)
         ]
 

@@ -46,6 +46,10 @@ class Fields:
         for name in without_effect:
             self._left.pop(name, None)
 
+    def has(self, name: str) -> bool:
+        """Tells whether a field is given and has not been taken yet."""
+        return name in self._left
+
     def take(self, name: str) -> Any:
         """A field of any kind; None when it is not given."""
         self._known.add(name)

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from mtjax.errors import UserError, shortened
 from mtjax.generate.beams import BeamSearch
-from mtjax.generate.jsonl import with_sample
-from mtjax.generate.request import Request, Sampling, Token
+from mtjax.generate.request import Request, Sampling, Token, for_text
 from mtjax.serve.fields import Fields, checked_text, wrong
 from mtjax.serve.refused import Refused, json_response
 from mtjax.serve.service import Service, random_seed, unless_gone
@@ -62,7 +61,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     asked = read(Fields(await service.read_object(request), WITHOUT_EFFECT), tokens.decoder.eod)
     if service.host.reads_text:
         raise Refused(400, "this model answers prompts and does not continue them: ask /v1/completions", "prompts")
-    start = [tokens.decoder.eod] if asked.with_bos else []
+    start = tokens.first if asked.with_bos else []
     prompts = [start + await tokens.encode(prompt) for prompt in asked.prompts]
     longest = max(map(len, prompts))
     service.room(longest, asked.tokens or 1, "tokens_to_generate")
@@ -70,7 +69,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
         return await beams_of(service, request, asked.beams, prompts[0], asked.tokens)
     ends = await _ends(service, asked)
     texts = [
-        Text(prompt, with_sample(asked.sampling, i), longest - len(prompt) + asked.tokens, asked.logprobs, ends)
+        Text(prompt, for_text(asked.sampling, i), longest - len(prompt) + asked.tokens, asked.logprobs, ends)
         for i, prompt in enumerate(prompts)
     ]
     ticket = service.ticket()

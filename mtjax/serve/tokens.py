@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.chat import ChatTemplate
+from mtjax.generate.first_tokens import first_tokens
 from mtjax.generate.text import BROKEN
 from mtjax.generate.weights import read_json
 from mtjax.serve.refused import Refused
@@ -27,6 +28,9 @@ class Tokens:
       tokenizer: the model's.
       folder: of its files.
       prompt_ids: how a prompt becomes ids, with that tokenizer; by what it adds to texts when None.
+
+    Attributes:
+      first: ids that stand before a text: the tokenizer's BOS, or the end of a document where it has none.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Tokens:
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_json(folder / "tokenizer_config.json")
+        self.first = first_tokens(tokenizer, folder, read_json(folder / "config.json"))
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._before = tokenizer.encode("a")[-1:]

@@ -127,6 +127,26 @@ def small_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def llama_tokenizer(front: str = "<s>", back: str = "") -> Tokenizer:
+    """As Llama 2's: a mark of words in front of every text, too, merges across words, special tokens around a text."""
+    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # for training alone
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False)
+    text = "the cat and the dog went on to the end of the road\nand there they rested"
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.pre_tokenizer = None
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join(filter(None, [front, "$A", back])),
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in special],
+    )
+    return tokenizer
+
+
 def tensors_in(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a folder, read by the library."""
     from safetensors.numpy import load_file

@@ -18,6 +18,7 @@ from tests.convert.hf_folders import (
     LLAMA_CONFIG,
     gpt2_shapes,
     llama_shapes,
+    llama_tokenizer,
     random_tensors,
     small_tokenizer,
     write_folder,
@@ -45,6 +46,9 @@ def folder_of(family: str, folder: Path) -> Path:
         shapes = llama_shapes(config)
     write_folder(folder, random_tensors(shapes), config, tokenizer=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    if family == "llama":
+        llama_tokenizer().save(str(folder / "tokenizer.json"))
+        settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -15,9 +15,9 @@ from mtjax.evaluate.rows import Row, Scores
 from mtjax.evaluate.tasks.registry import KINDS
 from mtjax.evaluate.tasks.task import Settings, Task
 from mtjax.evaluate.tasks.wikitext103 import detokenized
-from tests.convert.hf_folders import small_tokenizer
+from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 
-SETTINGS = Settings(16, 4)
+SETTINGS = Settings(16, 4, (0,))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,29 @@ def test_the_last_word_strict_and_lenient(tmp_path, tokenizer) -> None:
     }
 
 
+@pytest.mark.parametrize("back", ["", "</s>"])
+def test_the_last_word_of_a_tokenizer_that_marks_words(tmp_path, back: str) -> None:
+    """The expected tokens are those that the tokenizers library places on the word's characters."""
+    path = tmp_path / "tokenizer.json"
+    library = llama_tokenizer(back=back)
+    library.save(str(path))
+    texts = ["the cat and the dog", "they went on to the road\n", " the end of\nthe  road "]
+    data = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    task = open_task("lambada", data, open_tokenizer(str(path)))
+    strict, lenient = task.rows[:3], task.rows[3:]
+    for text, row, whole in zip(texts, strict, lenient, strict=True):
+        encoded = library.encode(text.strip(), add_special_tokens=False)
+        end = len(text.strip().rsplit(maxsplit=1)[0])
+        word = [i for i, (_, stop) in zip(encoded.ids, encoded.offsets, strict=True) if stop > end]
+        assert row.tokens.tolist() == whole.tokens.tolist() == [1, *encoded.ids]
+        assert counted(row) == word
+        assert counted(whole) == encoded.ids[-1:]
+    assert [library.decode(counted(row)).strip() for row in strict] == ["dog", "road", "road"]
+    assert library.encode(" dog", add_special_tokens=False).tokens[0] == "▁"  # on its own it is another
+    assert library.decode(counted(strict[0])) == "dog"
+    assert task.note == "each passage begins with <s>"
+
+
 def test_a_long_passage_loses_its_beginning(tmp_path, tokenizer) -> None:
     task = open_task("lambada", lines(tmp_path / "long.jsonl", {"text": "zebra " * 20 + "road"}), tokenizer)
     assert [len(row.tokens) for row in task.rows] == [17, 17]
@@ -115,6 +138,48 @@ def test_bits_per_byte_of_documents(tmp_path, tokenizer) -> None:
         assert results["bytes"] == sum(len(text.encode()) for text in texts) == 21
         assert math.isclose(results["bits_per_byte"], len(task.rows) / 21)
         assert results["documents"] == 2
+
+
+def test_documents_stand_behind_the_first_token_alone(tmp_path) -> None:
+    path, first = tmp_path / "tokenizer.json", (1, 2)
+    llama_tokenizer().save(str(path))
+    tokenizer = open_tokenizer(str(path))
+    texts = ["the cat and the dog went on to the end of the road", "they rested"]
+    prefix = tmp_path / "corpus"
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for front, text in zip(([], first), texts, strict=True):  # the second has what a tokenizer adds already
+            ids = np.array([*front, *tokenizer.encode(text), tokenizer.eod])
+            writer.add(ids, np.array([len(ids)]), np.array([1]))
+        writer.finish()
+    data = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    for place in (data, prefix):
+        task = KINDS["perplexity"].open(place, tokenizer, Settings(8, 1, first))
+        assert [i for row in task.rows for i in counted(row)] == [i for text in texts for i in tokenizer.encode(text)]
+        assert [row.tokens[: row.first].tolist() for row in task.rows if row.tokens[0] == 1] == [[1, 2], [1, 2]]
+        assert task.results(Scores(np.zeros(len(task.rows)), np.ones(len(task.rows), bool)))["bytes"] == 61
+        assert task.note == "each document begins with <s> </s>"
+
+
+def test_wikitext_stands_behind_what_the_tokenizer_adds(tmp_path) -> None:
+    path = tmp_path / "tokenizer.json"
+    llama_tokenizer().save(str(path))
+    tokenizer = open_tokenizer(str(path))
+    (tmp_path / "wiki.tokens").write_text("the cat and the dog @-@ road")
+    task = open_task("wikitext103", tmp_path / "wiki.tokens", tokenizer)
+    ids = tokenizer.encode("the cat and the dog-road")
+    assert task.rows[0].tokens[:2].tolist() == [1, ids[0]] and task.rows[0].first == 2
+    assert [i for row in task.rows for i in counted(row)] == ids[1:]
+    assert task.results(Scores(np.full(1, -1.0), np.ones(1, bool)))["tokens (T)"] == len(ids)
+
+
+def test_ids_of_a_corpus_are_checked_before_they_are_cast(tmp_path, tokenizer) -> None:
+    for dtype, wrong in (("<i8", 2**33 + 5), ("<i8", -1), ("<f8", 2.5), ("<f8", math.nan)):
+        prefix = tmp_path / f"{dtype[1:]}-{wrong}"
+        with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+            writer.add(np.array([3, wrong, 4]), np.array([3]), np.array([1]))
+            writer.finish()
+        with pytest.raises(UserError, match=rf"holds the token {wrong}, and the vocabulary has"):
+            open_task("perplexity", prefix, tokenizer)
 
 
 @pytest.mark.parametrize(

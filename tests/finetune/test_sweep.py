@@ -1,11 +1,13 @@
 """Grids of settings: their values, folders, results, and going on after a stop. Runs are stood in for."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mtjax.config import Config, replace
 from mtjax.errors import UserError
+from mtjax.finetune.seeds import run_seeds
 from mtjax.finetune.sweep import grid_of, run_sweep
 from mtjax.train.watch.best import Goal
 
@@ -76,3 +78,31 @@ def test_one_seed_is_run_into_the_folder_of_its_settings(tmp_path):
     config = replace(Config(), out=tmp_path / "grid")
     run_sweep(config, "x", grid_of(WORDS[1:], config), 1, GOAL, Runs())
     assert (tmp_path / "grid" / "learning-rate-1e-05" / "metrics.jsonl").is_file()
+
+
+def test_results_of_other_settings_are_not_taken_over(tmp_path):
+    config = replace(Config(), seed=7, out=tmp_path / "grid", resume=True)
+    for seeds, grid, run in ((1, [{"learning_rate": 1e-5}], "learning-rate-1e-05"), (2, [{}, {}], "seed-7")):
+        out = tmp_path / str(seeds)
+
+        def sweep(runs: Runs, out: Path = out, grid=grid, seeds: int = seeds, **changed) -> None:
+            one = replace(config, out=out, **changed)
+            if seeds == 1:
+                run_sweep(one, "x", grid, 1, GOAL, runs)
+            else:
+                run_seeds(one, "x", seeds, GOAL, runs)
+
+        sweep(Runs())
+        results, runs = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, Runs()
+        sweep(Runs(), mesh="2x1", log_every=3)  # where it runs and what it says may change
+        with pytest.raises(UserError) as refused:
+            sweep(runs, weight_decay=0.5, init_from=Path("other"))
+        assert str(refused.value) == (
+            f"{out / run} was begun with weight_decay 0.01, init_from not given, and this command has weight_decay "
+            '0.5, init_from "other": name another --out, or go on with that run alone: mtjax finetune --config '
+            f"{out / run}/config.toml --resume"
+        )
+        assert not runs.begun and results == {path: path.read_bytes() for path in results}
+        (out / "settings.json").unlink()
+        with pytest.raises(UserError, match="does not say with which settings"):
+            sweep(runs)

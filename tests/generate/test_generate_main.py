@@ -79,6 +79,85 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
+def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsys) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}]
+
+    def read(*lines: dict) -> None:
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    read(*prompts)
+    files = ("--input", str(source), "--output", str(target))
+    settings = ("--max-tokens", "6", "--ignore-eos", *files)
+    generate(capsys, folder, *files)
+    made, record = target.read_bytes(), tmp_path / "texts.jsonl.settings.json"
+    assert {row["index"]: row.get("settings") for row in map(json.loads, made.splitlines())} == {
+        0: None,
+        1: {"max_tokens": 2},
+    }
+    assert json.loads(record.read_text())["max_tokens"] == 6
+
+    def refused_with(*words: str, source: Path = folder) -> str:
+        assert main(["generate", "--from", f"hf:{source}", *settings, *words]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("error: ") and "--overwrite" in said and target.read_bytes() == made
+        return said
+
+    generate(capsys, folder, *files, "--mesh", "1x2", "--batch", "2")  # all is there
+    assert target.read_bytes() == made
+    said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
+    assert "texts.jsonl was made with stop none, logprobs false, temperature 0.0, seed 0, and this command has" in said
+    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
+    assert "max_tokens 6, and this command has max_tokens 7" in refused_with("--max-tokens", "7")
+    assert "was made with beams none, and this command has beams 2" in refused_with("--beams", "2")
+    tensors = {name: 2 * tensor for name, tensor in random_tensors(gpt2_shapes()).items()}
+    tensors |= {"transformer.wpe.weight": np.zeros((CONTEXT, HIDDEN), np.float32)}
+    other = write_folder(tmp_path / "other", tensors, GPT2_CONFIG | {"n_positions": CONTEXT}, tokenizer=True)
+    said = refused_with(source=other)
+    assert f"was made with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
+    for lines, words in (
+        ([prompts[0], {"prompt": "the road"}], "a text for the prompt 'the dog', and"),
+        ([prompts[0], {"prompt": "the dog"}], 'that was made with {"max_tokens": 2}, and the line has {}'),
+        (prompts[:1], f"a text for {source}:2, which has no prompt"),
+    ):
+        read(*lines)
+        assert words in refused_with()
+    read(*prompts)
+    generate(capsys, folder, *files, "--samples", "2")  # more texts of the same
+    two, made = made, target.read_bytes()
+    assert made.startswith(two) and len(made.splitlines()) == 4
+    assert "--samples is 1: give at least 2" in refused_with()
+    record.unlink()
+    assert "no texts.jsonl.settings.json beside it says what made them" in refused_with("--samples", "2")
+    generate(capsys, folder, *files, "--overwrite")
+    assert target.read_bytes() == two and record.is_file()
+    assert "--overwrite has an effect with --output only" in refused(capsys, "--from", "x", "--overwrite", "y")
+
+
+def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
+    draws = ("--temperature", "1", "--seed", "5")
+    step = 0x9E3779B97F4A7C15
+    seeds = [[5 + prompt * step + sample for sample in range(2)] for prompt in range(3)]
+    expected = [
+        generate(capsys, folder, "--temperature", "1", "--seed", str(seed % 2**64), "the cat")[:-1]
+        for several in seeds
+        for seed in several
+    ]
+    assert len(set(expected)) == 6
+    shown = generate(capsys, folder, *draws, "--samples", "2", "the cat", "the cat", "the cat")
+    titles = [f"--- 'the cat' ({sample})\n" for sample in (1, 2)] * 3
+    assert shown == "".join(f"{title}{text}\n" for title, text in zip(titles, expected, strict=True))
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    lines = ['{"prompt": "the cat"}', '{"prompt": "the cat"}', '{"prompt": "the cat", "seed": 5}']
+    source.write_text("\n".join(lines))
+    generate(capsys, folder, *draws, "--input", str(source), "--output", str(target))
+    texts = sorted(map(json.loads, target.read_text().splitlines()), key=lambda text: text["index"])
+    assert [text["text"] for text in texts] == [expected[0], expected[2], expected[0]]
+    # In a conversation, too.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nthe cat\n"))
+    assert generate(capsys, folder, *draws, "--interactive") == f"{expected[0]}\n{expected[2]}\n"
+
+
 def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
     shown = generate(capsys, folder, "--beams", "3", "--samples", "2", "the cat").splitlines()
     assert [line.split("(")[0] for line in shown[::2]] == ["--- 'the cat' "] * 2

@@ -5,6 +5,8 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models
 
 from mtjax.data.tokens.tokenizer import FastTokenizer, byte_level
+from mtjax.generate.completion import Completion
+from mtjax.generate.request import Token
 from mtjax.generate.text import TextWriter, overlap
 
 
@@ -39,6 +41,29 @@ def test_stop_strings_are_held_back_and_left_out(tokenizer) -> None:
     unfinished = TextWriter(tokenizer, (), ("END",))
     assert "".join(unfinished.add(i) for i in tokenizer.encode("the EN")) == "the "
     assert unfinished.end() == "EN" and not unfinished.is_stopped
+
+
+def pieces_of(tokenizer, ids: list[int], *stops: str) -> list[tuple[str, int | None]]:
+    """What a completion tells of these tokens, until it ends."""
+    completion = Completion(tokenizer, (), stops=stops)
+    for place, index in enumerate(ids):
+        if completion.request.on_token(Token(index, float(place))):
+            break
+    completion.request.on_end("stop")
+    assert "".join(piece.text for piece in completion.pieces) == completion.text
+    return [(piece.text, piece.token and piece.token.id) for piece in completion.pieces]
+
+
+def test_tokens_keep_their_own_text_beside_stop_strings(tokenizer) -> None:
+    """Stop strings that begin like the tokens, and do not come, change nothing."""
+    text = "aaab é ENaé"
+    ids = tokenizer.encode(text)
+    alone = pieces_of(tokenizer, ids)
+    assert alone == [(letters, i) for letters, i in zip([*"aaab ", "", *"é ENa", "", "é"], ids, strict=True)]
+    assert pieces_of(tokenizer, ids, "aaaaa", "END", " é E!") == alone
+    assert pieces_of(tokenizer, ids[:-1], "aé!") == [*alone[:-2], ("", ids[-2]), ("\ufffd", None)]
+    # A stop string that comes is cut off, in the middle of a token as well.
+    assert pieces_of(tokenizer, ids, "never", "b é") == [*alone[:3], *(("", i) for i in ids[3:7])]
 
 
 def test_overlap_is_the_longest() -> None:

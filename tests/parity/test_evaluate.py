@@ -8,7 +8,7 @@ import pytest
 
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.evaluate.__main__ import main
-from tests.convert.hf_folders import small_tokenizer
+from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 from tests.parity.compare import shaken
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
@@ -75,3 +75,36 @@ def test_results_are_those_of_transformers(tmp_path, make, mesh: str) -> None:
         best.append(all(table[i].argmax() == token for i, token in enumerate(word)))
     assert found["accuracy"] == np.mean(best)
     assert found["perplexity"] == pytest.approx(np.exp(-np.mean(likely)), rel=1e-5)
+
+
+def test_texts_begin_and_end_with_the_tokens_of_transformers(tmp_path) -> None:
+    """A tokenizer that marks words and puts `<s>` in front, as transformers reads it from the same folder."""
+    network = shaken(llama).eval()
+    network.save_pretrained(tmp_path / "hf")
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=llama_tokenizer(), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    library.save_pretrained(tmp_path / "hf")
+    texts = ["the cat and the dog", "they rested on the road\n", "went on to the end of the road"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def run(task: str) -> dict[str, float]:
+        out = tmp_path / f"{task}.json"
+        words = ["--task", task, "--data", str(tmp_path / "data.jsonl"), "--from", f"hf:{tmp_path / 'hf'}"]
+        assert main([*words, "--out", str(out)]) == 0
+        return json.loads(out.read_text())["results"]
+
+    losses, likely = [], []
+    for text in texts:
+        ids = library(text).input_ids
+        assert ids[0] == library.bos_token_id
+        losses += [-row[token] for row, token in zip(log_probabilities(network, ids), ids[1:], strict=True)]
+        passage = library(text.strip(), return_offsets_mapping=True)
+        begin = text.strip().rindex(" ")
+        places = [i for i, (start, _) in enumerate(passage.offset_mapping) if start >= begin]
+        table = log_probabilities(network, passage.input_ids)
+        likely.append(sum(table[i - 1, passage.input_ids[i]] for i in places))
+    found = run("perplexity")
+    assert found["tokens"] == len(losses)
+    assert found["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-5)
+    assert run("lambada")["perplexity"] == pytest.approx(np.exp(-np.mean(likely)), rel=1e-5)

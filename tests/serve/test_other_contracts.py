@@ -7,9 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.generate.weights import load_model
+from mtjax.serve import answers
+from mtjax.serve.tokens import Tokens
 from mtjax.sharding.axes import use_rules
-from tests.convert.hf_folders import VOCAB
+from tests.convert.hf_folders import VOCAB, llama_tokenizer
 from tests.serve.asking import ask
 from tests.serve.conftest import CONTEXT
 
@@ -163,3 +166,44 @@ def test_vocabulary(live) -> None:
     assert ask(live, "POST", "/detokenize", {"tokens": chat["tokens"]})[1]["prompt"] == "user the cat\na"
     info = ask(live, "GET", "/tokenizer_info")[1]
     assert (info["eos_token"], info["max_model_len"]) == ("<|endoftext|>", 96) and "chat_template" in info
+
+
+def logprobs_of(live, **more) -> dict:
+    body = {"prompt": "the cat", "temperature": 0, "max_tokens": 12, "logprobs": 0, **more}
+    status, answer = ask(live, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_stop_strings_that_do_not_come_move_no_offset(live, echo: bool) -> None:
+    plain = logprobs_of(live, echo=echo)
+    text = plain["text"].removeprefix("the cat" * echo)
+    stops = [f"{text[:3]}\x00", f"{text[2:9]}\x00", f"{text[5]}\x00", f"{text[-4:]}\x00"]
+    assert logprobs_of(live, echo=echo, stop=stops) == plain
+
+
+def test_prompts_of_a_request_draw_noise_of_their_own(live, monkeypatch) -> None:
+    def texts(prompts: list[str], **more) -> list[str]:
+        body = {"prompt": prompts, "max_tokens": 6, **more}
+        return [choice["text"] for choice in ask(live, "POST", "/v1/completions", body)[1]["choices"]]
+
+    monkeypatch.setattr(answers, "random_seed", lambda: 2**64 - 2)
+    drawn = texts(["the cat"] * 4, n=2)
+    assert len(set(drawn)) == 8
+    first = texts(["the cat", "the dog", "a road", "and"], temperature=100, max_tokens=1)
+    assert len(set(first)) > 1  # the hottest draw is the noise alone
+    # With a seed, a prompt draws what it draws alone.
+    alone = [texts([prompt], seed=3, n=2) for prompt in ("the cat", "the dog")]
+    assert texts(["the cat", "the dog", "the cat"], seed=3, n=2) == [*alone[0], *alone[1], *alone[0]]
+    assert alone[0][0] != alone[0][1]
+
+
+def test_add_bos_puts_the_tokenizers_own_token_in_front(live, tmp_path, monkeypatch) -> None:
+    llama_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert Tokens(open_tokenizer(str(tmp_path / "tokenizer.json")), tmp_path).first == [1]
+    tokens = live.service.tokens
+    (cat,) = tokens.decoder.encode(" cat")
+    monkeypatch.setattr(tokens, "first", [cat])
+    answer = put(live, prompts=["", "the"], tokens_to_generate=1, add_BOS=True)
+    assert [segments[0] for segments in answer["segments"]] == [" cat", " cat"]

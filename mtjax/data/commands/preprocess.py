@@ -108,7 +108,7 @@ def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
     """All that the output depends on: a run with another identity doesn't continue this one's partial files."""
     statuses = [Path(path).stat() if "://" not in path else None for path in paths]
     files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
-    chosen = [options.json_keys, options.append_eod, options.split_sentences, options.language]
+    chosen = [options.json_keys, options.append_eod, options.split_sentences, options.language, options.on_error]
     return {"files": files, "tokenizer": digest_of(options.tokenizer), "options": chosen}
 
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +225,27 @@ def prefix_of(name: str) -> str:
     return name.removesuffix(".idx").removesuffix(".bin")
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, prefix: Path) -> None:
-    """Refuses ids that the vocabulary doesn't have: a wrong tokenizer or a damaged file, which would train on garbage.
+def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> np.ndarray:
+    """Joins ids to int32[tokens] and refuses those that the vocabulary doesn't have.
+
+    A wrong tokenizer or a damaged file would train on garbage. Checks come before the cast, which would make another
+    token of 2^33 + 5 or of 2.5.
+
+    Args:
+      parts: ids as the corpus holds them, in any of its types.
+      vocab_size: ids are below this.
+      prefix: of the corpus, for messages.
 
     Raises:
-      UserError: names the first one.
+      UserError: names the first id that is wrong.
     """
-    wrong = (ids < 0) | (ids >= vocab_size)
+    ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    wrong = ~((ids >= 0) & (ids < vocab_size))  # of a NaN, too
+    if ids.dtype.kind == "f":
+        wrong |= ids != np.floor(ids)
     if wrong.any():
         raise UserError(
             f"{prefix}.bin holds the token {ids[int(np.argmax(wrong))]}, and the vocabulary has {vocab_size}: it was "
             "made with another tokenizer, or is damaged"
         )
+    return ids.astype(np.int32)

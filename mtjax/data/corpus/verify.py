@@ -2,7 +2,7 @@
 
 import zlib
 
-from mtjax.data.corpus.indexed import IndexedDataset, bin_path, check_ids
+from mtjax.data.corpus.indexed import IndexedDataset, bin_path, checked_ids
 from mtjax.data.corpus.meta import meta_path
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
@@ -22,8 +22,8 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> str:
         for at in range(0, total, TOKENS_AT_A_TIME):
             tokens = dataset.flat(at, min(at + TOKENS_AT_A_TIME, total))
             crc = zlib.crc32(tokens.data, crc)
-            if vocab_size is not None and dataset.dtype.kind != "f":
-                check_ids(tokens, vocab_size, dataset.prefix)
+            if vocab_size is not None:
+                checked_ids([tokens], vocab_size, dataset.prefix)
             progress.update(at + len(tokens), (at + len(tokens)) * dataset.dtype.itemsize)
     if dataset.meta is not None and crc != dataset.meta.bin_crc32:
         raise UserError(

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from mtjax.config import Config
 from mtjax.data.cache import Cache, cached_arrays, check_room
-from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.samples.family import DOCUMENTS, FamilySamples, Share
 from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
 from mtjax.data.samples.sample import Bounds, Sample
@@ -139,8 +139,7 @@ class GPTDataset:
             parts = [self.tokens.get(int(self.document_index[first]), offset)]
             parts += [self.tokens.get(int(self.document_index[i])) for i in range(first + 1, last)]
             parts += [self.tokens.get(int(self.document_index[last]), 0, end)]
-        text = np.concatenate(parts).astype(np.int32)
-        check_ids(text, self.options.vocab_size, self.tokens.prefix)
+        text = checked_ids(parts, self.options.vocab_size, self.tokens.prefix)
         size = self.options.sequence_length + self.options.extra_token
         return np.pad(text, (0, size - len(text)), constant_values=FILL)
 

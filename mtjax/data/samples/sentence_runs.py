@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtjax.data.cache import check_room
-from mtjax.data.corpus.indexed import IndexedDataset, check_ids
+from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.samples.sample import Bounds
 from mtjax.errors import UserError
 
@@ -145,6 +145,5 @@ class SentenceRuns:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin, end, target = self.runs[index].tolist()
-        text = np.concatenate([self.sentences.get(i) for i in range(begin, end)]).astype(np.int32)
-        check_ids(text, self.vocab_size, self.sentences.prefix)
+        text = checked_ids([self.sentences.get(i) for i in range(begin, end)], self.vocab_size, self.sentences.prefix)
         return text, self.sentences.lengths[begin:end], target, np.random.RandomState((self._seed + index) % 2**32)

@@ -1,6 +1,6 @@
 """Perplexity and bits per byte of any text: a file, JSON lines, or a tokenized corpus (`.bin` and `.idx`).
 
-Each document begins after the token that ends documents, as in training, so that all of its tokens count.
+Each document stands behind the token that a text begins with (`first_tokens`), so that all of its tokens count.
 """
 
 import math
@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from mtjax.data import Tokenizer
-from mtjax.data.corpus.indexed import IndexedDataset, check_ids, is_indexed, prefix_of
+from mtjax.data.corpus.indexed import IndexedDataset, checked_ids, is_indexed, prefix_of
 from mtjax.data.corpus.reader import is_json
 from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
 
 
@@ -26,9 +26,10 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
       UserError: it can't be read, or holds no text.
     """
     rows, tokens, size, documents = [], 0, 0, 0
-    for ids, length in _documents(path, tokenizer):
-        whole = np.asarray([tokenizer.eod, *ids], np.int32)
-        rows += rows_of_text(whole, settings.length, settings.overlap)
+    first = list(settings.first_tokens)
+    for ids, length in _documents(path, tokenizer, first):
+        whole = np.asarray([*first, *ids], np.int32)
+        rows += rows_of_text(whole, settings.length, settings.overlap, len(first))
         tokens, size, documents = tokens + len(ids), size + length, documents + 1
     if not tokens:
         raise UserError(f"{path} holds no text")
@@ -44,18 +45,19 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
             "documents": documents,
         }
 
-    return Task(rows, results)
+    return Task(rows, results, "; ".join(begins_with("each document", tokenizer, first)))
 
 
-def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
-    """Ids of each document, without the token that ends it, and the bytes of its text."""
+def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[tuple[list[int], int]]:
+    """Yields the ids of each document and the bytes of its text, without the tokens that begin and end documents."""
     prefix = prefix_of(str(path))
     if is_indexed(prefix):
         dataset = IndexedDataset(prefix)
-        for first, last in zip(dataset.documents[:-1], dataset.documents[1:], strict=True):
-            ids = [int(i) for number in range(first, last) for i in dataset[number]]
+        for begin, end in zip(dataset.documents[:-1], dataset.documents[1:], strict=True):
+            parts = [dataset[number] for number in range(begin, end)]
+            ids = checked_ids(parts, tokenizer.vocab_size, Path(prefix)).tolist()
+            ids = ids[len(first) :] if ids[: len(first)] == first else ids  # written by a tokenizer that adds them
             ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
-            check_ids(np.asarray(ids, np.int64), tokenizer.vocab_size, Path(prefix))
             yield ids, len(tokenizer.decode(ids).encode())
         return
     texts = (text for _, text in json_lines(path, "text")) if is_json(str(path)) else iter([read_text(path)])

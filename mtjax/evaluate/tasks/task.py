@@ -20,6 +20,8 @@ class Settings:
     """Tokens that the model reads at once."""
     overlap: int
     """Tokens that each window but the first counts."""
+    first_tokens: tuple[int, ...]
+    """Ids that stand before a text of which every token is predicted; at least one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Kind:
     """Results that a run can be judged by, the main one first, and whether more of it is better."""
     open: Callable[[Path, Tokenizer, Settings], Task]
     """Reads a data file; raises `UserError` where it is another task's."""
+
+
+def begins_with(what: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Says which tokens stand in front of a text; nothing where there are none."""
+    return [f"{what} begins with {' '.join(map(tokenizer.token, ids))}"] if ids else []
 
 
 def perplexity_of(loss: float) -> float:

@@ -13,7 +13,8 @@ from mtjax.data import Tokenizer
 from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text, windows
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, perplexity_of
+from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
+from mtjax.generate.first_tokens import added_tokens
 
 SPACED = {
     "s '": "s'",
@@ -62,25 +63,30 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     """
     raw = read_text(path)
     words = len(raw.strip().split(" "))
-    ids = np.asarray(tokenizer.encode(detokenized(raw)), np.int32)
-    if len(ids) < 2 or words < 2:
-        raise UserError(f"{path} has {len(ids)} tokens, and a perplexity needs 2: name WikiText-103's wiki.test.tokens")
-    rows = rows_of_text(ids, settings.length, settings.overlap)
+    front, text = added_tokens(tokenizer).front, tokenizer.encode(detokenized(raw))
+    if len(text) < 2 or words < 2:
+        has = f"{path} has {len(text)} tokens"
+        raise UserError(f"{has}, and a perplexity needs 2: name WikiText-103's wiki.test.tokens")
+    ids = np.asarray([*front, *text], np.int32)
+    # The paper's protocol predicts T - 1 tokens: the first of the text is given, whatever stands in front of it.
+    rows = rows_of_text(ids, settings.length, settings.overlap, len(front) + 1)
     in_megatron = sum(1 for _ in windows(len(ids), settings.length, settings.overlap))
 
     def results(scores: Scores) -> Results:
         loss = -float(scores.log_probability.sum())
         return {
             "perplexity": perplexity_of(loss / (words - 1)),
-            "token_perplexity": perplexity_of(loss / (len(ids) - 1)),
-            "loss": loss / (len(ids) - 1),
+            "token_perplexity": perplexity_of(loss / (len(text) - 1)),
+            "loss": loss / (len(text) - 1),
             "words (O)": words,
-            "tokens (T)": len(ids),
+            "tokens (T)": len(text),
             "windows": in_megatron,
         }
 
-    note = "" if " @-@ " in raw or " @,@ " in raw else f"{path} has no ' @-@ ' or ' @,@ ': is it WikiText's own text?"
-    return Task(rows, results, note)
+    notes = begins_with("the text", tokenizer, front)
+    if " @-@ " not in raw and " @,@ " not in raw:
+        notes.append(f"{path} has no ' @-@ ' or ' @,@ ': is it WikiText's own text?")
+    return Task(rows, results, "; ".join(notes))
 
 
 MEASURES = {"perplexity": False, "token_perplexity": False, "loss": False}

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax.data.cache import Cache
-from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
+from mtjax.data.corpus.verify import verify
+from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.samples.gpt import GPTDataset, GPTOptions, gpt_sample
 from mtjax.errors import UserError
 from tests.data.corpora import write_indexed
@@ -150,3 +152,18 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path):
     corpus = IndexedDataset(write_indexed(tmp_path / "x", [[[1, 2, 5000, 4, 5, 6]]]))
     with pytest.raises(UserError, match=r"x\.bin holds the token 5000, and the vocabulary has 1000"):
         GPTDataset(corpus, (0, 1), 1, options())[0]
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("<i8", 2**33 + 5), ("<i8", -(2**33) + 5), ("<f8", 2.5), ("<f4", np.nan)])
+def test_ids_are_checked_before_they_are_cast(tmp_path, dtype: str, wrong: float):
+    with IndexedWriter(tmp_path / "x", np.dtype(dtype)) as writer:
+        writer.add(np.array([1, 2, wrong, 4, 5, 6]), np.array([4, 2]), np.array([1, 1]))
+        writer.finish()
+    corpus, said = IndexedDataset(tmp_path / "x"), rf"x\.bin holds the token {wrong}, and the vocabulary has 1000"
+    with pytest.raises(UserError, match=said):
+        GPTDataset(corpus, (0, 2), 1, options())[0]
+    with pytest.raises(UserError, match=said):
+        verify(corpus, 1000)
+    with pytest.raises(UserError, match=said):
+        checked_ids([corpus[0], corpus[1]], 1000, corpus.prefix)
+    assert checked_ids([corpus[0][:2], corpus[1]], 1000, corpus.prefix).dtype == np.int32

@@ -1,0 +1,94 @@
+"""What made an output of `mtjax generate`, kept in a file beside it: only the same weights and settings continue it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mtjax.data.tokens.tokenizer import digest_of
+from mtjax.errors import UserError, first_line, parse_json_object
+from mtjax.generate.options import Options
+from mtjax.generate.weights import LoadedModel
+
+ENDING = ".settings.json"
+"""Of the record's name, behind the output's."""
+DIGITS = 12
+"""Of a digest, for people."""
+OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
+"""Options that change what is written, besides the sampling's."""
+
+Facts = dict[str, Any]
+
+
+class OutputRecord:
+    """The record of an output.
+
+    Args:
+      output: the file of texts.
+      facts: what makes the texts now; values that JSON has.
+    """
+
+    def __init__(self, output: Path, facts: Facts) -> None:
+        self.path = output.with_name(f"{output.name}{ENDING}")
+        self._output, self._facts = output, json.loads(json.dumps(facts))
+
+    @classmethod
+    def of(cls, options: Options, model: LoadedModel) -> "OutputRecord":
+        """Describes what options and model write. The mesh and the batch change no text."""
+        assert options.output is not None
+        placed, name = model.placed.config, model.tokenizer_name
+        facts = {
+            "weights": {"name": options.source, "digest": model.identity},
+            "tokenizer": {"name": name, "digest": digest_of(name)},
+            "dtype": placed.training.compute_dtype,
+            "stop_ids": sorted(model.stop_ids),
+            **{option: getattr(options, option) for option in OPTIONS},
+            **asdict(options.sampling),
+        }
+        return cls(options.output, facts)
+
+    def check(self) -> None:
+        """Checks that the texts that the output has were made with the same.
+
+        Raises:
+          UserError: they were not, or nothing says so: lists what differs.
+        """
+        what_to_do = "name another --output, or write this one anew with --overwrite"
+        if not self.path.is_file():
+            raise UserError(
+                f"{self._output} has texts, and no {self.path.name} beside it says what made them: {what_to_do}"
+            )
+        before = parse_json_object(self.path.read_bytes(), self.path)
+        differing = [name for name, value in self._facts.items() if _compared(before.get(name)) != _compared(value)]
+        if differing:
+            then, now = (_in_words(facts, differing) for facts in (before, self._facts))
+            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {what_to_do}")
+
+    def write(self) -> None:
+        """Writes the record.
+
+        Raises:
+          UserError: the disk refuses.
+        """
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        try:
+            temporary.write_text(json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError as e:
+            raise UserError(f"{self.path} can't be written: {first_line(e)}") from e
+
+
+def _compared(value: Any) -> Any:
+    """What is compared of a fact: of files their digest, wherever they lie."""
+    return value.get("digest") if isinstance(value, dict) else value
+
+
+def _in_words(facts: Facts, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {_value_in_words(facts.get(name))}" for name in names)
+
+
+def _value_in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value.get('name')} ({str(value.get('digest'))[:DIGITS]})"
+    return "none" if value is None or value == [] else json.dumps(value, ensure_ascii=False)
