@@ -112,12 +112,16 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files that travel with the weights, as they are."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Holds files NAME.jinja, which are chat templates with names other than `default`; it travels with the weights."""
 
 
 def carry_files(source: Path, target: Path) -> list[str]:
     """Copies the tokenizer's files; returns their names."""
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    names += [f"{TEMPLATE_FOLDER}/{path.name}" for path in sorted((source / TEMPLATE_FOLDER).glob("*.jinja"))]
     for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
 

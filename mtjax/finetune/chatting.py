@@ -1,6 +1,7 @@
 """Supervised finetuning: a decoder learns the answers of conversations, as an objective of the trainer."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +11,21 @@ import numpy as np
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.convert.stream import TEMPLATE_FOLDER
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
 from mtjax.errors import UserError
+from mtjax.finetune.chat_encoding import ChatEncoder, Written
 from mtjax.finetune.chat_rows import Chat, read_chats
-from mtjax.finetune.chat_samples import ChatEncoder, PackedChats, Written
+from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
 from mtjax.finetune.pretrained import OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.samples import Epochs
 from mtjax.finetune.tasks.task import DEV, HeldOut
-from mtjax.generate.chat import TEMPLATE_FILE, ChatTemplate
+from mtjax.generate.chat import DEFAULT, SPECIAL_TOKENS_FILE, TEMPLATE_FILE, ChatTemplate, template_files
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
@@ -31,7 +34,7 @@ from mtjax.train.watch.best import Goal
 
 LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 """Settings of tasks whose rows have labels."""
-FILES = ("tokenizer_config.json", "special_tokens_map.json")
+FILES = ("tokenizer_config.json", SPECIAL_TOKENS_FILE)
 """What a run takes over of its weights' folder, besides the tokenizer."""
 GENERATION = "generation_config.json"
 
@@ -81,7 +84,9 @@ class Chatting(OnPretrained):
             reset_attention_mask=True,
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
-        self._say(notes, [*train, *held_out], packed, limit)
+        conversations = len(rows.train) + len(rows.held_out[0][1])
+        unit = "samples" if len(train) + len(held_out) > conversations else "conversations"
+        self._say(notes, [*train, *held_out], packed, limit, unit)
         length, seed = config.model.sequence_length, config.training.seed
         packed, validation = (PackedChats.of(part, length, tokenizer.eod) for part in (train, held_out))
         if not len(validation):
@@ -118,42 +123,55 @@ class Chatting(OnPretrained):
         return Path(tokenizer.partition(":")[2] or tokenizer).expanduser().parent
 
     def _written(self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str]) -> list[Written]:
-        """The tokens of conversations; those that the template refuses are left out, and noted.
+        """Encodes conversations; those that the template refuses are dropped, and noted.
 
         Raises:
           UserError: it refuses most of them.
         """
-        written, refused = [], []
+        written: list[Written] = []
+        refused: list[str] = []
+        counts: Counter[str] = Counter()
+        several = 0
         for chat in chats:
             try:
-                written.append(encoder(chat))
+                samples, remarks = encoder.samples(chat)
             except UserError as e:
-                refused.append(f"line {chat.line}: {e}")
+                refused.append(f"line {chat.line} of {chat.file}: {e}")
+                continue
+            written += samples
+            several += len(samples) > 1
+            counts.update(remarks)
+        encoded = len(chats) - len(refused)
         if refused:
             more = f"; and {len(refused) - SHOWN:,} more" if len(refused) > SHOWN else ""
             note = f"{len(refused):,} of {len(chats):,} rows are left out: {'; '.join(refused[:SHOWN])}{more}"
-            if len(refused) > len(written):
+            if len(refused) > encoded:
                 raise UserError(note)
             notes.append(note)
+        if several:
+            notes.append(
+                f"{encoded:,} conversations of {chats[0].file} become {len(written):,} samples: in {several:,} of them "
+                "the chat template writes answers differently once later turns follow, so that they need samples of "
+                "their own"
+            )
+        notes += [f"{count:,} rows of {chats[0].file} {remark}" for remark, count in sorted(counts.items())]
         return written
 
-    def _say(self, notes: list[str], chats: Sequence[Written], packed: PackedChats, limit: int) -> None:
+    def _say(self, notes: list[str], samples: Sequence[Written], packed: PackedChats, limit: int, unit: str) -> None:
         if this_process():
             return
-        if cut := sum(len(chat.ids) - 1 > limit for chat in chats):
-            notes.append(f"{cut:,} of {len(chats):,} conversations are longer than {limit} tokens, and are cut")
+        notes += truncation_notes(samples, limit, unit)
         learnt = sum(int(chat.learnt[1:].sum()) for chat in packed.chats)
-        notes.append(
-            f"{len(packed.chats):,} conversations with {learnt:,} tokens of answers in {len(packed):,} sequences"
-        )
+        notes.append(f"{len(packed.chats):,} {unit} with {learnt:,} tokens of answers in {len(packed):,} sequences")
         for note in notes:
             say(f"note    {note}")
 
     def _kept(self, files: Path, encoder: ChatEncoder, template: str | None) -> dict[str, str]:
         """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
-        paths = {name: files / name for name in (*FILES, TEMPLATE_FILE)}
-        if template:
-            paths[TEMPLATE_FILE] = Path(template).expanduser()
+        templates = {DEFAULT: Path(template).expanduser()} if template else template_files(files)
+        paths = {name: files / name for name in FILES}
+        for name, path in templates.items():
+            paths[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path
         kept = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
         settings = json.loads((files / GENERATION).read_text()) if (files / GENERATION).is_file() else {}
         settings["eos_token_id"] = encoder.ends

@@ -36,6 +36,7 @@ class Text:
         """Writes the tokenizer, and what goes with it."""
         self.tokenizer.save(folder)
         for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
 
 
