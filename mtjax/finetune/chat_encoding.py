@@ -1,8 +1,8 @@
 """Conversations as tokens: what the model is given when it is asked, and the tokens of answers that are trained on."""
 
-import os.path
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -16,7 +16,9 @@ PROBES = ("ANSWER", "ZEBRA")
 """What an assistant says where only the words around it matter; they begin with different letters."""
 ANCHORS = ("", "\n", ".")
 """Text before a continuation, so that a tokenizer that marks beginnings of words does not see one there."""
-DATE = "have the current date in them, which the chat template writes: resumed on another day, the run reads another date"
+DATE = (
+    "have the current date in them, which the chat template writes: resumed on another day, the run reads another date"
+)
 MERGED = (
     "have a token with the end of the prompt and the beginning of the completion, which the prompt alone does not "
     "have: begin completions with the space between the two"
@@ -149,7 +151,7 @@ class ChatEncoder:
         message, history = chat.messages[place], chat.messages[:place]
         others = [{"role": ASSISTANT, "content": probe} for probe in PROBES]
         texts = [template.render([*history, other], chat.inputs, to_be_answered=False) for other in others]
-        header = os.path.commonprefix([answered, *texts])
+        header = _common_prefix(answered, *texts)
         if asked.startswith(header):
             skipped, thought = _thoughts(message, answered[len(header) :], asked[len(header) :], remarks)
             return len(header) + skipped, thought
@@ -237,5 +239,10 @@ def _inside(offsets: Spans, spans: Spans) -> list[bool]:
     return [any(begin < stop and start < end for start, stop in spans) for begin, end in offsets]
 
 
+def _common_prefix(*texts: str) -> str:
+    alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in alike)
+
+
 def _common_suffix(one: str, other: str) -> str:
-    return os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+    return _common_prefix(one[::-1], other[::-1])[::-1]

@@ -22,7 +22,9 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         ("rows are text, whose tokens and labels follow from the chat template", ()),
     ),
     **dict.fromkeys(("functions", "function_call"), ("functions are given as tools", ([], "none", "auto"))),
-    **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt"), ("only answers are trained on", (False,))),
+    **dict.fromkeys(
+        ("train_on_input", "train_on_inputs", "train_on_prompt"), ("only answers are trained on", (False,))
+    ),
     "system": ("it is given as a message whose role is system", ("",)),
     "chat_template": ("all rows have the template of the tokenizer or of --chat-template", ()),
     "continue_final_message": ("answers are trained on as wholes", (False,)),
@@ -94,7 +96,7 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
         if name in given and given[name] not in without_effect:
             raise UserError(f"has {name} {shortened(given[name], 30)}, but {why}")
     if isinstance(given.get("label"), bool):
-        raise UserError("has a label that is true or false, as preference data have it: only good answers are trained on")
+        raise UserError("has a label that is true or false, as in preference data, which are not trained on")
     place: dict[str, Any] = {"line": line, "file": file}
     prompt, completion = given.get("prompt"), given.get("completion")
     if "messages" in given:
@@ -163,7 +165,9 @@ def _is_trained(message: Message, number: int) -> bool:
         raise UserError(f"has weight {weight} and train {str(train).lower()} in message {number}: leave one out")
     if (weight or train) and message["role"] != ASSISTANT:
         name = "train true" if train else f"weight {weight}"
-        raise UserError(f"has {name} in message {number}, of the {message['role']}: only the {ASSISTANT}'s are trained on")
+        raise UserError(
+            f"has {name} in message {number}, of the {message['role']}: only the {ASSISTANT}'s are trained on"
+        )
     return weight != 0 and train is not False
 
 

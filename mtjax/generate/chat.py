@@ -1,4 +1,4 @@
-"""Conversations as text, written by the chat template of a tokenizer as transformers' `apply_chat_template` writes them."""
+"""Conversations as text: a tokenizer's chat template, rendered as transformers' `apply_chat_template` renders it."""
 
 import json
 import re
@@ -21,6 +21,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients and data sets write what the assistant thinks."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag that begins what a template marks as the assistant's."""
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 Message = Mapping[str, Any]
 """`role`, `content`, and whatever else the template reads, such as `tool_calls`."""
 
@@ -142,7 +143,12 @@ class ChatTemplate:
                     tracking.blocks.append(block)
         except Exception as e:  # a template is a program, and can fail in any way
             raise UserError(f"the chat_template of {self._source} refuses this conversation: {first_line(e)}") from e
-        return Rendered("".join(tracking.blocks), tracking.spans, tracking.wrote_date)
+        text = "".join(tracking.blocks)
+        if HALF_CHARACTER.search(text):
+            raise UserError(
+                "the conversation has half of a surrogate pair in it, which is no character: write it in UTF-8"
+            )
+        return Rendered(text, tracking.spans, tracking.wrote_date)
 
     def has_generation(self, inputs: TemplateInputs) -> bool:
         """Whether the template marks what is to be trained on, by `{% generation %}` blocks."""

@@ -1,4 +1,4 @@
-"""The Jinja environment in which transformers renders chat templates, rebuilt so that templates render the same here."""
+"""The Jinja environment of chat templates, with what transformers adds to it."""
 
 import json
 from collections.abc import Callable, Iterator
