@@ -38,7 +38,7 @@ TEMPLATES = {
         "    {%- if m.role == 'tool' %}{{- '<|im_start|>ipython\n' + (m.content | tojson) + '<|im_end|>' }}\n"
         "    {%- elif 'tool_calls' in m %}\n"
         "        {%- if m.tool_calls|length != 1 %}{{- raise_exception('one tool call at once!') }}{%- endif %}\n"
-        "        {{- '<|im_start|>assistant\n{\"name\": \"' + m.tool_calls[0].function.name + '\", \"parameters\": ' }}\n"
+        '        {{- \'<|im_start|>assistant\n{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' }}\n'
         "        {{- m.tool_calls[0].function.arguments | tojson }}\n"
         "        {{- '}<|im_end|>' }}\n"
         "    {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' }}{%- endif %}\n"
@@ -47,8 +47,8 @@ TEMPLATES = {
     ),
     # Thoughts are kept in the last turn only, and `enable_thinking` false writes an empty one into the prompt.
     "qwen3": (
-        "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n"
-        "{%- endif %}"
+        "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}"
+        "<|im_end|>\n{%- endif %}"
         "{%- set ns = namespace(last=messages|length - 1) %}"
         "{%- for m in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}"
         "{%- if m.role == 'user' %}{%- set ns.last = index %}{%- break %}{%- endif %}{%- endfor %}"
@@ -60,7 +60,9 @@ TEMPLATES = {
         "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
         "{{- '<|im_start|>assistant\n' }}"
         "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
-        "{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{%- endif %}{{- content }}" + CALLS + "{{- '<|im_end|>\n' }}"
+        "{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{%- endif %}{{- content }}"
+        + CALLS
+        + "{{- '<|im_end|>\n' }}"
         "{%- elif m.role == 'tool' %}"
         "{{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}"
         "{%- else %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
@@ -92,9 +94,13 @@ TEMPLATES = {
     ),
     "only the last answer ends": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}\n{% endfor %}" + PROMPT
+        "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}\n{% endfor %}"
+        + PROMPT
     ),
-    "no end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+    "no end": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
     "counts the messages": "<|im_start|>system\n{{ messages | length }}<|im_end|>\n" + CHATML,
     "generation": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
@@ -160,9 +166,14 @@ def byte_level_tokenizer() -> Tokenizer:
 def metaspace_tokenizer() -> Tokenizer:
     """A small tokenizer that marks beginnings of words, like Llama 2's, and puts one before a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    texts = ["the cat and the dog went on the road to the end", "is it: a b c ? [INST] [/INST] \n < > / : assistant user"]
-    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>", HEADER, END], show_progress=False)
+    texts = [
+        "the cat and the dog went on the road to the end",
+        'is it: a b c ? [INST] [/INST] \n < > / : , { } _ " 0123456789 assistant user think tool call',
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=150, special_tokens=["<unk>", "<s>", "</s>", HEADER, END], show_progress=False
+    )
     tokenizer.train_from_iterator(texts * 4, trainer)
     return tokenizer

@@ -142,7 +142,11 @@ def _conversation(row: Mapping[str, Any], messages: Any, first: int, place: Mapp
     answers = frozenset(i for i, message in enumerate(kept) if message["role"] == ASSISTANT)
     if not any(number >= first for number in answers):
         raise UserError(f"has no message of the {ASSISTANT}" + (" in its completion" if first else ""))
-    chat = Chat(tuple(kept), untrained=answers & untrained, inputs=TemplateInputs.of(row), **place)
+    try:
+        inputs = TemplateInputs.of(row)
+    except UserError as e:
+        raise UserError(f"has a wrong field: {e}") from e
+    chat = Chat(tuple(kept), untrained=answers & untrained, inputs=inputs, **place)
     if not chat.trained:
         raise UserError("has no message to train on: weight is 0, or train is false, in all of the assistant's")
     return chat

@@ -23,10 +23,10 @@ def truncation_notes(samples: Sequence[Written], length: int, unit: str) -> list
     empty = sum(not sample.learnt[1:].any() for sample in samples)
     notes = []
     if longer:
-        dropped = f"; {lost:,} of them are dropped, because nothing to train on is left" if lost else ""
+        dropped = f"; {lost:,} of these have nothing left to train on, and are dropped" if lost else ""
         notes.append(f"{len(longer):,} of {len(samples):,} {unit} are longer than {length} tokens and are cut{dropped}")
     if empty:
-        notes.append(f"{empty:,} of {len(samples):,} {unit} are dropped, because they have nothing to train on")
+        notes.append(f"{empty:,} of {len(samples):,} {unit} have nothing to train on, and are dropped")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Chat templates against transformers' `apply_chat_template`: the texts, the tokens, and which of them are trained on."""
+"""Chat templates against transformers' `apply_chat_template`: texts, tokens, and which are trained on."""
 
 import json
 from datetime import datetime
@@ -97,7 +97,10 @@ def test_templates_that_keep_what_they_wrote_give_one_sample(name, theirs):
 @pytest.mark.parametrize("kind", ["a list", "files"])
 def test_named_templates_and_special_tokens_of_a_folder(kind, tmp_path):
     chats.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    texts = {"default": "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ image_token }}", "tool_use": "T{{ tools | length }}"}
+    texts = {
+        "default": "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ image_token }}",
+        "tool_use": "T{{ tools | length }}",
+    }
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<s>"}
     if kind == "a list":
         settings["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
