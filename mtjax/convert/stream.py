@@ -13,6 +13,7 @@ import numpy as np
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.template_files import template_files
 from mtjax.errors import UserError
 
 
@@ -108,18 +109,15 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that travel with the weights, as they are."""
-TEMPLATE_FOLDER = "additional_chat_templates"
-"""Holds files NAME.jinja, which are chat templates with names other than `default`; it travels with the weights."""
+"""Files that travel with the weights, as they are, besides those of `template_files`."""
 
 
 def carry_files(source: Path, target: Path) -> list[str]:
     """Copies the tokenizer's files; returns their names."""
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    names += [f"{TEMPLATE_FOLDER}/{path.name}" for path in sorted((source / TEMPLATE_FOLDER).glob("*.jinja"))]
+    names += [str(path.relative_to(source)) for path in template_files(source).values()]
     for name in names:
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)

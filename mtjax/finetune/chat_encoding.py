@@ -23,6 +23,10 @@ MERGED = (
     "have a token with the end of the prompt and the beginning of the completion, which the prompt alone does not "
     "have: begin completions with the space between the two"
 )
+SEVERAL = (
+    "become several samples, usually one for each answer, because the chat template writes an answer differently once "
+    "later turns follow"
+)
 NO_END = "mark answers by {% generation %} without the token that ends them: the model does not learn to stop"
 NO_THOUGHT = "have answers without thoughts, though the generation prompt begins one: the answers follow it directly"
 
@@ -78,7 +82,8 @@ class ChatEncoder:
         and the answer begin the sample of the next answer, both are one sample: with most templates, all of them are.
 
         Returns:
-          The samples, and what is to be said about them (constants of this module, which follow a number of rows).
+          The samples, and what is to be said about them (constants of this module that follow a number of
+          conversations).
 
         Raises:
           UserError: there is no template, or it refuses the conversation.
@@ -98,6 +103,8 @@ class ChatEncoder:
             if samples and samples[-1].begins(sample):
                 sample = samples.pop().merged_into(sample)
             samples.append(sample)
+        if len(samples) > 1:
+            remarks.add(SEVERAL)
         return samples, remarks
 
     def _completion(self, chat: Chat, remarks: set[str]) -> Written:

@@ -11,12 +11,12 @@ import numpy as np
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.convert.stream import TEMPLATE_FOLDER
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
+from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 from mtjax.errors import UserError
-from mtjax.finetune.chat_encoding import ChatEncoder, Written
+from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
 from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
@@ -25,7 +25,7 @@ from mtjax.finetune.pretrained import OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.samples import Epochs
 from mtjax.finetune.tasks.task import DEV, HeldOut
-from mtjax.generate.chat import DEFAULT, SPECIAL_TOKENS_FILE, TEMPLATE_FILE, ChatTemplate, template_files
+from mtjax.generate.chat import SPECIAL_TOKENS_FILE, ChatTemplate
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
@@ -70,8 +70,10 @@ class Chatting(OnPretrained):
         named = config.finetuning.chat_template
         encoder = ChatEncoder(tokenizer, ChatTemplate.of(files, Path(named).expanduser() if named else None))
         rows = read_task(config, ChatFiles())
-        notes = list(rows.notes)
-        train, held_out = (self._written(part, encoder, notes) for part in (rows.train, rows.held_out[0][1]))
+        notes, counts = list(rows.notes), Counter[str]()
+        parts = (rows.train, rows.held_out[0][1])
+        train, held_out = (self._written(part, encoder, notes, counts) for part in parts)
+        notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         packed = PackedChats.of(train, limit, tokenizer.eod)
         if not len(packed):
@@ -84,8 +86,7 @@ class Chatting(OnPretrained):
             reset_attention_mask=True,
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
-        conversations = len(rows.train) + len(rows.held_out[0][1])
-        unit = "samples" if len(train) + len(held_out) > conversations else "conversations"
+        unit = "samples" if SEVERAL in counts else "conversations"
         self._say(notes, [*train, *held_out], packed, limit, unit)
         length, seed = config.model.sequence_length, config.training.seed
         packed, validation = (PackedChats.of(part, length, tokenizer.eod) for part in (train, held_out))
@@ -122,16 +123,22 @@ class Chatting(OnPretrained):
             return self.trunk.saved.source.origin.files
         return Path(tokenizer.partition(":")[2] or tokenizer).expanduser().parent
 
-    def _written(self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str]) -> list[Written]:
+    def _written(
+        self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str], counts: Counter[str]
+    ) -> list[Written]:
         """Encodes conversations; those that the template refuses are dropped, and noted.
+
+        Args:
+          chats: of one file.
+          encoder: of the tokenizer.
+          notes: takes what is to be said.
+          counts: takes the number of conversations for each remark of the encoder.
 
         Raises:
           UserError: it refuses most of them.
         """
         written: list[Written] = []
         refused: list[str] = []
-        counts: Counter[str] = Counter()
-        several = 0
         for chat in chats:
             try:
                 samples, remarks = encoder.samples(chat)
@@ -139,22 +146,13 @@ class Chatting(OnPretrained):
                 refused.append(f"line {chat.line} of {chat.file}: {e}")
                 continue
             written += samples
-            several += len(samples) > 1
             counts.update(remarks)
-        encoded = len(chats) - len(refused)
         if refused:
             more = f"; and {len(refused) - SHOWN:,} more" if len(refused) > SHOWN else ""
             note = f"{len(refused):,} of {len(chats):,} rows are left out: {'; '.join(refused[:SHOWN])}{more}"
-            if len(refused) > encoded:
+            if 2 * len(refused) > len(chats):
                 raise UserError(note)
             notes.append(note)
-        if several:
-            notes.append(
-                f"{encoded:,} conversations of {chats[0].file} become {len(written):,} samples: in {several:,} of them "
-                "the chat template writes answers differently once later turns follow, so that they need samples of "
-                "their own"
-            )
-        notes += [f"{count:,} rows of {chats[0].file} {remark}" for remark, count in sorted(counts.items())]
         return written
 
     def _say(self, notes: list[str], samples: Sequence[Written], packed: PackedChats, limit: int, unit: str) -> None:

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtjax.convert.stream import TEMPLATE_FOLDER
+from mtjax.data.tokens.template_files import DEFAULT, template_files
 from mtjax.errors import UserError, first_line, nearest, require, shortened
 from mtjax.generate.chat_environment import ChatEnvironment, Spans
 from mtjax.generate.weights import read_json
 
-TEMPLATE_FILE = "chat_template.jinja"
-"""In a tokenizer's folder; it overrides the template in tokenizer_config.json."""
-DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of templates; the second one is for conversations with tools."""
+TOOL_USE = "tool_use"
+"""The name of the template for conversations with tools, where a tokenizer has several."""
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients and data sets write what the assistant thinks."""
@@ -199,12 +197,6 @@ class _Compiled:
     variables: frozenset[str]
     keys: frozenset[str]
     has_generation: bool
-
-
-def template_files(folder: Path) -> dict[str, Path]:
-    """The files with chat templates in a tokenizer's folder, by the templates' names."""
-    files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    return ({DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {}) | files
 
 
 def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any] | None = None) -> dict[str, str]:
