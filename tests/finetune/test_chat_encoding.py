@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, trainers
 
-from mtjax.data.tokens.tokenizer import FastTokenizer
+from mtjax.data.tokens.tokenizer import FastTokenizer, byte_level
 from mtjax.errors import UserError
 from mtjax.finetune import chat_encoding
 from mtjax.finetune.chat_encoding import ChatEncoder, Written
@@ -168,11 +169,16 @@ def test_a_question_that_changes_with_its_answer_is_refused():
         encoded(shuffled, chats.SINGLE)
 
 
-def test_the_token_that_ends_an_answer_is_found_behind_ordinary_ones():
-    """Even where an ordinary one is another token than in the same text with all names spelled out."""
+def test_the_token_that_ends_an_answer_is_found_behind_a_space():
+    """Where the space before it would be one token with its first letter, were its name spelled out."""
+    library = byte_level(Tokenizer(models.BPE()))
+    letters = trainers.BpeTrainer(vocab_size=20, special_tokens=["</s>", END], show_progress=False)
+    library.train_from_iterator(["a <|im_end|> a <|im_end|>"] * 4, letters)
+    tokenizer = FastTokenizer(library, "a test")
+    assert tokenizer.encode_marked(f" {END}")[0] not in tokenizer.encode(f" {END}")
     spaced = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
-    compiled = ChatTemplate(spaced, {"eos_token": END}, "a test")
-    assert ChatEncoder(BYTES, compiled).ends == sorted({BYTES.special(END), BYTES.eod})
+    encoder = ChatEncoder(tokenizer, ChatTemplate(spaced, {"eos_token": END}, "a test"))
+    assert encoder.end == tokenizer.special(END)
 
 
 def test_what_is_cut_and_what_has_nothing_left_is_counted():
