@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- conversations
+    Fault(
+        "finetune: a message with weight 0 is trained on",
+        "return weight != 0 and train is not False",
+        "return True",
+        "finetune",
+        "test_which_messages_are_trained_on",
+    ),
+    Fault(
+        "finetune: answers share a sample although the template writes the first one differently later on",
+        "if samples and samples[-1].begins(sample):",
+        "if samples:",
+        "finetune",
+        "test_each_answer_is_trained_on_behind_the_tokens_by_which_it_is_asked_for",
+    ),
+    Fault(
+        "generate: a chat template's tojson escapes HTML, as Jinja's own does",
+        'self.jinja.filters["tojson"] = _to_json',
+        "pass",
+        "finetune",
+        "test_tools_and_variables_of_a_row_reach_the_template",
+    ),
     # --- learning from a teacher, adapters
     Fault(
         "finetune: a teacher whose tokens have other names is believed",

@@ -14,6 +14,7 @@ from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.folder import TOKENIZER_FILES, tokenizer_of
+from mtjax.data.tokens.template_files import template_names
 from mtjax.data.tokens.tokenizer import TOKENIZER_JSON, Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
@@ -101,6 +102,7 @@ def carry_files(source: Path, target: Path) -> list[str]:
     """Copies the tokenizer's files; returns their names."""
     names = tokenizer_files(source)
     for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
 
@@ -131,8 +133,9 @@ def tokenizer_to_write(folder: Path) -> Tokenizer | None:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Returns the names of the tokenizer's files in a folder."""
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    """Returns the names of the tokenizer's files in a folder, chat templates included."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return list(dict.fromkeys([*names, *template_names(folder)]))
 
 
 def check_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Supervised finetuning: a decoder learns the answers of conversations, as an objective of the trainer."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,19 @@ from mtjax.config import Config
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
+from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 from mtjax.data.tokens.tokenizer import folder_of
 from mtjax.errors import UserError
+from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
 from mtjax.finetune.chat_rows import Chat, read_chats
-from mtjax.finetune.chat_samples import ChatEncoder, PackedChats, Written
+from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
 from mtjax.finetune.pretrained import OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.samples import Epochs
 from mtjax.finetune.tasks.task import DEV, HeldOut
-from mtjax.generate.chat import TEMPLATE_FILE, ChatTemplate
+from mtjax.generate.chat import SPECIAL_TOKENS_FILE, ChatTemplate
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
@@ -32,7 +35,7 @@ from mtjax.train.watch.best import Goal
 
 LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 """Settings of tasks whose rows have labels."""
-FILES = ("tokenizer_config.json", "special_tokens_map.json")
+FILES = ("tokenizer_config.json", SPECIAL_TOKENS_FILE)
 """What a run takes over of its weights' folder, besides the tokenizer."""
 GENERATION = "generation_config.json"
 
@@ -68,8 +71,10 @@ class Chatting(OnPretrained):
         named = config.finetuning.chat_template
         encoder = ChatEncoder(tokenizer, ChatTemplate.of(files, Path(named).expanduser() if named else None))
         rows = read_task(config, ChatFiles())
-        notes = list(rows.notes)
-        train, held_out = (self._written(part, encoder, notes) for part in (rows.train, rows.held_out[0][1]))
+        notes, counts = list(rows.notes), Counter[str]()
+        parts = (rows.train, rows.held_out[0][1])
+        train, held_out = (self._written(part, encoder, notes, counts) for part in parts)
+        notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         packed = PackedChats.of(train, limit, tokenizer.eod)
         if not len(packed):
@@ -82,7 +87,8 @@ class Chatting(OnPretrained):
             reset_attention_mask=True,
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
-        self._say(notes, [*train, *held_out], packed, limit)
+        unit = "samples" if SEVERAL in counts else "conversations"
+        self._say(notes, [*train, *held_out], packed, limit, unit)
         length, seed = config.model.sequence_length, config.training.seed
         packed, validation = (PackedChats.of(part, length, tokenizer.eod) for part in (train, held_out))
         if not len(validation):
@@ -118,44 +124,54 @@ class Chatting(OnPretrained):
             return self.trunk.saved.source.origin.files
         return folder_of(tokenizer)
 
-    def _written(self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str]) -> list[Written]:
-        """The tokens of conversations; those that the template refuses are left out, and noted.
+    def _written(
+        self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str], counts: Counter[str]
+    ) -> list[Written]:
+        """Encodes conversations; those that the template refuses are dropped, and noted.
+
+        Args:
+          chats: of one file.
+          encoder: of the tokenizer.
+          notes: takes what is to be said.
+          counts: takes the number of conversations for each remark of the encoder.
 
         Raises:
           UserError: it refuses most of them.
         """
-        written, refused = [], []
+        written: list[Written] = []
+        refused: list[str] = []
         for chat in chats:
             try:
-                written.append(encoder(chat))
+                samples, remarks = encoder.samples(chat)
             except UserError as e:
-                refused.append(f"line {chat.line}: {e}")
+                refused.append(f"line {chat.line} of {chat.file}: {e}")
+                continue
+            written += samples
+            counts.update(remarks)
         if refused:
             more = f"; and {len(refused) - SHOWN:,} more" if len(refused) > SHOWN else ""
             note = f"{len(refused):,} of {len(chats):,} rows are left out: {'; '.join(refused[:SHOWN])}{more}"
-            if len(refused) > len(written):
+            if 2 * len(refused) > len(chats):
                 raise UserError(note)
             notes.append(note)
         return written
 
-    def _say(self, notes: list[str], chats: Sequence[Written], packed: PackedChats, limit: int) -> None:
+    def _say(self, notes: list[str], samples: Sequence[Written], packed: PackedChats, limit: int, unit: str) -> None:
         if this_process():
             return
-        if cut := sum(len(chat.ids) - 1 > limit for chat in chats):
-            notes.append(f"{cut:,} of {len(chats):,} conversations are longer than {limit} tokens, and are cut")
+        notes += truncation_notes(samples, limit, unit)
         learnt = sum(int(chat.learnt[1:].sum()) for chat in packed.chats)
-        notes.append(
-            f"{len(packed.chats):,} conversations with {learnt:,} tokens of answers in {len(packed):,} sequences"
-        )
+        notes.append(f"{len(packed.chats):,} {unit} with {learnt:,} tokens of answers in {len(packed):,} sequences")
         for note in notes:
             say(f"note    {note}")
 
-    def _kept(self, files: Path, encoder: ChatEncoder, template: str | None) -> dict[str, str]:
+    def _kept(self, files: Path, encoder: ChatEncoder, template: str | None) -> dict[str, bytes]:
         """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
-        paths = {name: files / name for name in (*FILES, TEMPLATE_FILE)}
-        if template:
-            paths[TEMPLATE_FILE] = Path(template).expanduser()
-        kept = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+        templates = {DEFAULT: Path(template).expanduser()} if template else template_files(files)
+        paths = {name: files / name for name in FILES}
+        for name, path in templates.items():
+            paths[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path
+        kept = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
         settings = json.loads((files / GENERATION).read_text()) if (files / GENERATION).is_file() else {}
         settings["eos_token_id"] = encoder.ends
-        return kept | {GENERATION: json.dumps(settings, indent=2) + "\n"}
+        return kept | {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}

@@ -49,7 +49,7 @@ def read_task(config: Config, task: HasFiles) -> TaskRows:
 
 
 def _rows(train: Examples, held_out: list[tuple[HeldOut, Examples]]) -> TaskRows:
-    notes = [e.note for e in (train, *(e for _, e in held_out)) if e.note]
+    notes = [note for e in (train, *(e for _, e in held_out)) for note in e.notes]
     return TaskRows(train.rows, [(s, e.rows) for s, e in held_out], notes)
 
 
@@ -65,7 +65,7 @@ def _shared_out(examples: Examples, split: str) -> TaskRows:
     if not all(shares):
         which = "training" if not shares[0] else "validation"
         raise UserError(f"split {split} leaves none of the {len(order)} rows of {examples.path} for {which}")
-    return TaskRows(shares[0], [(DEV, shares[1])], [examples.note] if examples.note else [])
+    return TaskRows(shares[0], [(DEV, shares[1])], examples.notes)
 
 
 def _find(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Path | None:

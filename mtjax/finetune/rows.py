@@ -50,6 +50,8 @@ class Examples:
     """One reason each, with the line's number."""
     unit: str = "rows"
     """What they are called."""
+    remarks: list[str] = field(default_factory=list)
+    """What else to say about the rows."""
 
     @property
     def note(self) -> str:
@@ -59,6 +61,11 @@ class Examples:
         total, more = len(self.rows) + len(self.bad), len(self.bad) - SHOWN
         named = "; ".join(self.bad[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
         return f"{len(self.bad):,} of {total:,} {self.unit} of {self.path} are left out: {named}"
+
+    @property
+    def notes(self) -> list[str]:
+        """Everything to say about the rows."""
+        return [*([self.note] if self.note else []), *self.remarks]
 
     def check(self) -> "Examples":
         """Checks that most rows are good.

@@ -7,7 +7,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mtjax.errors import shortened
+from mtjax.errors import UserError, nearest, shortened
+from mtjax.generate.chat import REASONING, ChatTemplate, TemplateInputs
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.sampling import MOST_LIKELY
 from mtjax.serve.answers import WITHOUT_EFFECT, Asked, Texts
@@ -17,16 +18,20 @@ from mtjax.serve.refused import Refused
 from mtjax.serve.service import Service
 from mtjax.serve.tokens import Tokens
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Of messages, and what templates know them as."""
+KEYS = ("role", "content", "name", "tool_call_id", *REASONING)
+"""Of messages; templates that do not write the last ones lose nothing that was said."""
+EMPTY = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+"""Keys of the messages that OpenAI's servers answer with: a client sends them back, often with nothing in them."""
+INPUTS = ("tools", "documents", "chat_template_kwargs")
+"""Fields that the template reads."""
 MOST_MESSAGES = 4096
-TOOLS = "this server calls no tools"
+TOOLS = "this server only writes tools into the prompt: the model decides, and a call is part of its text"
 LACKS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (TOOLS, ([],)),
-    "tool_choice": (TOOLS, ("none", "auto")),
     "parallel_tool_calls": (TOOLS, (True, False)),
-    "functions": (TOOLS, ([],)),
-    "function_call": (TOOLS, ("none", "auto")),
+    "functions": ("functions are given as tools", ([],)),
+    "function_call": ("functions are given as tools", ("none", "auto")),
     "response_format": ("this server writes plain text", ({"type": "text"},)),
     "modalities": ("this server writes plain text", (["text"],)),
     "audio": ("this server writes plain text", ()),
@@ -46,7 +51,9 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     """
     fields = Fields(await service.read_object(request), WITHOUT_EFFECT)
     asked = Asked.of(service, fields)
-    messages = read_messages(fields.take("messages"))
+    template = service.tokens.template
+    messages = read_messages(fields.take("messages"), template)
+    inputs = read_inputs(fields, template)
     older, tokens = fields.whole("max_tokens", 1, 2**31), fields.whole("max_completion_tokens", 1, 2**31)
     if older is not None and tokens is not None and older != tokens:
         raise Refused(400, f"max_tokens is {older} and max_completion_tokens {tokens}: give one of them", "max_tokens")
@@ -56,7 +63,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     for name, (why, same) in LACKS.items():
         fields.without(name, why, *same)
     fields.close()
-    prompt = await service.tokens.encode_chat(messages)
+    prompt = await service.tokens.encode_chat(messages, inputs)
     field = "max_tokens" if tokens is None else "max_completion_tokens"
     room = service.room(len(prompt), older if tokens is None else tokens, field)
     sampling = replace(asked.sampling, max_tokens=room)
@@ -64,36 +71,71 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     return await texts.answer(request, Form(service.tokens, (most_likely or 0) if with_logprobs else None))
 
 
-def read_messages(given: Any) -> list[dict[str, str]]:
-    """A conversation.
+def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs:
+    """Reads what the template is given besides the messages; with `tool_choice` "none" it is given no tools.
 
     Raises:
-      Refused: it is not a list of messages, each with a role and text.
+      Refused: a field is wrong, or the template does not read it.
+    """
+    values = {name: fields.take(name) for name in INPUTS}
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Refused(400, f"tool_choice is {shortened(choice)}, and {TOOLS}: leave it out", "tool_choice")
+    if choice == "none":
+        values["tools"] = None
+    for name, value in values.items():
+        try:
+            inputs = TemplateInputs.of({name: value})
+            if template is not None:
+                template.check(inputs)
+        except UserError as e:
+            raise Refused(400, str(e), name) from e
+    return TemplateInputs.of(values)
+
+
+def read_messages(given: Any, template: ChatTemplate | None = None) -> list[dict[str, Any]]:
+    """Reads a conversation.
+
+    Raises:
+      Refused: it is not a list of messages with a role and text, or a message has a key that is not known, and that the
+        template does not read either.
     """
     if not isinstance(given, list) or not given:
         raise wrong("messages", shortened(given), "a list of at least one message")
     if len(given) > MOST_MESSAGES:
         raise wrong("messages", f"a list of {len(given)}", f"of at most {MOST_MESSAGES}")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+    return [_message(message, f"messages[{number}]", template) for number, message in enumerate(given)]
 
 
-def _message(given: Any, place: str) -> dict[str, str]:
+def _message(given: Any, place: str, template: ChatTemplate | None) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise wrong(place, shortened(given), "an object with role and content")
-    role, content = given.get("role"), given.get("content")
+    message = {key: value for key, value in given.items() if value is not None and (value != [] or key not in EMPTY)}
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{place}.role", shortened(role), f"one of {', '.join(ROLES)}")
+    for key in message:
+        if key in KEYS or (template is not None and template.reads_key(key)):
+            continue
+        if key in EMPTY:
+            raise Refused(400, f"{place} has {key}, and this model's chat_template writes none: leave it out", place)
+        raise Refused(400, f"{place} has no field called {shortened(repr(key))}{nearest(key, KEYS + EMPTY)}", place)
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return message
+    return message | {"role": ROLES[role], "content": _text(content, f"{place}.content")}
+
+
+def _text(content: Any, name: str) -> str:
+    """The text of a message, which is a string or parts."""
     if isinstance(content, list):
         texts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         parts = [part.get("text") for part in texts]
         if len(texts) < len(content) or not all(isinstance(part, str) for part in parts):
-            raise wrong(f"{place}.content", shortened(content), "text: this server reads no images, sounds or files")
+            raise wrong(name, shortened(content), "text: this server reads no images, sounds or files")
         content = "".join(map(str, parts))
     if not isinstance(content, str):
-        raise wrong(f"{place}.content", shortened(content), "text")
-    if given.get("tool_calls") or given.get("function_call"):
-        raise Refused(400, f"{place} calls a tool, and {TOOLS}", place)
-    return {"role": ROLES[role], "content": checked_text(content, f"{place}.content")}
+        raise wrong(name, shortened(content), "text")
+    return checked_text(content, name)
 
 
 class Form:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
-from mtjax.generate.chat import ChatTemplate
+from mtjax.generate.chat import ChatTemplate, Message, TemplateInputs
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.generate.text import BROKEN
 from mtjax.generate.weights import read_json
@@ -57,7 +57,7 @@ class Tokens:
         """The same, where names of special tokens stand for them."""
         return await self._apart(lambda: self._tokenizer.encode_marked(text))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> list[int]:
         """Ids of a conversation, up to where the model answers.
 
         Raises:
@@ -67,7 +67,7 @@ class Tokens:
         if template is None:
             raise Refused(400, "this model has no chat_template: ask /v1/completions", "messages")
         try:
-            return await self._apart(lambda: self._tokenizer.encode_marked(template.render(messages)))
+            return await self._apart(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
         except UserError as e:
             raise Refused(400, str(e), "messages") from e
 

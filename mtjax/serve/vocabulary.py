@@ -6,7 +6,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mtjax.errors import shortened
-from mtjax.serve.chats import read_messages
+from mtjax.serve.chats import INPUTS, read_inputs, read_messages
 from mtjax.serve.fields import Fields, wrong
 from mtjax.serve.refused import Refused, json_response
 from mtjax.serve.service import Service
@@ -28,11 +28,17 @@ async def tokenize(service: Service, request: HttpRequest) -> Response:
     if not isinstance(with_special, bool | None):
         raise wrong("add_special_tokens", shortened(with_special), "true or false")
     with_texts = fields.flag("return_token_strs")
+    template, inputs = service.tokens.template, None
+    if messages is not None:
+        inputs = read_inputs(fields, template)
+    else:
+        for name in INPUTS:
+            fields.without(name, "only messages are written by the chat template", [], {})
     fields.close()
     if (prompt is None) == (messages is None):
         raise Refused(400, "give either prompt or messages", "prompt")
     if messages is not None:
-        ids = await service.tokens.encode_chat(read_messages(messages))
+        ids = await service.tokens.encode_chat(read_messages(messages, template), inputs)
     else:
         encode = service.tokens.encode_marked if with_special is False else service.tokens.encode_prompt
         ids = await encode(prompt or "")

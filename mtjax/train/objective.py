@@ -44,9 +44,11 @@ class Text:
             return
         # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer.
         for name, content in sorted(self.files.items(), key=lambda item: item[0] == "tokenizer.json"):
-            temporary = folder / f".{name}.tmp"
+            target = folder / name
+            target.parent.mkdir(exist_ok=True)
+            temporary = target.with_name(f".{target.name}.tmp")
             temporary.write_bytes(content)
-            temporary.replace(folder / name)
+            temporary.replace(target)
         if "tokenizer.json" not in self.files:
             self.tokenizer.save(folder)
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.finetune.chat_samples import PackedChats, Written
+from mtjax.finetune.chat_encoding import Written
+from mtjax.finetune.chat_samples import PackedChats
 from mtjax.sharding.placement import global_batch
 from tests.parity.compare import shaken
 from tests.parity.test_finetune import GPT2, LLAMA, check_five_steps, program_of
@@ -82,34 +83,3 @@ def test_packed_answers_give_the_losses_and_gradients_of_single_conversations(ca
     state, host = program.initialize(0, trunk.read(program)), packed_batch(written)
     batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
     check_five_steps(program, state, batch, network, lambda: mean_loss(network, written), tmp_path)
-
-
-def test_tokens_are_those_of_apply_chat_template():
-    from mtjax.data.tokens.tokenizer import FastTokenizer
-    from mtjax.finetune.chat_rows import Chat
-    from mtjax.finetune.chat_samples import ChatEncoder
-    from mtjax.generate.chat import ChatTemplate
-    from tests.convert.hf_folders import small_tokenizer
-
-    text = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-        "{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    library = small_tokenizer()
-    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, chat_template=text)
-    turns = [
-        ("system", "the end"),
-        ("user", "the cat?"),
-        ("assistant", "the dog"),
-        ("user", "and"),
-        ("assistant", "on\n"),
-    ]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    written = ChatEncoder(FastTokenizer(library, "a test"), ChatTemplate(plain, {}, "a test"))(Chat(tuple(messages)))
-    assert written.ids.tolist() == expected["input_ids"]
-    assert written.learnt.astype(int).tolist() == expected["assistant_masks"]

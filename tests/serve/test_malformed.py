@@ -32,9 +32,11 @@ not_texts = some.integers() | some.booleans() | containers
 huge = some.integers(min_value=2**64) | some.integers(max_value=-(2**63) - 1)
 below_0 = some.floats(max_value=-1e-3, allow_nan=False)
 NO_PROMPTS = ([], [[]], [-1], [10**6], [1.5], [["x"]], ["a", 1], "\ud800")
-ROLES = ([{}], [{"role": "tool", "content": "x"}], [USER | {"role": ["user"]}], [USER | {"content": None}])
+ROLES = ([{}], [{"role": "robot", "content": "x"}], [USER | {"role": ["user"]}], [USER | {"content": None}])
 PARTS = ([USER | {"content": [{"type": "image_url"}]}], [USER | {"content": "\ud800"}])
-NO_MESSAGES = ([], *ROLES, *PARTS)
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+KEYS = ([USER | {"bogus": 3}], [USER | {"prefix": True}], [{"role": "assistant", "content": "x", "tool_calls": [CALL]}])
+NO_MESSAGES = ([], *ROLES, *PARTS, *KEYS, [{"role": "assistant", "content": "x", "refusal": "no"}])
 WRONG: dict[str, dict[str, some.SearchStrategy[Any]]] = {
     COMPLETION: {
         "max_tokens": not_whole | huge | some.integers(min_value=CONTEXT),
@@ -66,7 +68,10 @@ WRONG: dict[str, dict[str, some.SearchStrategy[Any]]] = {
         "max_completion_tokens": not_whole | huge | some.integers(min_value=CONTEXT),
         "logprobs": some.integers() | some.text(),
         "top_logprobs": some.just(2),
-        "tools": some.just([{"type": "function"}]),
+        "tools": some.just([{"type": "function"}]) | not_texts | some.text(max_size=8),
+        "documents": some.just([{"text": "x"}]) | some.integers() | some.text(max_size=8),
+        "chat_template_kwargs": some.sampled_from([[], "x", 3, {"enable_thinking": True}, {"messages": []}]),
+        "tool_choice": some.sampled_from(["required", {"type": "function", "function": {"name": "f"}}, 3]),
         "response_format": some.just({"type": "json_object"}),
     },
     API: {

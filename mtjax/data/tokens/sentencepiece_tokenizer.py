@@ -1,6 +1,8 @@
 """SentencePiece models behind the `Tokenizer` interface; needs the extra `data`."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from mtjax.data.tokens.characters import whole_characters
@@ -46,6 +48,18 @@ class SentencePieceTokenizer:
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text`; a SentencePiece model knows no names of special tokens in it."""
         return self.encode(text)
+
+    def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the characters that each of them stands for; `marked` makes no difference here."""
+        try:
+            pieces, is_bytes = self._processor.encode(text, return_type="proto").pieces, True
+        except TypeError:  # older releases of the library, which count characters
+            pieces, is_bytes = self._processor.encode(text, out_type="immutable_proto").pieces, False
+        ids, offsets = [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
+        if is_bytes:
+            starts = list(accumulate((len(character.encode()) for character in text), initial=0))
+            offsets = [(bisect_left(starts, begin), bisect_left(starts, end)) for begin, end in offsets]
+        return ids, offsets
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, over all cores."""

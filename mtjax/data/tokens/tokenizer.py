@@ -52,6 +52,15 @@ class Tokenizer(Protocol):
         """Ids of `text` in which the names of special tokens stand for them; nothing added."""
         ...
 
+    def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encodes `text` like `encode_marked` if it is `marked`, else like `encode_prompt`.
+
+        Returns:
+          The ids, and for each of them the characters of `text` that it stands for, from which to which; the two are
+          equal for what the tokenizer adds.
+        """
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each, over all cores where the tokenizer can."""
         ...
@@ -119,6 +128,15 @@ class FastTokenizer:
                 return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the characters that each of them stands for."""
+        self._tokenizer.encode_special_tokens = not marked
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=not marked)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return encoding.ids, encoding.offsets
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""

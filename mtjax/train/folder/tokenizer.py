@@ -15,6 +15,7 @@ from mtjax.data.cache import Cache
 from mtjax.data.run_text import RunText
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG, TOKENIZER_FILES, tokenizer_of
 from mtjax.data.tokens.identity import PROBES, content_digest, difference, path_of
+from mtjax.data.tokens.template_files import template_names
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.storage import names_in, read_bytes, shown, url_of
@@ -133,7 +134,8 @@ def files_beside(name: str) -> dict[str, bytes]:
     # A file with a name of its own, such as vocabularies/large.json, may have neighbours that describe another one.
     if path.is_file() and path.name not in TOKENIZER_FILES:
         return {}
-    return _read(path if path.is_dir() else path.parent, DESCRIPTIONS)
+    folder = path if path.is_dir() else path.parent
+    return _read(folder, (*DESCRIPTIONS, *template_names(folder)))
 
 
 def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabulary: bool) -> dict[str, bytes]:
@@ -147,7 +149,7 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
     Raises:
       UserError: a file can't be read.
     """
-    names = TOKENIZER_FILES if vocabulary else (*DESCRIPTIONS, GENERATION_CONFIG)
+    names = (*(TOKENIZER_FILES if vocabulary else (*DESCRIPTIONS, GENERATION_CONFIG)), *template_names(folder))
     ids = special_ids(hugging_face)
     return _read(folder, names) | ({SPECIAL_IDS: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
 

@@ -1,0 +1,143 @@
+"""The Jinja environment of chat templates, with what transformers adds to it."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+from mtjax.errors import require
+
+Spans = list[tuple[int, int]]
+"""Characters of a rendered text, from which to which."""
+
+
+class Tracking:
+    """What one rendering records besides its text.
+
+    Attributes:
+      blocks: the text so far.
+      spans: characters inside `{% generation %}` blocks.
+      wrote_date: whether the template asked for the current date.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[str] = []
+        self.spans: Spans = []
+        self.wrote_date = False
+
+
+class ChatEnvironment:
+    """A sandboxed environment with the filters, functions and tags of transformers' `apply_chat_template`.
+
+    The sandbox is needed because templates come with weights that somebody else made.
+
+    Attributes:
+      jinja: the environment.
+    """
+
+    def __init__(self) -> None:
+        """Builds the environment.
+
+        Raises:
+          UserError: jinja2 is not installed.
+        """
+        jinja2, sandbox = require("jinja2", "chat"), require("jinja2.sandbox", "chat")
+        self._tracking: ContextVar[Tracking | None] = ContextVar("tracking", default=None)
+        self.jinja = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _generation_extension(self._generated)],
+        )
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        self.jinja.filters["tojson"] = _to_json
+        self.jinja.globals |= {"raise_exception": raise_exception, "strftime_now": self._strftime_now}
+        self.jinja.globals |= {"dict": _PlainDict(), "namespace": _namespace_class()}
+
+    @contextmanager
+    def tracking(self) -> Iterator[Tracking]:
+        """A context in which a rendering is recorded."""
+        tracking = Tracking()
+        token = self._tracking.set(tracking)
+        try:
+            yield tracking
+        finally:
+            self._tracking.reset(token)
+
+    def _generated(self, text: str) -> str:
+        tracking = self._tracking.get()
+        if tracking is not None:
+            start = sum(map(len, tracking.blocks))
+            tracking.spans.append((start, start + len(text)))
+        return text
+
+    def _strftime_now(self, format: str) -> str:
+        tracking = self._tracking.get()
+        if tracking is not None:
+            tracking.wrote_date = True
+        return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and non-ASCII characters and sorts keys, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _generation_extension(generated: Callable[[str], str]) -> type:
+    """The `{% generation %}` tag: its body is rendered as it is, and passed to `generated`."""
+    nodes = require("jinja2.nodes", "chat")
+
+    class Generation(require("jinja2.ext", "chat").Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_support"), [], [], body).set_lineno(line)
+
+        def _support(self, caller: Callable[[], str]) -> str:
+            return generated(caller())
+
+    return Generation
+
+
+class _PlainDict:
+    """`dict` for templates, without the class's other attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _namespace_class() -> type:
+    """`namespace` for templates; attributes that begin with an underscore would lead to Python's internals."""
+    jinja2, base = require("jinja2", "chat"), require("jinja2.utils", "chat").Namespace
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+    class Namespace(base):
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            attributes = dict(*args[1:], **kwargs)
+            for name in attributes:
+                check(name)
+            base.__init__(args[0], attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            super().__setitem__(name, value)
+
+    return Namespace

@@ -1,0 +1,103 @@
+"""What of a chat request reaches the chat template, and what is refused instead of ignored."""
+
+from typing import Any
+
+import pytest
+
+from mtjax.finetune.chat_encoding import ChatEncoder
+from mtjax.finetune.chat_rows import chat_of
+from mtjax.generate.chat import ChatTemplate, TemplateInputs
+from tests.chat_templates import CALL, CHATML, TEMPLATES, TOOL, TWO, WITH_CALL, assistant, user
+from tests.serve.asking import ask
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def template(live, monkeypatch):
+    """Gives the server another template."""
+
+    def use(name: str) -> ChatTemplate:
+        template = ChatTemplate(TEMPLATES.get(name, name), {"bos_token": "", "eos_token": ""}, "a test")
+        monkeypatch.setattr(live.service.tokens, "template", template)
+        return template
+
+    return use
+
+
+def written(live: Any, **fields: Any) -> str:
+    """The prompt of a chat request, as the server encodes it."""
+    status, answer = ask(live, "POST", "/tokenize", fields)
+    assert status == 200, answer
+    return live.service.tokens.decoder.decode(answer["tokens"])
+
+
+def refused(live: Any, **fields: Any) -> tuple[str, str]:
+    """Which field is wrong, and the sentence about it."""
+    status, answer = ask(live, "POST", CHAT, {"messages": [user("the cat")], "max_tokens": 1} | fields)
+    assert status == 400, answer
+    return answer["error"]["param"], answer["error"]["message"]
+
+
+def test_tools_documents_and_variables_reach_the_template(live, template) -> None:
+    everything = template("{{ tools | tojson }}{{ documents | tojson }}{{ more }}{{ messages | tojson }}")
+    given: dict[str, Any] = {"tools": [TOOL], "documents": [{"text": "<é>"}], "chat_template_kwargs": {"more": 3}}
+    expected = everything.render(TWO[:3], TemplateInputs([TOOL], [{"text": "<é>"}], {"more": 3}))
+    assert written(live, messages=TWO[:3], **given) == expected and '"text": "<é>"' in expected
+    assert written(live, messages=[user("a")], tools=[TOOL], tool_choice="none").startswith("nullnull")
+    assert ask(live, "POST", CHAT, {"messages": [user("a")], "max_tokens": 1, "tool_choice": "auto"})[0] == 200
+
+
+def test_an_answer_is_asked_for_by_the_tokens_behind_which_it_was_trained_on(live, template) -> None:
+    """With a template that drops thoughts, and calls of tools in between."""
+    qwen = template("qwen3")
+    messages = [*TWO[:2], user("and"), assistant("b", reasoning_content="a"), *WITH_CALL]
+    samples, _ = ChatEncoder(live.service.tokens.decoder, qwen).samples(
+        chat_of({"messages": messages, "tools": [TOOL]})
+    )
+    for place in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+        ids = ask(live, "POST", "/tokenize", {"messages": messages[:place], "tools": [TOOL]})[1]["tokens"]
+        assert any(s.ids[: len(ids)].tolist() == ids and s.learnt[len(ids)] for s in samples)
+
+
+def test_keys_of_messages(live, template) -> None:
+    dump = template("{% for m in messages %}{{ m | tojson }}{{ m.tool_calls or m.extra }}{% endfor %}")
+    call = {
+        **assistant(None, tool_calls=[CALL]),
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    named = user("a") | {"name": "Zoë", "extra": 1}
+    assert written(live, messages=[named, call]) == dump.render([named, assistant(None, tool_calls=[CALL])])
+    parts = user([{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}])  # type: ignore[arg-type]
+    assert '"content": "the cat"' in written(
+        live, messages=[parts, {"role": "tool", "content": "x", "tool_call_id": "1"}]
+    )
+    template(CHATML)
+    for key, value, why in (
+        ("bogus", 3, "messages[0] has no field called 'bogus'"),
+        ("nam", "x", "messages[0] has no field called 'nam' - did you mean 'name'?"),
+        ("prefix", True, "messages[0] has no field called 'prefix'"),
+        ("weight", 0, "messages[0] has no field called 'weight'"),
+        ("tool_calls", [CALL], "messages[0] has tool_calls, and this model's chat_template writes none: leave it out"),
+        ("refusal", "no", "messages[0] has refusal, and this model's chat_template writes none: leave it out"),
+    ):
+        message = {**assistant("the cat"), key: value}
+        assert refused(live, messages=[message])[1].startswith(why)
+        status, answer = ask(live, "POST", "/tokenize", {"messages": [message]})
+        assert status == 400 and answer["error"]["message"].startswith(why)
+
+
+def test_what_the_template_does_not_read_is_refused_by_name(live, template) -> None:
+    template(CHATML)
+    assert refused(live, tools=[TOOL]) == ("tools", "the chat_template of a test reads no tools: leave it out")
+    assert refused(live, documents=[{"text": "x"}])[0] == "documents"
+    assert "reads no enable_thinking" in refused(live, chat_template_kwargs={"enable_thinking": False})[1]
+    assert "must be a list of objects" in refused(live, tools=["x"])[1]
+    assert refused(live, tools=[TOOL], tool_choice="required")[0] == "tool_choice"
+    assert refused(live, functions=[TOOL])[0] == "functions"
+    template("{% for m in messages %}{{ m.name }}{% endfor %}")
+    assert "half of a surrogate pair" in refused(live, messages=[user("a") | {"name": "\ud83d"}])[1]
+    assert ask(live, "POST", "/tokenize", {"prompt": "a", "tools": [TOOL]})[0] == 400
