@@ -191,7 +191,7 @@ def open_gpt(config: Config, share: Share) -> Dataset:
 def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
     """The samples of a share: Megatron's for the first number asked for, then further passes over its documents.
 
-    What earlier starts of the run have asked for keeps its order. Each appended part is shuffled with a seed of its own,
+    What earlier starts of the run have asked for keeps its order. Each appended part is shuffled with its own seed,
     and begins when all passes before it are complete.
 
     Raises:
