@@ -226,7 +226,7 @@ def _reads(past: Past, left: int, total: int, is_longer: bool) -> str:
     if total == past.consumed_samples:
         return "no step is left"
     samples = f"{left:,} steps left, which read samples {past.consumed_samples + 1:,} to {total:,}"
-    return f"{samples}; the order is kept, and further passes follow it" if is_longer else samples
+    return f"{samples}; the order of samples continues" if is_longer else samples
 
 
 def _rates(past: Past, config: Config, now: Config) -> list[Change]:
