@@ -128,9 +128,9 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
         raise Damaged("its page of metadata is not what was saved") from e
     if not isinstance(page, dict) or page.pop("checksum", None) != page_checksum(page):
         raise Damaged("its page of metadata is not what was saved")
-    if page.get("version") != VERSION:
+    if (version := page.get("version", VERSION)) != VERSION:
         raise UserError(
-            f"checkpoint {shown(checkpoint)} has version {page.get('version')!r} of the format, and this mtjax reads "
+            f"checkpoint {shown(checkpoint)} has version {version!r} of the format, and this mtjax reads "
             f"version {VERSION}: use the mtjax that wrote it, or a newer one"
         )
     if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
