@@ -19,6 +19,8 @@ import tyro
 from mtjax import __version__, config
 from mtjax.config.checks import check_bounds
 from mtjax.config.families import FAMILIES
+from mtjax.config.follow import with_min_learning_rate
+from mtjax.config.place import in_own_folder
 from mtjax.errors import UserError, first_line, nearest, shortened
 
 COMMANDS = {
@@ -141,8 +143,26 @@ def parse(
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
+    chosen = _with_what_was_not_typed(chosen, argv, config.find(name))
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
+
+
+def _with_what_was_not_typed(chosen: config.Config, argv: Sequence[str], file: Path) -> config.Config:
+    """The config, with settings that were not typed and must follow the file's place, or what was typed."""
+    if argument(argv, "--out") is None:
+        chosen = in_own_folder(chosen, file)
+    if argument(argv, "--min-learning-rate") is None:
+        typed = argument(argv, "--learning-rate") is not None
+        chosen, note = with_min_learning_rate(chosen, config.read_toml(file), str(file), typed=typed)
+        if note is not None:
+            print(note, file=sys.stderr, flush=True)
+    if argument(argv, "--steps") is not None and chosen.training.train_samples is not None:
+        raise UserError(
+            f"--steps {chosen.training.steps} and train_samples {chosen.training.train_samples} both set the end of "
+            "the run: use --train-samples alone, or add --train-samples None"
+        )
+    return chosen
 
 
 def read(options: Any, argv: Sequence[str] | None, prog: str, description: str | None = None) -> Any:

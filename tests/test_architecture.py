@@ -54,7 +54,7 @@ IN_THEORY = (
     *("anatomy", "families"),
 )
 """Inside theory, too; what is not named here stands above them."""
-IN_TRAIN = ("processes", "checkpoints", "folder", "watch", "objective", "setup", "loop", "__main__")
+IN_TRAIN = ("processes", "checkpoints", "folder", "watch", "changes", "objective", "setup", "loop", "__main__")
 """And in train; what is not named here stands below them."""
 
 

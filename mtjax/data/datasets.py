@@ -1,15 +1,42 @@
 """The datasets that a config asks for: samples of a split for the run's family, from text or token ids, blended."""
 
+from collections.abc import Sequence
+
 from mtjax.config import Config, Data
+from mtjax.data.cache import digest
+from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
 from mtjax.data.samples.family import FamilySamples, Share
+from mtjax.data.samples.order import SampleOrder, TrainingText, shifted
 from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.samples.sample import Bounds, Dataset
 from mtjax.data.samples.split import Split, split_bounds
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
+
+
+def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The training samples of a run in its order, numbered as the run consumes them.
+
+    Raises:
+      UserError: like `open_dataset`.
+    """
+    opener = _SplitOpener(config, "train", tokenizer)
+    *earlier, total = order.counts
+    dataset = _open(opener, total, earlier)
+    return shifted(dataset, order)
+
+
+def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[TrainingText, ...]:
+    """What the training samples of a run would be made from, without the samples.
+
+    Raises:
+      UserError: the data can't be read.
+    """
+    opener = _SplitOpener(config, "train", tokenizer)
+    return tuple(opener.describe(source) for source in opener.sources)
 
 
 def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -28,16 +55,23 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
     Raises:
       UserError: the data can't be read, this split has none, or a blend without weights has too few.
     """
-    opener = _SplitOpener(config, split, tokenizer)
+    return _open(_SplitOpener(config, split, tokenizer), num_samples)
+
+
+def _open(opener: "_SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
+    """The samples of all sources, of which earlier starts of the run have asked for so many."""
     given = [source.weight for source in opener.sources if source.weight is not None]
     # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
     if len(opener.sources) == 1 and not (given and opener.shares):
-        return opener.open(opener.sources[0], max(num_samples, 1))
+        return opener.open(opener.sources[0], max(num_samples, 1), earlier)
     if not given:
         return _unweighted(opener, num_samples)
     weights = normalise(given)
-    counts = samples_of_each(weights, num_samples)
-    parts = [opener.open(source, max(n, 1)) for source, n in zip(opener.sources, counts, strict=True)]
+    *before, counts = [samples_of_each(weights, count) for count in (*earlier, num_samples)]
+    parts = [
+        opener.open(source, max(counts[i], 1), [max(each[i], 1) for each in before])
+        for i, source in enumerate(opener.sources)
+    ]
     return BlendedDataset(parts, weights, num_samples, opener.text.cache)
 
 
@@ -73,12 +107,22 @@ class _SplitOpener:
         self._config = config
         self._family: FamilySamples = FAMILIES[config.model.family]
 
-    def open(self, source: Source, num_samples: int | None) -> Dataset:
+    def open(self, source: Source, num_samples: int | None, earlier: Sequence[int] = ()) -> Dataset:
         """The samples of one source, at least `num_samples` of them; those of one pass when None."""
         corpus = self.text.indexed(source, self._family.encoding)
-        bounds = _bounds(source, self.shares, self.split, self._family.items(corpus))
-        share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache)
+        bounds = self._bounds(source, corpus)
+        share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache, tuple(earlier))
         return self._family.open(self._config, share)
+
+    def describe(self, source: Source) -> TrainingText:
+        """What a source is made of, and which of its documents belong to this split."""
+        corpus = self.text.indexed(source, self._family.encoding)
+        begin, end = self._bounds(source, corpus)
+        content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
+        return TrainingText(source.name, content, end - begin, begin, source.weight)
+
+    def _bounds(self, source: Source, corpus: IndexedDataset) -> Bounds:
+        return _bounds(source, self.shares, self.split, self._family.items(corpus))
 
 
 def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:

@@ -162,6 +162,12 @@ class RunText:
         texts = [self._identity(source) for source in self._sources()]
         return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT}
 
+    def file_digests(self, source: Source) -> list[str]:
+        """Digests of the text files of a source, whatever their names; none of token ids, and of the default corpus."""
+        if not source.paths or is_indexed(source.paths[0]):
+            return []
+        return [self.cache.file_digest(Path(p)) if "://" not in p else p for p in expand(source.paths)]
+
     def _identity(self, source: Source) -> Any:
         """What the text of a source is: file endings and content hashes; addresses of what is not local."""
         if not source.paths:

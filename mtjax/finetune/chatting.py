@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
 from mtjax.finetune.pretrained import OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
-from mtjax.finetune.samples import Epochs
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import SPECIAL_TOKENS_FILE, ChatTemplate
 from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.train.checkpoints.past import Past
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
@@ -57,7 +57,9 @@ class ChatFiles:
 class Chatting(OnPretrained):
     """The answers of conversations, learnt token by token; what is asked is read, not learnt."""
 
-    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+    def open_text(
+        self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
+    ) -> tuple[Config, Text]:
         """The conversations, and the config with steps and length filled in.
 
         Raises:
@@ -82,19 +84,20 @@ class Chatting(OnPretrained):
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(
-            self.with_steps(self.with_text(config, longest, name, tokenizer), len(packed), folder),
+            self.with_steps(self.with_text(config, longest, name, tokenizer), len(packed), folder, past),
             reset_position_ids=True,
             reset_attention_mask=True,
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         unit = "samples" if SEVERAL in counts else "conversations"
         self._say(notes, [*train, *held_out], packed, limit, unit)
-        length, seed = config.model.sequence_length, config.training.seed
+        length = config.model.sequence_length
         packed, validation = (PackedChats.of(part, length, tokenizer.eod) for part in (train, held_out))
         if not len(validation):
             raise UserError(f"no answer of the validation rows begins within {limit} tokens: raise --sequence-length")
-        count = config.training.steps * config.training.global_batch_size
-        return config, Text(tokenizer, Epochs(packed, seed, count), validation, self._kept(files, encoder, named))
+        lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
+        ordered, position = self.in_order(config, packed, lengths, past, allowed)
+        return config, Text(tokenizer, ordered, validation, position, self._kept(files, encoder, named))
 
     def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The mean loss of a token of the answers held out, all of them."""

@@ -1,7 +1,7 @@
 """A task as an objective of the trainer: its rows, its steps, its validation."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from mtjax.finetune.initial import PretrainedTrunk
 from mtjax.finetune.labels import weights_of
 from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.pretrained import OnPretrained
-from mtjax.finetune.samples import Encoder, Epochs, Samples
+from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
+from mtjax.train.checkpoints.past import Past
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
@@ -39,7 +40,9 @@ class FineTuning(OnPretrained):
         self._outputs: Outputs | None = None
         self._held_out: list[tuple[str, Encoded, Samples]] = []
 
-    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+    def open_text(
+        self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
+    ) -> tuple[Config, Text]:
         """The task's rows, and the config with steps, lengths and labels filled in.
 
         Raises:
@@ -60,12 +63,12 @@ class FineTuning(OnPretrained):
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         training, *validation = [e.samples(config.model.sequence_length) for e in encoded]
         training = dataclasses.replace(training, weights=weights_of(config, training.labels))
-        config = self.with_steps(config, len(training), folder)
+        config = self.with_steps(config, len(training), folder, past)
         self._warn([*rows.notes, *(e.note for e in encoded if e.note)], config, encoded)
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
-        count = config.training.steps * config.training.global_batch_size
-        return config, Text(tokenizer, Epochs(training, config.training.seed, count), validation[0])
+        train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
+        return config, Text(tokenizer, train, validation[0], position)
 
     def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The task's metrics on all rows held out, and the mean loss."""

@@ -1,20 +1,27 @@
 """What every finetuning has in common: weights to begin with, their tokenizer, and steps that follow from passes."""
 
 import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.data import Tokenizer
+from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
+from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.initial import PretrainedTrunk
+from mtjax.finetune.samples import Epochs, Grouped
 from mtjax.finetune.teacher import Lessons, Teacher
 from mtjax.theory.divisibility import parts_of_samples
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
-from mtjax.train.objective import Objective
+from mtjax.train.changes import position_of
+from mtjax.train.checkpoints.past import Past
+from mtjax.train.objective import Objective, position_in
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -52,8 +59,40 @@ class OnPretrained(Objective):
         return ""
 
     def next_commands(self, config: Config, out: str) -> list[str]:
-        """Longer, from where it is."""
-        return [f"{self.command} --config {out}/config.toml --resume --epochs {2 * config.finetuning.epochs:g}"]
+        """A longer run from the same weights: the learning rate of this one has decayed to its end."""
+        epochs = 2 * config.finetuning.epochs
+        return [f"{self.command} --config {out}/config.toml --epochs {epochs:g} --out {out}-{epochs:g}-epochs"]
+
+    def scheduled(self, config: Config, past: Past | None) -> Config:
+        """The config as it is: the rates of a finetuning change over its epochs, also where these were changed."""
+        return config
+
+    def in_order(
+        self,
+        config: Config,
+        samples: Grouped,
+        lengths: Sequence[int],
+        past: Past | None,
+        allowed: Collection[str],
+    ) -> tuple[Dataset, DataPosition]:
+        """The training rows pass by pass, numbered as the run consumes them, and what they are made from.
+
+        Args:
+          config: with the steps of the run.
+          samples: the rows.
+          lengths: of all rows in tokens: rows that were added, removed or changed are noticed by them.
+          past: the run that is resumed; None for a new one.
+          allowed: kinds of changes that may begin a new order.
+
+        Raises:
+          UserError: the order of the run can't be continued.
+        """
+        total = train_samples(config.training, *position_in(past))
+        name = config.data.train_data or config.data.data or "the training rows"
+        texts = [TrainingText(name, digest_of_lengths(np.asarray(lengths)), len(samples))]
+        position = position_of(past, config, texts, total, order_settings=("seed",), allowed=allowed)
+        order = position.order
+        return shifted(Epochs(samples, config.training.seed, order.counts[-1]), order), position
 
     def open_tokenizer(self, config: Config) -> tuple[str, Tokenizer]:
         """The tokenizer, and what it is called: the weights' own, or the one that is named.
@@ -78,11 +117,12 @@ class OnPretrained(Objective):
             sequence_length=min(config.model.sequence_length, -(-longest // step) * step),
         )
 
-    def with_steps(self, config: Config, count: int, folder: Path) -> Config:
-        """The config with what the number of training rows decides."""
+    def with_steps(self, config: Config, count: int, folder: Path, past: Past | None = None) -> Config:
+        """The config with what the number of training rows decides, and the rows that the run has read so far."""
         options, size = config.finetuning, config.training.global_batch_size
         an_epoch = math.ceil(count / size)
-        steps = math.ceil(options.epochs * count / size)
+        step, consumed = position_in(past)
+        steps = step + max(0, math.ceil((options.epochs * count - consumed) / size))
         return configs.replace(
             config,
             steps=steps,

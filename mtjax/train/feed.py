@@ -5,6 +5,7 @@ import jax
 from mtjax import data
 from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Loader
+from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.placement import global_batch, process_rows
 
@@ -21,6 +22,13 @@ def open_batches(placed: Placed, config: Config, dataset: Dataset, consumed: int
 
 
 def next_batch(placed: Placed, batches: Loader, size: int) -> dict[str, jax.Array]:
-    """The next global batch, of what the program reads."""
-    local = next(batches)
+    """The next global batch, of what the program reads.
+
+    Raises:
+      UserError: the data have no whole batch left.
+    """
+    try:
+        local = next(batches)
+    except StopIteration:
+        raise UserError(f"the data have no batch of {size} samples left, and the run has steps left") from None
     return global_batch(placed.batch_sharding, {name: local[name] for name in placed.batch_names}, size)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from mtjax.errors import UserError
 from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
 from mtjax.storage import shown
 from mtjax.train.bad_steps import BadSteps
+from mtjax.train.changes import parse_allowed
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
 from mtjax.train.checkpoints.saves import Saves
@@ -33,15 +33,19 @@ from mtjax.train.setup import (
     Place,
     check_comparable,
     check_memory,
+    find_past,
     find_place,
     introduce,
+    nothing_to_do,
     open_best_kept,
     open_checkpoints,
+    prepare,
     restore_or_initialize,
+    resume_command,
     shareable,
     with_mesh,
 )
-from mtjax.train.step import Program, State, make_program
+from mtjax.train.step import Program, State
 from mtjax.train.watch.best import Goal
 from mtjax.train.watch.expert_load import load_entries
 from mtjax.train.watch.goodput import TimeLog
@@ -52,13 +56,11 @@ from mtjax.train.watch.replicas import Replicas
 from mtjax.train.watch.step_clock import StepClock
 from mtjax.train.watch.times import (
     DEVICES,
-    MODEL,
     PROCESSES,
     REPLICAS,
     SAVE,
     STATE,
     SUMMARY,
-    TEXT,
     VALIDATION,
     Times,
 )
@@ -147,16 +149,13 @@ def train(
 
 def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, objective: Objective) -> bool:
     """`train`, once the processes of the run have found each other."""
-    times = this_start.times
-    # --- Devices and text
+    times, allowed = this_start.times, parse_allowed(this_start.options.allow_changed)
+    # --- Devices, text, and the model: abstract until there is a checkpoint or a seed
     times.begin(DEVICES)
     place = find_place(config, name, peers, objective)
-    times.begin(TEXT)
-    config, text = objective.open_text(config, place.out)
-
-    # --- Model: abstract until there is a checkpoint or a seed
-    times.begin(MODEL)
-    program = make_program(config, place.mesh)
+    again = partial(prepare, config, place, objective, allowed, times)
+    ready = again(find_past(config, place))
+    config, text, program = ready.config, ready.text, ready.program
     check_memory(program)
     check_comparable(program)
     if (evaluations := this_start.evaluations) is not None:
@@ -181,6 +180,14 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
         # --- State: restored, or fresh
         times.begin(STATE)
         start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
+        if start.past != ready.past:  # the newest checkpoint was damaged, or the other tier has a newer one
+            ready = again(start.past)
+            config, text, program = ready.config, ready.text, ready.program
+            progress.steps = config.training.steps
+        if ready.is_done:
+            progress.say(nothing_to_do(objective, ready, place))
+            return True
+        ready.go_on(progress.say, checkpoints, local)
         # Not before: a checkpoint that is refused leaves its run as it was.
         logs = open_logs(config, place, text, this_start, start.step, progress.say)
         if logs[0] is not None:
@@ -197,14 +204,19 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
         state, stopped = run_steps(run, start)
         times.begin(SAVE)  # is waited for here
 
-    # --- Results
-    times.begin(SUMMARY)
+    conclude(run, state, stopped)
+    return not stopped
+
+
+def conclude(run: Run, state: State, stopped: str | None) -> None:
+    """Says how the run ended: by itself, or `stopped` by a signal."""
+    run.this_start.times.begin(SUMMARY)
     if stopped:
-        progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {peers.advice}")
+        advice = run.place.peers.advice
+        run.progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {advice}")
     else:
         summarise(run, state)
     end_time_log(run, state)
-    return not stopped
 
 
 def open_logs(
@@ -356,11 +368,6 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
         run.best.saves.save(state, run.config, consumed, last=True)
         clock.restart(entry["step"])
     return run.best.best.is_over
-
-
-def resume_command(objective: Objective, folder: Path) -> str:
-    """What to type to resume the run in a folder."""
-    return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
 def summarise(run: Run, state: State) -> None:

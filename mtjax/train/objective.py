@@ -1,7 +1,7 @@
 """What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,10 +9,12 @@ from typing import Any, Protocol
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
-from mtjax.data import Dataset, Tokenizer
+from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.models.placed import Batch, Placed
+from mtjax.train.changes import check_learns, position_of, scheduled
+from mtjax.train.checkpoints.past import Past
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
@@ -32,6 +34,8 @@ class Text:
     train: Dataset
     held_out: Dataset | None
     """What validation reads; None when there is none."""
+    position: DataPosition
+    """In which order the training samples are read, and what they are made from."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
@@ -117,11 +121,27 @@ class Objective(Protocol):
         """
         ...
 
-    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+    def open_text(
+        self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
+    ) -> tuple[Config, Text]:
         """What the run reads, and the config with everything that this and the folder decide filled in.
 
+        Args:
+          config: of the run.
+          folder: of the run.
+          past: the run that is resumed; None for a new one.
+          allowed: kinds of changes that may begin a new order of samples (`changes.KINDS`).
+
         Raises:
-          UserError: the data can't be used.
+          UserError: the data can't be used, or can't be continued.
+        """
+        ...
+
+    def scheduled(self, config: Config, past: Past | None) -> Config:
+        """The config with the steps over which its rates change.
+
+        Raises:
+          UserError: the resumed run would learn nothing.
         """
         ...
 
@@ -213,11 +233,14 @@ class Pretraining:
         init_from = config.training.init_from
         return SavedWeights(find_weights(init_from)) if init_from else None
 
-    def open_text(self, config: Config, folder: Path) -> tuple[Config, Text]:
+    def open_text(
+        self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
+    ) -> tuple[Config, Text]:
         """The text that a config names.
 
         Raises:
-          UserError: the data or the tokenizer can't be used, or the vocabulary is smaller than the tokenizer's.
+          UserError: the data or the tokenizer can't be used, the data can't be continued, or the vocabulary is smaller
+            than the tokenizer's.
         """
         init_from = config.training.init_from
         weights = find_weights(init_from) if init_from else None
@@ -226,11 +249,25 @@ class Pretraining:
             for note in found.notes:
                 say(f"note    {note}")
         tokenizer = found.tokenizer
-        config = resolve(config, tokenizer, folder)
-        train = data.open_dataset(config, "train", data.train_samples(config.training), tokenizer)
+        config = resolve(config, tokenizer, folder, past)
+        total = data.train_samples(config.training, *position_in(past))
+        texts = data.describe_texts(config, tokenizer)
+        position = position_of(past, config, texts, total, order_settings=ORDER_SETTINGS, allowed=allowed)
+        train = data.open_in_order(config, position.order, tokenizer)
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, Text(tokenizer, train, held_out, found.files, found.is_kept)
+        return config, Text(tokenizer, train, held_out, position, found.files, found.is_kept)
+
+    def scheduled(self, config: Config, past: Past | None) -> Config:
+        """The config with the steps over which its rates change, which stay those of the run when it is resumed.
+
+        Raises:
+          UserError: the learning rate of all steps left is 0.
+        """
+        now = scheduled(config, past)
+        if past is not None:
+            check_learns(past, config, now)
+        return now
 
     def lessons(self, program: Program) -> Lessons | None:
         """None: text is learnt without a teacher."""
@@ -262,16 +299,29 @@ class Pretraining:
 
     def next_commands(self, config: Config, out: str) -> list[str]:
         """Train on, or look at the step."""
-        file = f"{out}/config.toml"
-        resume = f"{self.command} --config {file} --resume --steps {2 * config.training.steps}"
-        return [resume, f"mtjax inspect --config {file}"]
+        file, training, optimizer = f"{out}/config.toml", config.training, config.optimizer
+        longer = f"--steps {2 * training.steps}"
+        if training.train_samples is not None:
+            longer = f"--train-samples {2 * training.train_samples}"
+        if optimizer.min_learning_rate == 0 and optimizer.decay_style != "constant":  # has decayed to nothing
+            longer += f" --min-learning-rate {optimizer.learning_rate / 10:g}"
+        return [f"{self.command} --config {file} --resume {longer}", f"mtjax inspect --config {file}"]
 
 
 PRETRAINING = Pretraining()
 
 
-def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
-    """The config with everything that the text and the machine decide filled in.
+ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
+"""Settings on which the order of pretraining's samples depends, besides the text."""
+
+
+def position_in(past: Past | None) -> tuple[int, int]:
+    """Steps that a run has done, and samples that these have consumed."""
+    return (0, 0) if past is None else (past.step, past.consumed_samples)
+
+
+def resolve(config: Config, tokenizer: Tokenizer, folder: Path, past: Past | None = None) -> Config:
+    """The config with everything that the text, the machine and what was done so far decide filled in.
 
     Raises:
       UserError: the vocabulary is smaller than the tokenizer's.
@@ -280,4 +330,5 @@ def resolve(config: Config, tokenizer: Tokenizer, folder: Path) -> Config:
     size = config.model.vocab_size or needed
     if size < needed:
         raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
-    return configs.replace(config, vocab_size=size, steps=data.train_steps(config.training), out=folder)
+    steps = data.train_steps(config.training, *position_in(past))
+    return configs.replace(config, vocab_size=size, steps=steps, out=folder)

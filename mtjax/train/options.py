@@ -25,5 +25,8 @@ class Options:
     a folder in ~/.cache."""
     track: Literal["wandb", "mlflow"] | None = None
     """Also send the metrics to this experiment tracker, which must be installed."""
+    allow_changed: str | None = None
+    """With --resume: changes that may begin a new order of samples in the middle of the run, order (another seed or
+    sequence length) and data (other training text, or another split of it), separated by commas."""
     profile: str | None = None
     """Trace these steps, 10:13, into the run's folder, for XProf, Perfetto and mtjax inspect --measured."""

@@ -5,6 +5,7 @@ counted from 0, takes the value at k.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,37 @@ SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
 }
 """Shape of a decay from 1 to 0, as a function of the share of its steps that is over."""
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Over which steps the rates of a run change. It stays with the run, however often it is resumed.
+
+    Attributes:
+      decay_steps: step at which the learning rate reaches its minimum; None where no step so far depends on it.
+      steps: over which the weight decay grows.
+    """
+
+    decay_steps: int | None
+    steps: int
+
+
+def horizon_of(options: Optimizer, steps: int, kept: Horizon | None = None) -> Horizon:
+    """The horizon of a run.
+
+    Args:
+      options: `decay_steps` among them takes precedence.
+      steps: of the run.
+      kept: the horizon of the run that is resumed.
+    """
+    growth, last = (steps, None) if kept is None else (kept.steps, kept.decay_steps)
+    if options.decay_steps is not None:
+        return Horizon(options.decay_steps, growth)
+    # The other styles do not depend on the horizon before it is reached, nor does the warmup.
+    if options.decay_style in ("constant", "inverse-square-root"):
+        return Horizon(None, growth)
+    last = steps if last is None else last
+    return Horizon(last if last > options.warmup_steps else None, growth)
 
 
 def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,20 +23,24 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
+from mtjax.train.changes import find_changes, rate_of, table
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
+from mtjax.train.checkpoints.past import Past, RunRecord, newest_past
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
 from mtjax.train.checkpoints.saves import Saves
 from mtjax.train.checkpoints.weights import BEST
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
-from mtjax.train.objective import InitialWeights, Objective
+from mtjax.train.objective import InitialWeights, Objective, Text, position_in
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
-from mtjax.train.step import Program
+from mtjax.train.schedule import horizon_of
+from mtjax.train.step import Program, make_program
 from mtjax.train.watch.best import Best, Goal
 from mtjax.train.watch.metrics import CONVENTION, read_metrics
 from mtjax.train.watch.progress import ProgressLine
+from mtjax.train.watch.times import MODEL, TEXT, Times
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
 """From a run, its number of devices and their kind to its mesh."""
@@ -60,6 +64,35 @@ class Place:
     is_first_process: bool
     peers: Peers
     """The processes of the run."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before it has a state."""
+
+    config: Config
+    """Everything that the text, the machine and what was done so far decide is filled in."""
+    text: Text
+    program: Program
+    past: Past | None
+    """The run that is resumed, as far as this depends on it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a resumed run has done all of its steps."""
+        return self.past is not None and self.past.step >= self.config.training.steps
+
+    def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
+        """Lets the checkpoints of all tiers keep the record of the run, and says in a table what a resumed run does
+        otherwise than before; nothing where nothing has changed."""
+        scheduled, position = self.program.config, self.text.position
+        record = RunRecord(position, horizon_of(scheduled.optimizer, scheduled.training.steps), str(Path.cwd()))
+        for tier in tiers:
+            if tier is not None:
+                tier.record = record
+        rows = find_changes(self.past, self.config, scheduled, position) if self.past else []
+        if self.past is not None and rows:
+            say(table(self.past, rows))
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,39 @@ def find_place(config: Config, name: str, peers: Peers, objective: Objective) ->
     folder = remote.work if remote else out
     weights = objective.initial_weights(config)
     return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
+
+
+def find_past(config: Config, place: Place) -> Past | None:
+    """The run that `--resume` will probably continue: its newest checkpoint with a page that can be used.
+
+    Raises:
+      UserError: a page can't be read, or has an unknown version.
+    """
+    if not config.output.resume:
+        return None
+    return newest_past((place.out if place.remote else place.folder) / "checkpoints")
+
+
+def prepare(
+    config: Config, place: Place, objective: Objective, allowed: Collection[str], times: Times, past: Past | None
+) -> Prepared:
+    """Opens the text of a run and makes its program, as a run that continues `past` needs them.
+
+    Raises:
+      UserError: the data can't be used or continued, or model and mesh don't fit.
+    """
+    times.begin(TEXT)
+    try:
+        resolved, text = objective.open_text(config, place.out, past, allowed)
+    except UserError as e:
+        if past is None or past.record is None or past.record.started_in == str(Path.cwd()):
+            raise
+        raise UserError(
+            f"{e} (the run was started in {past.record.started_in}, and this is {Path.cwd()}: relative paths in its "
+            "config.toml are meant from there)"
+        ) from e
+    times.begin(MODEL)
+    return Prepared(resolved, text, make_program(objective.scheduled(resolved, past), place.mesh), past)
 
 
 def check_memory(program: Program) -> None:
@@ -172,9 +238,37 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
         progress.say(f"note    steps may be slower: this XLA does not support {names}")
+    if training.steps <= config.optimizer.warmup_steps:
+        last = rate_of(program.config, training.steps - 1)
+        progress.say(
+            f"note    warmup_steps {config.optimizer.warmup_steps} is not below the run's {training.steps} steps: the "
+            f"learning rate climbs to {last} in the last step, of {config.optimizer.learning_rate:.2e}"
+        )
     if program.unsplit:
         names, ways = ", ".join(program.unsplit), shape.ways(program.layout.rules.batch)
         progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
+
+
+def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
+    """What a resumed run says that has done all of its steps."""
+    assert ready.past is not None  # only a resumed run has done any
+    training, out, (step, consumed) = ready.config.training, shown(place.out), position_in(ready.past)
+    asked = f"--steps asks for {training.steps:,}"
+    if training.train_samples is not None:
+        left = max(0, training.train_samples - consumed)
+        asked = f"--train-samples asks for {training.train_samples:,}"
+        asked += f", of which {left:,} are left, less than a batch" if left else ""
+    longer = configs.replace(ready.config, steps=step)
+    next_commands = f"\n{' ' * 8}".join(objective.next_commands(longer, out))
+    return (
+        f"nothing to do: the run in {out} has done {step:,} steps with {consumed:,} samples, and {asked}; nothing was "
+        f"changed\nnext    {next_commands}"
+    )
+
+
+def resume_command(objective: Objective, folder: Path) -> str:
+    """What to type to resume the run in a folder."""
+    return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
 def open_checkpoints(place: Place, output: Output) -> Checkpoints:
@@ -239,8 +333,6 @@ def restore_or_initialize(
             if local is not None:
                 local.set_aside()
             progress.say(f"resumed from step {restored.step} in {shown(restored.folder)}")
-            if restored.step >= config.training.steps:
-                progress.say(f"all {config.training.steps} steps are done already; raise --steps for more")
             return restored
         progress.say(f"no checkpoint in {shown(checkpoints.folder)}: starting from step 0")
     parameters = None

@@ -1,6 +1,7 @@
 """`mtjax finetune` as it is typed: best checkpoint, resuming, early stopping, and wrong input."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -77,6 +78,53 @@ def test_a_resumed_run_is_the_same_to_the_bit(whole, tmp_path):
     assert ends[0] == ends[1]
     assert measured(again) == measured(whole)
     assert find_weights(again).folder.name == find_weights(whole).folder.name
+
+
+def copy_after(whole, out, step):
+    """The run as it was when it was killed after a step."""
+    shutil.copytree(whole, out)
+    for path in (out / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    return ["--config", str(out / "config.toml"), "--resume"]
+
+
+def test_another_batch_size_goes_through_the_epochs_that_are_left(whole, tmp_path, capsys):
+    """Of 2 epochs of 44 rows, 48 rows are read after step 6: 40 are left, 10 batches of 4."""
+    resumed = copy_after(whole, tmp_path / "other", 6)
+    assert main([*resumed, "--global-batch-size", "4"]) == 0
+    assert [entry["step"] for entry in measured_steps(tmp_path / "other")] == list(range(1, 17))
+    said = capsys.readouterr().out
+    assert "global_batch_size" in said and "10 steps left, which read samples 49 to 88" in said
+
+
+def test_more_epochs_say_how_the_learning_rate_jumps(whole, tmp_path, capsys):
+    resumed = copy_after(whole, tmp_path / "longer", 11)
+    assert main([*resumed, "--epochs", "3"]) == 0
+    entries = measured_steps(tmp_path / "longer")
+    assert len(entries) == 17
+    said = capsys.readouterr().out
+    # It decays linearly to 0 over 17 steps, one of them of warmup, where it had decayed to 0 over 11.
+    expected = 3e-3 * (17 - 11) / (17 - 1)
+    assert entries[11]["learning_rate"] == pytest.approx(expected, rel=1e-5)
+    assert re.search(rf"learning rate, step 12 +0\.00e\+00 +{expected:.2e} ", said)
+    assert f"--epochs 6 --out {tmp_path / 'longer'}-6-epochs" in said  # advises a run from the beginning instead
+
+
+def measured_steps(run):
+    return read_metrics(run / "metrics.jsonl")
+
+
+def test_other_rows_and_another_order_of_them_ask_for_the_word(whole, folder, tmp_path, capsys):
+    resumed = copy_after(whole, tmp_path / "rows", 6)
+    rows = shutil.copytree(folder / "rows", tmp_path / "data")
+    with (rows / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "the cat", "label": "a"}) + "\n")
+    for words, kind in ((["--data", str(rows)], "data"), (["--seed", "9"], "order")):
+        assert main([*resumed, *words]) == 2
+        assert f"--allow-changed {kind}" in capsys.readouterr().err
+    assert main([*resumed, "--seed", "9", "--allow-changed", "order"]) == 0
+    assert "a new order of samples begins after sample 48" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path):

@@ -20,6 +20,7 @@ from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
 from mtjax.train.checkpoints import checkpoint, damage
 from mtjax.train.checkpoints.checkpoint import Checkpoints, check_same_model, fingerprints
+from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.checkpoints.saves import Saves
 from tests.tiny import program_of, run_steps, tiny_config
 
@@ -233,6 +234,32 @@ def test_page_of_metadata_is_checked(saved, tmp_path, caplog):
     content["consumed_samples"] += 1
     page.write_text(json.dumps(content))
     passed_over(folder, saved[1], caplog)
+
+
+@pytest.mark.parametrize("lost", ["page/metadata", "page"])
+def test_a_checkpoint_without_its_page_is_passed_over(saved, tmp_path, caplog, lost):
+    folder = copy_of(saved, tmp_path)
+    path = folder / "3" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert newest_past(folder).step == 2
+    restored = restore(folder)
+    assert (restored.step, restored.consumed_samples) == (2, CONSUMED + 2)
+    assert "its page of metadata is missing" in caplog.text
+    assert (folder / "damaged-3").is_dir()
+
+
+@pytest.mark.parametrize("read", [restore, newest_past])
+def test_a_page_of_another_version_is_refused_by_name(saved, tmp_path, read):
+    folder = copy_of(saved, tmp_path)
+    path = folder / "3/page/metadata"
+    page = json.loads(path.read_text()) | {"version": 2}
+    del page["checksum"]
+    path.write_text(json.dumps(damage.with_checksum(page)))
+    with pytest.raises(
+        UserError, match=r"checkpoints/3 has version 2 of the format, and this mtjax reads version 1: use"
+    ):
+        read(folder)
+    assert (folder / "3").is_dir()  # a newer mtjax can use it
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(saved, tmp_path):

@@ -128,13 +128,25 @@ def _reaches(increment: int, samples: int, increments: int) -> int:
     return guess
 
 
-def train_samples(training: Training) -> int:
-    """Samples that the run consumes: whole global batches of `train_samples`, else those of `steps` steps."""
-    return batch_schedule(training).consumed(train_steps(training))
+def train_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
+    """Samples that the run consumes from its beginning to its end.
+
+    Args:
+      training: its batch sizes from now on, and its end, by steps or by samples.
+      step: steps that it has done already, perhaps with other batch sizes.
+      consumed: samples that these have consumed.
+    """
+    left = max(0, train_steps(training, step, consumed) - step)
+    return batch_schedule(training).advance(consumed, left)
 
 
-def train_steps(training: Training) -> int:
-    """Steps of the run: whole global batches of `train_samples`, else `steps`.
+def train_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
+    """Steps of the run from its beginning to its end: whole global batches of `train_samples`, else `steps`.
+
+    Args:
+      training: its batch sizes from now on, and its end.
+      step: steps that it has done already, perhaps with other batch sizes.
+      consumed: samples that these have consumed.
 
     Raises:
       UserError: fewer samples than one batch.
@@ -142,7 +154,7 @@ def train_steps(training: Training) -> int:
     if training.train_samples is None:
         return training.steps
     schedule = batch_schedule(training)
-    steps = schedule.step(training.train_samples)
+    steps = step + schedule.steps_between(consumed, training.train_samples)
     if steps == 0:
         raise UserError(
             f"train_samples {training.train_samples} is less than the first global batch, {schedule.batch_size(0)}"

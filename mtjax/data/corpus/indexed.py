@@ -28,6 +28,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65_500
+SAMPLES, SAMPLED = 64, 1024
+"""Parts of a `.bin`, and bytes of each, from which a digest of its content is made."""
 CHUNK = 1 << 20
 
 
@@ -124,6 +126,16 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """Hash of the lengths: what the order of samples depends on."""
         return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
+
+    def content(self) -> str:
+        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`.
+
+        A corpus may have terabytes, so not every token is read: one that was replaced, grown or encoded anew differs.
+        """
+        hashed = hashlib.blake2b(f"{self.fingerprint()} {len(self._tokens)}".encode(), digest_size=16)
+        for start in np.linspace(0, max(0, len(self._tokens) - SAMPLED), SAMPLES, dtype=np.int64):
+            hashed.update(self._tokens[int(start) : int(start) + SAMPLED])
+        return hashed.hexdigest()
 
     # Worker processes get the path and map the files themselves: copying a corpus through a pipe would be absurd.
     def __getstate__(self) -> dict[str, Any]:

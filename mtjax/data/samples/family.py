@@ -28,6 +28,7 @@ class Share:
       num_samples: samples that will be needed, at least 1; None goes through the text exactly once.
       tokenizer: what made the token ids.
       cache: where indices are kept; in memory when None.
+      earlier: numbers of samples that earlier starts of the same run asked for, ascending: their order is kept.
     """
 
     corpus: IndexedDataset
@@ -36,6 +37,7 @@ class Share:
     num_samples: int | None
     tokenizer: Tokenizer
     cache: Cache | None = None
+    earlier: tuple[int, ...] = ()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> int:

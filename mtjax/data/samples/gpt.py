@@ -1,6 +1,6 @@
 """GPT samples from an indexed dataset, token for token those of Megatron's `GPTDataset`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,8 @@ from mtjax.data.cache import Cache, cached_arrays, check_room
 from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.samples.family import DOCUMENTS, FamilySamples, Share
 from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
-from mtjax.data.samples.sample import Bounds, Sample
+from mtjax.data.samples.order import Concatenated
+from mtjax.data.samples.sample import Bounds, Dataset, Sample
 from mtjax.data.samples.styled import NO_LOSS, PLAIN, SPECIAL, styled
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -166,7 +167,7 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
     return sample
 
 
-def open_gpt(config: Config, share: Share) -> GPTDataset:
+def open_gpt(config: Config, share: Share) -> Dataset:
     """The GPT samples that a config describes, of a share of a corpus.
 
     Raises:
@@ -183,7 +184,32 @@ def open_gpt(config: Config, share: Share) -> GPTDataset:
         keep_partial=share.split == "valid" and not config.data.drop_last_partial_validation_sequence,
         extra_token=config.data.add_extra_token_to_sequence,
     )
-    return GPTDataset(share.corpus, share.bounds, share.num_samples, options, share.cache)
+    return extended_gpt(share, options)
+
+
+def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
+    """The samples of a share: Megatron's for the first number asked for, then further passes over its documents.
+
+    What earlier starts of the run have asked for keeps its order. Each appended part is shuffled with its own seed,
+    and begins when all passes before it are complete.
+
+    Raises:
+      UserError: the share has no text.
+    """
+    parts: list[Dataset] = []
+    for number, total in enumerate((*share.earlier, share.num_samples)):
+        done = sum(map(len, parts))
+        if parts and (total is None or total <= done):
+            continue
+        seed = appended_seed(options.seed, number) if parts else options.seed
+        asked = None if total is None else total - done
+        parts.append(GPTDataset(share.corpus, share.bounds, asked, replace(options, seed=seed), share.cache))
+    return parts[0] if len(parts) == 1 else Concatenated(parts)
+
+
+def appended_seed(seed: int, number: int) -> int:
+    """The seed of the passes that were appended to a run's order for its `number`-th number of samples."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def render(sample: Sample, tokenizer: Tokenizer) -> Text:

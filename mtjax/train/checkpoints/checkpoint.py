@@ -33,7 +33,8 @@ from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoints.arrays import array_handler, read_reordered
 from mtjax.train.checkpoints.barriers import SaveBarriers
-from mtjax.train.checkpoints.damage import Damaged, read_page, together, with_checksum
+from mtjax.train.checkpoints.damage import VERSION, Damaged, read_page, together, with_checksum
+from mtjax.train.checkpoints.past import Past, RunRecord
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
 
@@ -57,6 +58,8 @@ class Restored:
     """Newer checkpoints that were damaged, with what was wrong."""
     folder: Path = Path()
     """The tier it was in."""
+    past: Past | None = None
+    """What its page says of the run; None where the run begins."""
 
 
 Elsewhere = Callable[[int], Restored | None]
@@ -94,6 +97,7 @@ class Checkpoints:
         except OSError as e:
             raise UserError(f"{folder} can't be used for checkpoints: {first_line(e)}") from e
         self._is_lost = False
+        self.record: RunRecord | None = None
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns.
@@ -101,7 +105,7 @@ class Checkpoints:
         The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
         """
         step = int(state.step)
-        page = page_of(step, config, consumed_samples)
+        page = page_of(step, config, consumed_samples, self.record)
         if self._is_lost:
             self._manager, self._is_lost = self._open_manager(), False
         prints: Future[Callable[[], dict[str, int]]] = Future()
@@ -134,7 +138,7 @@ class Checkpoints:
             if found is None and step == 0:
                 break
             try:
-                found = found or Restored(step, *self._read(step, abstract, config), folder=self.folder)
+                found = found or self._read(step, abstract, config)
             except Damaged as e:
                 damaged[step] = str(e)
                 continue
@@ -195,7 +199,7 @@ class Checkpoints:
         seen = together(str(self.folder), self.folder, look)
         return tuple(json.loads(exchange("the list of checkpoints", json.dumps(seen))[0]))
 
-    def _read(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
+    def _read(self, step: int, abstract: State, config: Config) -> Restored:
         """A checkpoint's state and position in the data.
 
         It is damaged only if it is so twice: what a network or memory got wrong for a moment is right the next time.
@@ -206,11 +210,12 @@ class Checkpoints:
             pass  # its traceback, which holds what was read, ends here
         return self._read_once(step, abstract, config)
 
-    def _read_once(self, step: int, abstract: State, config: Config) -> tuple[State, int]:
+    def _read_once(self, step: int, abstract: State, config: Config) -> Restored:
         folder = self.folder / str(step)
         name = f"checkpoint {shown(folder)}"
         tree = present(abstract)
         page = together(name, folder, lambda: read_page(folder))
+        past = Past.of_page(step, page)
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
@@ -221,7 +226,7 @@ class Checkpoints:
             raise Damaged(
                 f"{wrong[0]} is not what was saved" + (f", nor are {len(wrong) - 1} more" if wrong[1:] else "")
             )
-        return state, page["consumed_samples"]
+        return Restored(step, state, past.consumed_samples, folder=self.folder, past=past)
 
     def _read_state(self, step: int, tree: Any, saved: Orders, orders: Orders) -> State:
         state = self.folder / str(step) / "state"
@@ -246,9 +251,10 @@ class Checkpoints:
         self._manager.reload()
 
 
-def page_of(step: int, config: Config, consumed_samples: int) -> dict[str, Any]:
+def page_of(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """A checkpoint's page of metadata, but for what proves it: fingerprints and checksum."""
-    return {"version": 1, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    page = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    return page | {"run": record.to_dict()} if record is not None else page
 
 
 def aside_name(name: str, taken: Iterable[str]) -> str:

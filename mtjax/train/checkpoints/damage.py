@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mtjax.errors import UserError, first_line
-from mtjax.storage import read_bytes, url_of
+from mtjax.storage import read_bytes, shown, url_of
 from mtjax.train.processes.exchange import exchange
 
 T = TypeVar("T")
@@ -20,6 +20,10 @@ T = TypeVar("T")
 _DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND")
 """TensorStore's words for contents that are wrong. Others speak of the machine: PERMISSION_DENIED, UNAVAILABLE,
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED."""
+
+
+VERSION = 1
+"""Of the format of a checkpoint's page of metadata."""
 
 
 class Damaged(Exception):
@@ -76,7 +80,8 @@ def failure_of(error: Exception, folder: Path) -> dict[str, str]:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        # As Python itself prints them: `raise ... from None` says that the context is not a cause.
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def unreadable_files(folder: Path) -> Iterator[OSError]:
@@ -112,6 +117,7 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
       Damaged: it is missing, or not what was saved.
+      UserError: another version of mtjax wrote it, in a format that this one can't read.
       OSError: it can't be read.
     """
     try:
@@ -122,6 +128,11 @@ def read_page(checkpoint: Path) -> dict[str, Any]:
         raise Damaged("its page of metadata is not what was saved") from e
     if not isinstance(page, dict) or page.pop("checksum", None) != page_checksum(page):
         raise Damaged("its page of metadata is not what was saved")
+    if (version := page.get("version", VERSION)) != VERSION:
+        raise UserError(
+            f"checkpoint {shown(checkpoint)} has version {version!r} of the format, and this mtjax reads "
+            f"version {VERSION}: use the mtjax that wrote it, or a newer one"
+        )
     if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
         raise Damaged(f"its page of metadata lacks {', '.join(sorted(missing))}")
     if not _is_page(page):

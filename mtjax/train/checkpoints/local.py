@@ -38,6 +38,7 @@ from mtjax.train.checkpoints.checkpoint import (
     saved_orders,
 )
 from mtjax.train.checkpoints.damage import DAMAGED, REFUSED, failure_of, page_checksum, read_page, together
+from mtjax.train.checkpoints.past import Past, RunRecord
 from mtjax.train.checkpoints.pieces import copy_pieces, covers, verify, write_pieces
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
@@ -97,6 +98,7 @@ class LocalCheckpoints:
         self._writer: threading.Thread | None = None
         self._damaged: dict[Path, str] = {}
         self._tried: set[int] = set()
+        self.record: RunRecord | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint belongs after this step."""
@@ -108,7 +110,7 @@ class LocalCheckpoints:
         step = int(state.step)
         pieces = copy_pieces(present(state))
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = page_of(step, config, consumed_samples)
+        page = page_of(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:
@@ -199,7 +201,8 @@ class LocalCheckpoints:
             self._damaged[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
             return None, f"{name} is not taken: {reason}"
         note = f"{name} is taken though {without}: its parts come from processes that hold the same" if without else ""
-        return Restored(step, state, page["consumed_samples"], folder=self.folder), note
+        past = Past.of_page(step, page)
+        return Restored(step, state, past.consumed_samples, folder=self.folder, past=past), note
 
     def _look(self, step: int, abstract: State, config: Config) -> "_Found":
         """Where on this machine the parts are that this process needs of a step, or what is wrong."""

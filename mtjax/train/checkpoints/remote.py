@@ -55,6 +55,7 @@ class RemoteCheckpoints(Checkpoints):
         self._failure: Exception | None = None
         self._latest: int | None = None
         self._before: int | None = None
+        self.record = None
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns.
@@ -66,7 +67,7 @@ class RemoteCheckpoints(Checkpoints):
         step, self._before = int(state.step), self._latest
         pieces = copy_pieces(present(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = page_of(step, config, consumed_samples)
+        page = page_of(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:

@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 
 from mtjax.config import Output
+from mtjax.config.place import holds_run
 from mtjax.errors import UserError, disk_reason, first_line
-from mtjax.storage import is_file, names_in, shown, url_of
+from mtjax.storage import shown, url_of
 from mtjax.train.checkpoints.damage import together
 from mtjax.train.folder.lock import lock_folder
 from mtjax.train.folder.remote import RemoteFolder
@@ -45,13 +46,6 @@ def _unless_used(output: Output, folder: Path) -> Path:
     if used and not output.resume:
         raise UserError(f"--out {shown(folder)} holds a run already: {ADVICE}")
     return folder
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run has written to a folder, on this machine or in a store."""
-    if url := url_of(folder):
-        return is_file(f"{url}/metrics.jsonl") or bool(names_in(f"{url}/checkpoints"))
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
 def claim_folder(

@@ -1,0 +1,36 @@
+"""Settings that nobody typed and that follow others which somebody did."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtjax.config.run import Config, replace
+
+SHARE = 0.1
+"""Of the peak learning rate: the lowest one, where none is given that fits."""
+
+
+def with_min_learning_rate(
+    config: Config, tables: Mapping[str, Any], source: str, *, typed: bool
+) -> tuple[Config, str | None]:
+    """The config, with a `min_learning_rate` that is not above `learning_rate`, and a note if that is another one.
+
+    A default, or the value of a file whose learning rate was replaced by a lower one, is nothing that the user asked
+    for: it becomes a tenth of the learning rate.
+
+    Args:
+      config: of the run; its `min_learning_rate` was not typed.
+      tables: of the config file.
+      source: what messages call the file.
+      typed: whether `learning_rate` was typed, and so replaces that of the file.
+    """
+    peak, lowest = config.optimizer.learning_rate, config.optimizer.min_learning_rate
+    in_file = "min_learning_rate" in tables.get("optimizer", {})
+    if lowest <= peak or (in_file and not typed):
+        return config, None
+    follows = peak * SHARE
+    origin = f"from {source}" if in_file else "the default"
+    note = (
+        f"note    min_learning_rate {lowest:g} ({origin}) is above learning_rate {peak:g}: this run uses {follows:g}, "
+        "a tenth of it (--min-learning-rate sets another)"
+    )
+    return replace(config, min_learning_rate=follows), note

@@ -1,0 +1,52 @@
+"""Which folder a run's own config.toml means, after the folder was moved or copied."""
+
+from pathlib import Path
+from typing import get_type_hints
+
+from mtjax.config.run import Config, replace
+from mtjax.config.toml import read_toml
+from mtjax.errors import UserError
+from mtjax.storage import is_file, names_in, shown, url_of
+
+CONFIG = "config.toml"
+"""The file in a run's folder that has its config."""
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written to a folder, on this machine or in a store."""
+    if url := url_of(folder):
+        return is_file(f"{url}/metrics.jsonl") or bool(names_in(f"{url}/checkpoints"))
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+
+
+def in_own_folder(config: Config, file: Path) -> Config:
+    """The config, with the folder of the run in which its file lies as `out`.
+
+    The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
+    from another working directory would otherwise be trained anew elsewhere, or into the original.
+
+    Args:
+      config: with the `out` of the file, and not one that was typed.
+      file: from which it was read.
+
+    Raises:
+      UserError: with `resume`, a run wrote the file, and its folder has no run while `out` is another one.
+    """
+    out, folder = config.output.out, file.parent
+    if file.name != CONFIG or out is None or _is_same(out, folder):
+        return config
+    if holds_run(folder):
+        return replace(config, out=folder)
+    # A file written by hand may name any folder; one that a run wrote has every section.
+    if config.output.resume and read_toml(file).keys() >= get_type_hints(Config).keys():
+        raise UserError(
+            f"{shown(file)} lies in {shown(folder)}, which has no checkpoints, and was written by a run in "
+            f"{shown(out)}: say which folder to resume, --out {shown(folder)} or --out {shown(out)}"
+        )
+    return config
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if url_of(one) or url_of(other):
+        return url_of(one) == url_of(other)
+    return one.resolve() == other.resolve()

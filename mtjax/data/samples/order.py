@@ -1,0 +1,123 @@
+"""What a run has to remember of its data, so that it can be resumed with samples that it has not read yet.
+
+Megatron's order of samples depends on how many samples are asked for: an index for 640 samples does not begin with the
+index for 320. A run therefore keeps the numbers it has asked for. A longer run keeps its first index and gets further
+passes over the text appended to it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mtjax.data.samples.sample import Dataset, Sample
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order in which a run reads its samples, as far as the settings do not determine it.
+
+    Attributes:
+      begins: samples that the run had consumed when this order began; 0 unless the order was changed in the middle.
+      totals: samples that the run asked for, counted from its beginning, ascending. The first number determines
+        the first index, and each later one the passes that were appended for it.
+    """
+
+    begins: int
+    totals: tuple[int, ...]
+
+    def extended(self, total: int) -> "SampleOrder":
+        """The same order for a run of `total` samples; a shorter run keeps the order as it is."""
+        return self if total <= self.totals[-1] else SampleOrder(self.begins, (*self.totals, total))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """`totals`, counted from where this order began."""
+        return tuple(total - self.begins for total in self.totals)
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """One source of training samples, as it was when the run read it.
+
+    Attributes:
+      name: what messages call it.
+      content: digest of its tokens and, where it is made from text files, of these.
+      documents: how many of its documents are training data.
+      first: the first of them.
+      weight: its share in a blend; None when none is given.
+    """
+
+    name: str
+    content: str
+    documents: int
+    first: int = 0
+    weight: float | None = None
+
+    def is_same(self, other: "TrainingText") -> bool:
+        """Whether both have the same samples; the name, say a path, may differ."""
+        ours, theirs = asdict(self), asdict(other)
+        return ours | {"name": ""} == theirs | {"name": ""}
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The order of a run's samples, and what they are made from."""
+
+    order: SampleOrder
+    texts: tuple[TrainingText, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DataPosition":
+        """The inverse of `to_dict`."""
+        order = SampleOrder(values["order"]["begins"], tuple(values["order"]["totals"]))
+        return cls(order, tuple(TrainingText(**text) for text in values["texts"]))
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Samples whose numbers begin at `begins`: those of an order that began in the middle of a run."""
+
+    dataset: Dataset
+    begins: int
+
+    def __len__(self) -> int:
+        return self.begins + len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        if index < self.begins:
+            raise IndexError(f"sample {index}, and this order begins with sample {self.begins}")
+        return self.dataset[index - self.begins]
+
+
+class Concatenated:
+    """Datasets one after the other."""
+
+    def __init__(self, parts: list[Dataset]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+
+
+def shifted(dataset: Dataset, order: SampleOrder) -> Dataset:
+    """A dataset whose first sample is the first one of `order`."""
+    return Shifted(dataset, order.begins) if order.begins else dataset
+
+
+def digest_of_lengths(lengths: np.ndarray) -> str:
+    """Digest of the lengths of all rows in tokens, in their order."""
+    return hashlib.blake2b(np.ascontiguousarray(lengths, np.int64).data, digest_size=16).hexdigest()

@@ -1,0 +1,278 @@
+"""What a resumed run does otherwise than before: what may change, what is refused, and the table that says it."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtjax import config as configs
+from mtjax import data
+from mtjax.config import Config
+from mtjax.config.run import section_by_setting
+from mtjax.data import DataPosition, SampleOrder, TrainingText
+from mtjax.errors import UserError, shortened
+from mtjax.theory.mesh import parse_mesh
+from mtjax.train.checkpoints.past import Past
+from mtjax.train.schedule import horizon_of, make_schedule
+
+ORDER, DATA = "order", "data"
+KINDS = (ORDER, DATA)
+"""Changes that need `--allow-changed`: they begin a new order of samples in the middle of a run."""
+
+COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
+NOT_COMPARED = frozenset(
+    {
+        *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
+        *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # how, not what
+        *("init_from", "tokenizer", "vocab_size"),  # checked on their own
+    }
+)
+
+EFFECTS = {
+    "model": "used from the next step on",
+    "parallel": "sums are taken in another order: losses agree to rounding",
+    "data": "used from the next step on",
+    "optimizer": "used from the next step on",
+    "training": "used from the next step on",
+    "finetuning": "used from the next step on",
+}
+"""What a change does, by section of the setting."""
+AS_PARALLEL = ("microbatch_size", "recompute", "loss_chunk", "unroll_layers", "attention")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of the table."""
+
+    setting: str
+    then: str
+    now: str
+    effect: str
+
+
+def parse_allowed(text: str | None) -> frozenset[str]:
+    """The kinds of changes that `--allow-changed` names, separated by commas.
+
+    Raises:
+      UserError: one is unknown.
+    """
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    for word in words:
+        if word not in KINDS:
+            raise UserError(f"--allow-changed {word!r} is not one of {', '.join(KINDS)}")
+    return frozenset(words)
+
+
+def position_of(
+    past: Past | None,
+    config: Config,
+    texts: Sequence[TrainingText],
+    total: int,
+    *,
+    order_settings: Collection[str],
+    allowed: Collection[str],
+) -> DataPosition:
+    """The order of a run's samples: a new one for a new run, else the run's own, extended to `total` samples.
+
+    Args:
+      past: the run that is resumed; None for a new one.
+      config: of the run from now on.
+      texts: what its training samples are made from now.
+      total: samples that it will have consumed in the end.
+      order_settings: names of the settings on which the order depends.
+      allowed: kinds of changes that may begin a new order.
+
+    Raises:
+      UserError: the order can't be continued, and this change of the order was not allowed.
+    """
+    fresh = DataPosition(SampleOrder(0, (total,)), tuple(texts))
+    if past is None:
+        return fresh
+    reasons = {
+        ORDER: [
+            f"{name} was {then} and is {now}"
+            for name in order_settings
+            if (then := _value(past.config, name)) != (now := _value(config, name))
+        ],
+        DATA: _changed_texts(past, config, texts),
+    }
+    changed = [kind for kind in KINDS if reasons[kind]]
+    if not changed:
+        return DataPosition(past.order.extended(total), tuple(texts))
+    if missing := [kind for kind in changed if kind not in allowed]:
+        listed = "; ".join(reason for kind in missing for reason in reasons[kind])
+        raise UserError(
+            f"the run has read {past.consumed_samples:,} samples, and the order of its samples can't be continued: "
+            f"{listed}. Resume with the earlier values, or begin a new order after sample {past.consumed_samples:,}, "
+            f"which may read text again that was read before: --allow-changed {','.join(changed)}"
+        )
+    return DataPosition(SampleOrder(past.consumed_samples, (total,)), tuple(texts))
+
+
+def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:
+    """How the training text differs from what the run has read; nothing where that is not known."""
+    if past.record is None:
+        then, now = past.config.data.split, config.data.split
+        return [f"split was {then} and is {now}"] if then != now else []
+    before = past.record.position.texts
+    if len(before) == len(texts):
+        pairs = zip(before, texts, strict=True)
+        return [f"training text was {_described(a)} and is {_described(b)}" for a, b in pairs if not a.is_same(b)]
+    return [f"training text was {' and '.join(map(_described, before))} and is {' and '.join(map(_described, texts))}"]
+
+
+def _described(text: TrainingText) -> str:
+    weight = "" if text.weight is None else f"{text.weight:g} "
+    return f"{weight}{shortened(text.name)} ({text.documents:,} documents from number {text.first:,}, {text.content})"
+
+
+def _value(config: Config, name: str) -> Any:
+    return getattr(getattr(config, section_by_setting()[name]), name)
+
+
+def scheduled(config: Config, past: Past | None) -> Config:
+    """The config with the steps over which learning rate and weight decay change: those of the run that is resumed."""
+    if past is None:
+        return config
+    horizon = horizon_of(config.optimizer, config.training.steps, past.horizon)
+    return configs.replace(config, steps=horizon.steps, decay_steps=horizon.decay_steps)
+
+
+def check_learns(past: Past, config: Config, now: Config) -> None:
+    """Checks that the steps left have a learning rate.
+
+    Args:
+      past: the run that is resumed.
+      config: of the run.
+      now: the same as `scheduled` gives it.
+
+    Raises:
+      UserError: it is 0 in all of them, because it has decayed to 0 before.
+    """
+    steps, peak = config.training.steps, config.optimizer.learning_rate
+    if past.step >= steps or peak == 0:
+        return
+    if not any(_rate(now, step) for step in (past.step, (past.step + steps) // 2, steps - 1)):
+        raise UserError(
+            f"the learning rate is 0 in all steps from {past.step + 1} to {steps}, which would change nothing: it has "
+            f"decayed to min_learning_rate 0 by step {now.optimizer.decay_steps}; give --min-learning-rate "
+            f"{peak / 10:g}, or --decay-steps {steps} to decay again, from {rate_of(_decaying(now, steps), past.step)}"
+        )
+
+
+def find_changes(past: Past, config: Config, now: Config, position: DataPosition) -> list[Change]:
+    """What differs from the run as it was when the checkpoint was saved.
+
+    Args:
+      past: that run.
+      config: of the run from now on.
+      now: the same as `scheduled` gives it.
+      position: of its data from now on.
+    """
+    rows = [
+        Change(name, _shown(then), _shown(here), _effect(section, name, past, config, position))
+        for section in COMPARED
+        for field in dataclasses.fields(getattr(config, section))
+        if (name := field.name) not in NOT_COMPARED
+        and not _same(name, then := _value(past.config, name), here := _value(config, name))
+    ]
+    if past.record is not None:
+        for before, text in zip(past.record.position.texts, position.texts, strict=False):
+            if before.content != text.content:
+                then, here = (f"{one.documents:,} documents" for one in (before, text))
+                rows.append(Change(f"text {shortened(text.name)}", then, here, _new_order(position)))
+    return rows + _rates(past, config, now)
+
+
+def _same(name: str, then: Any, now: Any) -> bool:
+    if name == "mesh":
+        return parse_mesh(then) == parse_mesh(now)
+    return then == now
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else shortened(value, 40)
+
+
+def _new_order(position: DataPosition) -> str:
+    return f"a new order of samples begins after sample {position.order.begins:,}"
+
+
+def _effect(section: str, name: str, past: Past, config: Config, position: DataPosition) -> str:
+    """What the change of one setting does."""
+    training, restarted = config.training, position.order.begins != past.order.begins
+    left = training.steps - past.step
+    if name == "global_batch_size":
+        return f"batches of {training.global_batch_size} from the next step on; rates still follow steps"
+    if name in ("steps", "train_samples", "rampup_batch_size", "epochs"):
+        total = data.train_samples(training, past.step, past.consumed_samples)
+        return _reads(past, left, total, total > past.order.totals[-1] and not restarted)
+    if name in ("seed", "sequence_length", "add_extra_token_to_sequence") and restarted:
+        return _new_order(position) + (", and dropout draws from the new seed" if name == "seed" else "")
+    if name in ("data", "train_data", "split"):
+        if restarted:
+            return _new_order(position)
+        if past.record is None:
+            return "the checkpoint does not say which text was read: the order continues, if it is the same text"
+        return "the training text is the same: its order continues"
+    return EFFECTS["parallel"] if name in AS_PARALLEL else EFFECTS[section]
+
+
+def _reads(past: Past, left: int, total: int, is_longer: bool) -> str:
+    if total == past.consumed_samples:
+        return "no step is left"
+    samples = f"{left:,} steps left, which read samples {past.consumed_samples + 1:,} to {total:,}"
+    return f"{samples}; the order of samples continues" if is_longer else samples
+
+
+def _rates(past: Past, config: Config, now: Config) -> list[Change]:
+    """The learning rate of the next step and of the last one, where either has changed or the run has another end."""
+    steps, before = config.training.steps, past.config.training.steps
+    if past.step >= steps:
+        return []
+    then = _decaying(past.config, past.horizon.decay_steps or past.horizon.steps)
+    rows = []
+    kept = now.optimizer.decay_steps == past.horizon.decay_steps and now.training.steps == past.horizon.steps
+    hint = "follows from the settings above"
+    if not kept and past.horizon.decay_steps and past.horizon.decay_steps > config.optimizer.warmup_steps:
+        hint = f"--decay-steps {past.horizon.decay_steps} keeps the earlier decay"
+    if rate_of(then, past.step) != rate_of(now, past.step):
+        rows.append(
+            Change(f"learning rate, step {past.step + 1}", rate_of(then, past.step), rate_of(now, past.step), hint)
+        )
+    if steps != before or rate_of(then, before - 1) != rate_of(now, steps - 1):
+        ends = (f"{rate_of(then, before - 1)} (step {before})", f"{rate_of(now, steps - 1)} (step {steps})")
+        last = now.optimizer.decay_steps
+        if last and last != steps and kept:
+            again = rate_of(_decaying(config, steps), past.step)
+            hint = f"decays until step {last}, as before; --decay-steps {steps}: {again} in step {past.step + 1}"
+        rows.append(Change("learning rate, last step", *ends, hint))
+    return rows
+
+
+def _decaying(config: Config, steps: int) -> Config:
+    """The config with a learning rate that decays until step `steps`."""
+    return configs.replace(config, decay_steps=steps, steps=steps)
+
+
+def rate_of(config: Config, step: int) -> str:
+    """The learning rate of the step after `step` steps, as the log shows it."""
+    return f"{_rate(config, step):.2e}"
+
+
+def _rate(config: Config, step: int) -> float:
+    return float(np.asarray(make_schedule(config.optimizer, config.training.steps)(step)))
+
+
+def table(past: Past, rows: Sequence[Change]) -> str:
+    """The rows as lines, one below the other."""
+    cells = [("setting", "then", "now", "effect"), *((r.setting, r.then, r.now, r.effect) for r in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in cells
+    ]
+    return "\n".join([f"changed since step {past.step} was saved:", *(f"        {line}" for line in lines)])
