@@ -13,6 +13,7 @@ from mtjax.config.sizes import named
 from mtjax.errors import UserError
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.rows import Row, Scores
+from mtjax.models.context import PADDING_MASK
 from mtjax.models.families.gpt import GPT
 from mtjax.models.placed import Placed, Tree
 from mtjax.sharding.axes import use_rules
@@ -69,7 +70,11 @@ class Scorer:
         for i, row in enumerate(rows):
             read = len(row.tokens) - 1
             tokens[i, :read], labels[i, :read], counts[i, row.first - 1 : read] = row.tokens[:-1], row.tokens[1:], True
-        local = {"tokens": tokens[self._mine], "labels": labels[self._mine]}
+        is_read = np.arange(length) < np.array(
+            [[len(row.tokens) - 1] for row in rows] + [[0]] * (self.batch - len(rows))
+        )
+        arrays = {"tokens": tokens, "labels": labels, PADDING_MASK: is_read.astype(np.int32)}
+        local = {name: array[self._mine] for name, array in arrays.items()}
         batch = global_batch(self.placed.batch_sharding, local, self.batch)
         out = self.placed.on_mesh(self._compiled, parameters, batch)
         log_probability, is_best = (np.asarray(array) for array in out)
@@ -81,7 +86,8 @@ class Scorer:
         """The program for rows of a length, lowered from abstract values."""
         shape = (self.batch, length or self.lengths[-1])
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.placed.batch_sharding)
-        return self.placed.on_mesh(self._compiled.lower, self.placed.restore_target, {"tokens": array, "labels": array})
+        batch = dict.fromkeys(("tokens", "labels", PADDING_MASK), array)
+        return self.placed.on_mesh(self._compiled.lower, self.placed.restore_target, batch)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -92,7 +98,8 @@ class Scorer:
         with use_rules(placed.layout.rules):
             model = placed.model_in_use(parameters)
             assert isinstance(model, GPT)  # __init__ has looked
-            hidden = model.final_norm(placed.final_stream(parameters, {"tokens": batch["tokens"]}))
+            read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
+            hidden = model.final_norm(placed.final_stream(parameters, read))
             return vocab_parallel_scores(hidden, model.output_table[...], batch["labels"], placed.loss_options)
 
 

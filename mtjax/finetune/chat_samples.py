@@ -81,7 +81,13 @@ class PackedChats:
 
     def __getitem__(self, index: int) -> Sample:
         packed = self.packs[index]
-        names = {"tokens": self.pad, "labels": self.pad, "position_ids": 0, "segment_ids": len(packed)}
+        names = {
+            "tokens": self.pad,
+            "labels": self.pad,
+            "position_ids": 0,
+            "segment_ids": len(packed),
+            "padding_mask": 0,
+        }
         arrays = {name: np.full(self.length, fill, np.int32) for name, fill in names.items()}
         mask, at = np.zeros(self.length, np.float32), 0
         for segment, number in enumerate(packed):
@@ -90,6 +96,7 @@ class PackedChats:
             place = slice(at, at + size)
             arrays["tokens"][place], arrays["labels"][place] = chat.ids[:-1], chat.ids[1:]
             arrays["position_ids"][place], arrays["segment_ids"][place] = np.arange(size), segment
+            arrays["padding_mask"][place] = 1
             mask[place] = chat.learnt[1:]
             at += size
         return {**arrays, "loss_mask": mask}

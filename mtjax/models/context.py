@@ -1,10 +1,13 @@
 """The residual stream, and what every layer of a stack reads besides it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
+from mtjax.config import Model
 from mtjax.models.cache import Reading
 from mtjax.models.rotary import Rotation
 from mtjax.sharding.context.turns import Method
@@ -12,6 +15,36 @@ from mtjax.theory.plans import ExpertMethod
 
 RESIDUAL = ("batch", "act_seq", "embed")
 """Logical names of the residual stream's dimensions."""
+
+
+PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
+"""Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the tokens of each sample that are text, [batch]."""
+
+
+class Padding(NamedTuple):
+    """Where samples have text, and how much of it."""
+
+    is_text: Bool[Array, "batch seq"]
+    length: Int[Array, " batch"]
+    """Tokens of each sample that are text; where ranks share a sample, of all of it."""
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Array]) -> "Padding | None":
+        """The padding of a batch; None unless `with_text_lengths` has counted its text."""
+        if TEXT_LENGTH not in batch:
+            return None
+        return cls(batch[PADDING_MASK] > 0, batch[TEXT_LENGTH])
+
+
+def with_text_lengths(model: Model, batch: Mapping[str, Array]) -> dict[str, Array]:
+    """The batch, with the text lengths of its samples if it has a padding mask and the model routers that need them.
+
+    Call it outside of the manual region: there a sample is still one row, whichever ranks share its tokens, and the sum
+    costs one small reduction a step instead of one in each layer.
+    """
+    if not model.num_experts or PADDING_MASK not in batch:
+        return dict(batch)
+    return {**batch, TEXT_LENGTH: batch[PADDING_MASK].sum(1)}
 
 
 @dataclass(frozen=True)
@@ -41,5 +74,7 @@ class Context:
     """How keys and values come to the queries of other ranks then."""
     expert_method: ExpertMethod = "gather"
     """How tokens come to the experts of other ranks."""
+    padding: Padding | None = None
+    """Which tokens are padding, that routers neither count nor send to experts; None where all are text."""
     reading: Reading | None = None
     """Where the tokens stand in sequences whose earlier tokens a cache, the layers' state, holds; None without one."""

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
-from mtjax.models.context import RESIDUAL
+from mtjax.models.context import RESIDUAL, with_text_lengths
 from mtjax.models.cut import Cut
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import Stream, run_sections
@@ -165,7 +165,7 @@ class Placed:
         many by themselves.
         """
         rules, schedule = rules_in_force(), self.microbatch_schedule(microbatches or 1)
-        region = dataclasses.replace(self.region, rules=rules)
+        region, batch = dataclasses.replace(self.region, rules=rules), with_text_lengths(self.config.model, batch)
         if isinstance(schedule, Staged) or rules.seq or microbatches is not None:
             place: Any = Stream(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
             part = (batch, {}, None)
@@ -211,7 +211,7 @@ class Placed:
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
-        weights = self.family.loss_weights(batch)
+        weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):
             part, schedule = (batch, weights, None), self.microbatch_schedule(1)
             sums = distributed_losses(self.cut(plain), parameters, part, self.region, schedule)

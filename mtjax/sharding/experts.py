@@ -31,6 +31,9 @@ from mtjax.sharding.opaque import opaque
 from mtjax.theory.plans import ExpertMethod
 from mtjax.theory.rules import Axes
 
+Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
+"""Numbers of tokens' experts; and how many tokens of each sample an expert takes at most, where samples differ."""
+
 
 class Product(Protocol):
     """What experts compute, on one device; hashable."""
@@ -54,7 +57,7 @@ def apply_experts(
     product: Product,
     x: Float[Array, "batch act_seq embed"],
     gates: Float[Array, "batch act_seq chosen"],
-    experts: Int[Array, "batch act_seq chosen"],
+    experts: Chosen,
     up: tuple[Array, tuple[str, ...]],
     down: tuple[Array, tuple[str, ...]],
     capacity: int | None = None,
@@ -66,7 +69,8 @@ def apply_experts(
       product: what experts compute.
       x: tokens.
       gates: float32 weights of the experts' outputs.
-      experts: numbers of each token's experts, among all of them.
+      experts: numbers of each token's experts, among all of them; and with a capacity perhaps one for each sample, at
+        most the common one, int32 [batch]. Numbers behind the last expert stand for none.
       up: matrices of all experts in the type of x, with the logical names of their dimensions, "expert" the first.
       down: the same, back to the stream.
       capacity: tokens of a sample that an expert takes at most: the first ones; all when None.
@@ -77,7 +81,10 @@ def apply_experts(
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
     context = context_axes()
-    across = _Across(product, rules.expert, is_shared, rules.mlp, sequence, context, tokens, matrices, capacity, method)
+    samples = spec("batch")
+    across = _Across(
+        product, rules.expert, is_shared, rules.mlp, sequence, context, tokens, samples, matrices, capacity, method
+    )
     return _apply(across, x, gates, experts, varying_like(up[0], x), varying_like(down[0], x))
 
 
@@ -97,15 +104,17 @@ class _Across(NamedTuple):
     """Those whose ranks share samples."""
     tokens: PartitionSpec
     """Of x, gates and numbers."""
+    samples: PartitionSpec
+    """Of capacities."""
     matrices: tuple[PartitionSpec, ...]
     capacity: int | None
     method: ExpertMethod
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
         """Every rank runs `body` on its own tokens and its own part of its own experts."""
-        specs = (self.tokens, self.tokens, self.tokens, *self.matrices)
+        specs = (self.tokens, self.tokens, (self.tokens, self.samples), *self.matrices)
 
-        def mapped(*arrays: Array) -> Any:
+        def mapped(*arrays: Any) -> Any:
             places = (*specs, self.tokens)[: len(arrays)]
             local = jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=places, out_specs=outputs)
             with jax.named_scope("experts"):
@@ -113,8 +122,9 @@ class _Across(NamedTuple):
 
         return mapped
 
-    def local(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+    def local(self, x: Array, gates: Array, chosen: Chosen, up: Array, down: Array) -> Array:
         """A rank's part: [batch, seq, embed] of its own samples."""
+        experts, limits = chosen
         if self.sequence:
             x, gates, experts = (lax.all_gather(a, self.sequence, axis=1, tiled=True) for a in (x, gates, experts))
         else:  # here, so that what ranks of `model` sum are the gradients of own tokens
@@ -127,7 +137,7 @@ class _Across(NamedTuple):
             y = self._gathered(x, gates, experts, up, down)
         else:
             count = up.shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
-            places = _Places.of(experts, count, self.capacity, self.context)
+            places = _Places.of(experts, count, self.capacity, limits, self.context)
             if is_apart:
                 y = self._placed(x, gates, places, up, down)
             else:
@@ -189,22 +199,31 @@ class _Places(NamedTuple):
     """Pairs for which there was no place left."""
 
     @classmethod
-    def of(cls, experts: Int[Array, "batch seq chosen"], count: int, capacity: int, context: Axes = ()) -> "_Places":
+    def of(
+        cls,
+        experts: Int[Array, "batch seq chosen"],
+        count: int,
+        capacity: int,
+        limits: Int[Array, " batch"] | None,
+        context: Axes = (),
+    ) -> "_Places":
         """Pairs take places in the order of the text, so that what is lost depends on a sample alone.
 
-        Where ranks over `context` share samples, each has places for what is not lost of its own tokens.
+        Each expert and sample has places for `capacity` pairs; of them only so many are taken as `limits` says, if it
+        is given. Where ranks over `context` share samples, each has places for what is not lost of its own tokens.
         """
         samples, length = experts.shape[:2]
         each = experts.reshape(samples, -1)
+        most: Any = capacity if limits is None else limits[:, None]
         hot = jax.nn.one_hot(each, count, dtype=jnp.int32)
         number = _number(hot)
         if context:
             chunks = hot.reshape(samples, 2, -1, count)
             before = jnp.moveaxis(of_chunks_before(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
-            is_lost = (_number(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= capacity
+            is_lost = (_number(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= most
             number, capacity = _number(jnp.where(is_lost[..., None], 0, hot)), min(capacity, length)
         else:
-            is_lost = number >= capacity
+            is_lost = number >= most
         place = (each * samples + jnp.arange(samples)[:, None]) * capacity + number
         size = count * samples * capacity
         place = jnp.where(is_lost, size, place).reshape(-1)
@@ -229,16 +248,16 @@ def _number(hot: Int[Array, "*batch pairs experts"]) -> Int[Array, "*batch pairs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(across: _Across, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+def _apply(across: _Across, x: Array, gates: Array, experts: Chosen, up: Array, down: Array) -> Array:
     return opaque(across.map(across.local, across.tokens), x, gates, experts, up, down)
 
 
-def _apply_forward(across: _Across, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+def _apply_forward(across: _Across, *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
     return _apply(across, *arrays), arrays
 
 
-def _apply_backward(across: _Across, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    def body(x: Array, gates: Array, experts: Array, up: Array, down: Array, gradient: Array) -> tuple[Array, ...]:
+def _apply_backward(across: _Across, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
+    def body(x: Array, gates: Array, experts: Chosen, up: Array, down: Array, gradient: Array) -> tuple[Array, ...]:
         run = lambda x, gates, up, down: across.local(x, gates, experts, up, down)  # noqa: E731
         return jax.vjp(run, x, gates, up, down)[1](gradient)
 

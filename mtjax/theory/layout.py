@@ -86,6 +86,14 @@ def is_matrix(names: tuple[str, ...]) -> bool:
     return bool({"embed", "rank"} & set(names)) and any(name not in ("embed", LAYERS) for name in names)
 
 
+def is_decayed(names: tuple[str, ...]) -> bool:
+    """Whether weight decay applies: to all that has two dimensions or more in a layer and is no bias, as in Megatron.
+
+    Those are the matrices, and T5's table of a number for each bucket of distances and head.
+    """
+    return is_matrix(names) or "buckets" in names
+
+
 def is_sent_rounded(names: tuple[str, ...]) -> bool:
     """Whether products take a parameter in the compute type, and ZeRO-3 gathers it so: matrices, but for routers',
     which are read in float32."""

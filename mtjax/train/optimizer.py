@@ -1,4 +1,4 @@
-"""The paper's optimizer (section 4.2): clipped AdamW, decay on matrices only."""
+"""The paper's optimizer (section 4.2): clipped AdamW, decay of matrices and tables only."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +11,7 @@ import optax
 
 from mtjax.config import Config, Model
 from mtjax.sharding.records import ParameterRecord
+from mtjax.theory.layout import is_decayed
 from mtjax.theory.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
@@ -31,7 +32,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
         b1=options.beta1,
         b2=options.beta2,
         eps=options.epsilon,
-        mask=jax.tree.map(lambda record: record.is_matrix, records),
+        mask=jax.tree.map(lambda record: is_decayed(record.axes), records),
     )
     decay = make_weight_decay(options, steps)
     rule = _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay)

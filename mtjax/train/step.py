@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
+from mtjax.models.context import with_text_lengths
 from mtjax.models.cut import Cut
 from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.placed import Batch, Placed
@@ -225,7 +226,7 @@ class Program(Placed):
             weights = {name: w * scale for name, w in weights.items()}
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
-        model, region, parameters, batch = self.learning(parameters, batch)
+        model, region, parameters, batch = self.learning(parameters, with_text_lengths(self.config.model, batch))
         part = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
         reduction = Reduction(self.learnt_records, self.layout.zero, count, self.stages)

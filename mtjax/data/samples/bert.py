@@ -1,4 +1,5 @@
-"""BERT samples: two runs of sentences, perhaps swapped, with masked n-grams of whole words.
+"""BERT samples: two runs of sentences, perhaps swapped, with masked n-grams of whole words; or one run alone, for a
+model that does not learn the order of sentences.
 
 As Megatron's `BERTMaskedWordPieceDataset`, section 5 of arXiv 1909.08053 (sentence order instead of next sentence).
 Sample i draws from its own `seed + i`, so that any sample can be made alone.
@@ -33,11 +34,13 @@ class BertOptions:
       sequence_length: tokens in a sample, special ones and padding included.
       seed: of order, pairs and masks.
       short_probability: share of samples with a random shorter target length.
+      sentence_order: whether a sample has two runs, swapped or not; otherwise it has one, of token type 0.
     """
 
     sequence_length: int
     seed: int = 1234
     short_probability: float = 0.1
+    sentence_order: bool = True
 
 
 class BertDataset(SentenceRuns):
@@ -65,7 +68,8 @@ class BertDataset(SentenceRuns):
         self.options = options
         self._starts = word_starts(tokenizer)
         self._draw = harmonic(LONGEST_NGRAM)
-        runs = RunOptions(options.sequence_length - SPECIAL_TOKENS, 2, options.short_probability)
+        fewest = 2 if options.sentence_order else 1
+        runs = RunOptions(options.sequence_length - SPECIAL_TOKENS, fewest, options.short_probability)
         super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
     def __getitem__(self, index: int) -> Sample:
@@ -74,9 +78,13 @@ class BertDataset(SentenceRuns):
         Returns:
           `tokens` int32[s] with masks, `labels` int32[s] (-1 where nothing is to guess), `loss_mask` float32[s],
           `token_types` int32[s] (0 in the first run, 1 in the second), `padding_mask` int32[s] (1 on tokens), and
-          `sentence_order` int32[] (1 when the runs are swapped).
+          `sentence_order` int32[] (1 when the runs are swapped; not of samples with one run).
         """
         text, lengths, target, random = self.run(index)
+        if not self.options.sentence_order:
+            text, _ = truncate_pair(text, text[:0], target, random)
+            tokens = np.concatenate([[self.cls], text, [self.sep]]).astype(np.int32)
+            return self._padded(*self._masked(tokens, random), np.zeros(len(tokens), np.int32))
         pivot = random.randint(1, len(lengths)) if len(lengths) > 2 else 1
         first, second = np.split(text, [lengths[:pivot].sum()])
         swapped = bool(random.random_sample() < 0.5)
@@ -85,8 +93,7 @@ class BertDataset(SentenceRuns):
         first, second = truncate_pair(first, second, target, random)
         tokens = np.concatenate([[self.cls], first, [self.sep], second, [self.sep]]).astype(np.int32)
         types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])
-        masked, labels = self._masked(tokens, random)
-        return self._padded(masked, labels, types, swapped)
+        return self._padded(*self._masked(tokens, random), types) | {"sentence_order": np.array(swapped, np.int32)}
 
     def _masked(self, tokens: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         special = (tokens == self.cls) | (tokens == self.sep)
@@ -94,7 +101,7 @@ class BertDataset(SentenceRuns):
         spans = choose_spans(words, most_masked(len(tokens)), self._draw, random)
         return mask_tokens(tokens, spans, self.mask, self.vocab_size, random)
 
-    def _padded(self, tokens: np.ndarray, labels: np.ndarray, types: np.ndarray, swapped: bool) -> Sample:
+    def _padded(self, tokens: np.ndarray, labels: np.ndarray, types: np.ndarray) -> Sample:
         size = self.options.sequence_length
         pad = size - len(tokens)
         labels = np.pad(labels, (0, pad), constant_values=IGNORED)
@@ -104,7 +111,6 @@ class BertDataset(SentenceRuns):
             "loss_mask": (labels != IGNORED).astype(np.float32),
             "token_types": np.pad(types, (0, pad)),
             "padding_mask": (np.arange(size) < len(tokens)).astype(np.int32),
-            "sentence_order": np.array(swapped, np.int32),
         }
 
 
@@ -141,7 +147,8 @@ def open_bert(config: Config, share: Share) -> BertDataset:
     Raises:
       UserError: the vocabulary lacks BERT's special tokens, or no document can be used.
     """
-    options = BertOptions(config.model.sequence_length, config.training.seed)
+    model, seed = config.model, config.training.seed
+    options = BertOptions(model.sequence_length, seed, sentence_order=model.sentence_order)
     return BertDataset(share.corpus, share.bounds, share.num_samples, share.tokenizer, options)
 
 
@@ -149,7 +156,8 @@ def render(sample: Sample, tokenizer: Tokenizer) -> Text:
     """The tokens, hidden ones with what they hide, the two runs of sentences in different colours."""
     specials = [i for name in ("[CLS]", "[SEP]", "[PAD]") if (i := tokenizer.special(name)) is not None]
     used = int(sample["padding_mask"].sum())
-    text = Text("the second run came first in the text\n" if sample["sentence_order"] else "in the order of the text\n")
+    is_swapped = "sentence_order" in sample and sample["sentence_order"]
+    text = Text("the second run came first in the text\n" if is_swapped else "in the order of the text\n")
     tokens, labels, types = (sample[name][:used].tolist() for name in ("tokens", "labels", "token_types"))
     for token, label, kind in zip(tokens, labels, types, strict=True):
         if label != IGNORED:

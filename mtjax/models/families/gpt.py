@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers
 from mtjax.models.cache import Reading
-from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.context import PADDING_MASK, RESIDUAL, Context, Padding
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
@@ -100,8 +100,14 @@ class Decoder(nnx.Module):
     def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
         places = token_places(length)
-        segments = batch.get("segment_ids")
-        context = Context(keys, segments, places=places, method=self.method, expert_method=self.expert_method)
+        context = Context(
+            keys,
+            batch.get("segment_ids"),
+            places=places,
+            method=self.method,
+            expert_method=self.expert_method,
+            padding=Padding.of(batch),
+        )
         if self.rotary is None:
             return context
         if ids is None:
@@ -149,10 +155,12 @@ class GPT(Decoder, WithVocabulary):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Next-token batches; positions and segments where the data resets them at document ends."""
+        """Next-token batches; positions and segments where the data resets them at document ends, and which tokens are
+        padding where samples have some: sequences of chats."""
         names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
         names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
         names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}
+        names |= {PADDING_MASK: jnp.int32} if config.finetuning.task == "chat" else {}
         return {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
 
     @staticmethod

@@ -5,14 +5,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
-from mtjax.models.context import RESIDUAL, Context
+from mtjax.models.context import RESIDUAL, Context, Padding
 from mtjax.models.dropout import jitter
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.models.linear import constant, normal
@@ -41,6 +43,7 @@ class Routes(NamedTuple):
     """Where tokens go."""
 
     experts: Int[Array, "batch act_seq chosen"]
+    """Numbers of experts; those of padding are behind the last."""
     gates: Float[Array, "batch act_seq chosen"]
     """Weights of the experts' outputs, float32."""
     report: dict[str, Array]
@@ -62,6 +65,8 @@ class Router(nnx.Module):
         The losses are means over a sample's tokens: E sum(f P) with f an expert's share of the chosen and P its mean
         share of the scores (arXiv 2101.03961, section 2.2), and the squares of the logits' log-sums (arXiv 2202.08906).
         Of ranks that share a sample each reports its own tokens' part of both, by the load of all of them.
+
+        Padding counts in neither, nor in the load, and goes to no expert: its experts have numbers behind the last.
         """
         model, place = self.model, spec("batch", "act_seq", None)
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.places)
@@ -81,15 +86,50 @@ class Router(nnx.Module):
         gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)
         if model.router_normalize:
             gates = gates / (gates.sum(-1, keepdims=True) + EPSILON)
-        load, length = hot.sum((1, 2)), sample_length(x.shape[1])
-        share = (scores / (scores.sum(-1, keepdims=True) + EPSILON)).sum(1) / length
-        whole = varying_like(of_sample(load), load)
-        balance = model.num_experts * (whole * share).sum(-1) / (length * model.experts_top_k)
-        z = jnp.square(jax.nn.logsumexp(logits, -1)).sum(1) / length
-        report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
-        if (capacity := expert_capacity(model, length)) is not None:
-            report[LOST] = of_first_rank(jnp.maximum(whole - capacity, 0).sum(-1), x.shape[1])
+        report = self._report(logits, scores, hot, context.padding, x.shape[1])
+        if context.padding is not None:
+            # Only here: dividing gates by a sum of none would have no gradient.
+            is_text = reshard(context.padding.is_text, spec("batch", "act_seq"))
+            chosen = jnp.where(is_text[..., None], chosen, model.num_experts)
         return Routes(chosen, gates * model.router_scale, report)
+
+    def _report(
+        self,
+        logits: Float[Array, "batch act_seq routes"],
+        scores: Float[Array, "batch act_seq routes"],
+        hot: Float[Array, "batch act_seq chosen routes"],
+        padding: Padding | None,
+        tokens: int,
+    ) -> dict[str, Array]:
+        """See `Routes.report`; of a sample this rank has so many `tokens`."""
+        model, length = self.model, sample_length(tokens)
+        shares, squares = scores / (scores.sum(-1, keepdims=True) + EPSILON), jnp.square(jax.nn.logsumexp(logits, -1))
+        count: Any = length
+        if padding is not None:
+            is_text = reshard(padding.is_text, spec("batch", "act_seq"))
+            shares, hot = jnp.where(is_text[..., None], shares, 0), jnp.where(is_text[..., None, None], hot, 0)
+            squares, count = jnp.where(is_text, squares, 0), jnp.maximum(padding.length, 1).astype(jnp.float32)
+        load = hot.sum((1, 2))
+        share = shares.sum(1) / (count if padding is None else count[:, None])
+        whole = varying_like(of_sample(load), load)
+        balance = model.num_experts * (whole * share).sum(-1) / (count * model.experts_top_k)
+        z = squares.sum(1) / count
+        report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
+        if (capacity := sample_capacity(model, length, padding)) is not None:
+            most = capacity if padding is None else capacity[:, None]
+            report[LOST] = of_first_rank(jnp.maximum(whole - most, 0).sum(-1), tokens)
+        return report
+
+
+def sample_capacity(model: Model, length: int, padding: Padding | None) -> Any:
+    """Tokens of a sample that an expert takes at most, of samples of `length` tokens: an integer for all, or where some
+    are padding int32 [batch], by what is text; None where experts take all."""
+    most = expert_capacity(model, length)
+    if most is None or padding is None:
+        return most
+    # Looked up, not computed again: float32 would round some products up that Python's numbers do not.
+    by_length = np.array([expert_capacity(model, n) for n in range(length + 1)], np.int32)
+    return jnp.asarray(by_length).at[padding.length].get(out_sharding=spec("batch"))
 
 
 def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Float[Array, "batch seq routes"]:
@@ -151,8 +191,11 @@ class Experts(nnx.Module):
             routes = self.router(x, context)
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
         writes = context.reading is not None
-        capacity = None if writes else expert_capacity(self.router.model, sample_length(x.shape[1]))
-        out = apply_experts(self.blocks, x, routes.gates, routes.experts, up, down, capacity, context.expert_method)
+        model, length = self.router.model, sample_length(x.shape[1])
+        capacity = None if writes else expert_capacity(model, length)
+        limits = None if writes or context.padding is None else sample_capacity(model, length, context.padding)
+        chosen = routes.experts, limits
+        out = apply_experts(self.blocks, x, routes.gates, chosen, up, down, capacity, context.expert_method)
         if self.shared is not None:
             out = out + self.shared(x, context, None)[0]
         return out, None if writes else routes.report
