@@ -68,6 +68,8 @@ class JsonLines:
     ) -> None:
         self._source, self._target, self._record, self._samples = source, target, record, samples
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
+        if target.exists() and source.exists() and target.samefile(source):
+            raise UserError(f"--output {target} is --input: name another file for the texts")
         with _usable(source):
             self._lines = source.read_text(encoding="utf-8").split("\n")
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
