@@ -69,6 +69,8 @@ class JsonLines:
     ) -> None:
         self._source, self._target, self._record, self._samples = source, target, record, samples
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
+        if target.exists() and source.exists() and target.samefile(source):
+            raise UserError(f"--output {target} is --input: name another file for the texts")
         self._lines = read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}

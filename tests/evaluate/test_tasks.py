@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.writer import IndexedWriter
@@ -112,6 +113,14 @@ def test_the_last_word_of_a_tokenizer_that_marks_words(tmp_path, back: str) -> N
     assert library.encode(" dog", add_special_tokens=False).tokens[0] == "▁"  # on its own it is another
     assert library.decode(counted(strict[0])) == "dog"
     assert task.note == "each passage begins with <s>"
+
+
+def test_a_last_word_without_tokens_is_refused(tmp_path) -> None:
+    library, path = small_tokenizer(), tmp_path / "tokenizer.json"
+    library.normalizer = normalizers.Sequence([normalizers.Replace("#", ""), normalizers.Strip()])
+    library.save(str(path))
+    with pytest.raises(UserError, match=r"line 1: the last word has 0 tokens of 16"):
+        open_task("lambada", lines(tmp_path / "a.jsonl", {"text": "the cat #"}), open_tokenizer(str(path)))
 
 
 def test_a_long_passage_loses_its_beginning(tmp_path, tokenizer) -> None:

@@ -103,8 +103,10 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
         assert said.startswith("error: ") and "--overwrite" in said and target.read_bytes() == made
         return said
 
+    (folder / "notes.jsonl").write_text("none of the weights\n")
     generate(capsys, folder, *files, "--mesh", "1x2", "--batch", "2")  # all is there
     assert target.read_bytes() == made
+    (folder / "notes.jsonl").unlink()
     said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
     assert "texts.jsonl was made with stop none, logprobs false, temperature 0.0, seed 0, and this command has" in said
     assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
@@ -131,6 +133,8 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     assert "no texts.jsonl.settings.json beside it says what made them" in refused_with("--samples", "2")
     generate(capsys, folder, *files, "--overwrite")
     assert target.read_bytes() == two and record.is_file()
+    assert main(["generate", "--from", f"hf:{folder}", *files[:3], str(source), "--overwrite"]) == 2
+    assert "is --input: name another file" in capsys.readouterr().err and source.read_text()
     assert "--overwrite has an effect with --output only" in refused(capsys, "--from", "x", "--overwrite", "y")
 
 

@@ -260,4 +260,4 @@ def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> n
             f"{prefix}.bin holds the token {ids[int(np.argmax(wrong))]}, and the vocabulary has {vocab_size}: it was "
             "made with another tokenizer, or is damaged"
         )
-    return ids.astype(np.int32)
+    return ids.astype(np.int32, copy=False)

@@ -32,7 +32,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
         passage = text.strip()
         ids = tokenizer.encode(passage)
         last = len(ids) - _shared(tokenizer.encode(passage[: passage.rindex(words[-1])].rstrip()), ids)
-        if last >= settings.length:
+        if not 0 < last < settings.length:
             raise UserError(f"{path}, line {number}: the last word has {last} tokens of {settings.length}")
         ids = front + ids
         cut += len(ids) > settings.length + 1

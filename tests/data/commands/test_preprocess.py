@@ -114,6 +114,17 @@ BAD_LINES = {
 }
 
 
+def test_another_way_with_bad_lines_does_not_continue_a_run(tokenizer, tmp_path):
+    """Lines that it has left out would be missing without a word."""
+    (tmp_path / "in.txt").write_text("text")
+    paths = [str(tmp_path / "in.txt")]
+    skip, fail, again = (
+        preprocess._identity(preprocess.Options(tuple(paths), tmp_path / "out", tokenizer, on_error=how), paths)
+        for how in ("skip", "fail", "skip")
+    )
+    assert skip == again != fail
+
+
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_bad_lines(run, tmp_path, capsys, name):
     line, message = BAD_LINES[name]
