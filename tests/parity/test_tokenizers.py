@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mtjax.convert.stream import carry_tokenizer
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.generate.chat import ChatTemplate
 from tests.data.corpora import texts
 from tests.data.tokens.pretrained_folders import CASES, MARKED_TEXTS, NAMES, PLAIN_TEXTS, T5, write_pretrained
 
@@ -77,3 +78,23 @@ def test_what_is_carried_into_another_folder_is_read_alike(pair, tmp_path):
     again = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "copy"))
     for text in (*PLAIN_TEXTS, *MARKED_TEXTS):
         assert again(text).input_ids == theirs(text).input_ids
+
+
+CHATS = {
+    "llama": "{% for m in messages %}{{ bos_token if m.role == 'user' }}[{{ m.content }}]{{ eos_token }}{% endfor %}",
+    "qwen2": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_special_tokens_of_a_chat_template_are_single_ids(tmp_path, case):
+    pytest.importorskip("jinja2")
+    folder = write_pretrained(tmp_path, case)
+    (folder / "chat_template.jinja").write_text(CHATS[case])
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(folder)), open_tokenizer(str(folder))
+    messages = [{"role": "user", "content": "ba 12"}, {"role": "assistant", "content": " ke "}]
+    template = ChatTemplate.of(folder)
+    assert template is not None
+    ids = ours.encode_marked(template.render(messages, to_be_answered=False))
+    assert ids == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert theirs.eos_token_id in ids
