@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax.convert.stream import carry_tokenizer
+from mtjax.data.tokens.pretrained_settings import BACKEND, CLASS_OF_MODEL, OVERRULED
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.generate.chat import ChatTemplate
 from tests.data.corpora import texts
@@ -98,3 +99,13 @@ def test_special_tokens_of_a_chat_template_are_single_ids(tmp_path, case):
     ids = ours.encode_marked(template.render(messages, to_be_answered=False))
     assert ids == theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert theirs.eos_token_id in ids
+
+
+def test_classes_of_models_are_those_that_transformers_registers():
+    auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
+    general = {BACKEND, "MistralCommonBackend"}
+    for model_type, kind in CLASS_OF_MODEL.items():
+        theirs = auto.TOKENIZER_MAPPING_NAMES.get(model_type)
+        assert theirs == kind or {theirs, kind} <= general, model_type
+        overruled = model_type in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS or kind == BACKEND
+        assert overruled == (model_type in OVERRULED), model_type
