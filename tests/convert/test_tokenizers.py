@@ -2,9 +2,11 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 
+from mtjax import config as configs
 from mtjax.convert.__main__ import main
 from mtjax.convert.saved_model import SavedModel
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -44,3 +46,24 @@ def test_one_that_cannot_be_read_is_refused_before_weights_are_written(folder, t
     assert main(["--from", f"hf:{folder}", "--to", f"mtjax:{tmp_path}/ours"]) == 2
     assert "the tokenizer_class CTRLTokenizer of its tokenizer_config.json" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_run_keeps_the_sentencepiece_model_that_it_was_trained_with(folder, tmp_path):
+    """Its chat template's settings lie beside the model, and make another tokenizer of it."""
+    library = pytest.importorskip("sentencepiece", reason="needs the extra data: pip install '.[data]'")
+    main(["--from", f"hf:{folder}", "--to", f"mtjax:{tmp_path}/ours"])
+    run = tmp_path / "ours"
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (run / name).unlink()
+    write_vocabulary(run, "bpe")
+    (run / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}')
+    saved = SavedModel.open(f"mtjax:{run}")
+    assert (
+        saved.tokenizer()[1].encode_prompt("ba </s>")[0] == 1
+    )  # converted weights are read as transformers reads them
+    origin = replace(
+        saved.source.origin, config=configs.replace(saved.config, tokenizer="sentencepiece:elsewhere.model")
+    )
+    saved.source.origin = origin
+    theirs = library.SentencePieceProcessor(model_file=str(run / "tokenizer.model"))
+    assert saved.tokenizer()[1].encode_prompt("ba </s>") == theirs.encode("ba </s>")
