@@ -371,6 +371,27 @@ FAULTS = (
     ),
     # --- data
     Fault(
+        "data: added tokens in the settings of a tokenizer's folder are left out",
+        "    tokens: list[Token] = [token for _, token in sorted(added.items())]\n",
+        "    tokens: list[Token] = []\n",
+        "data",
+        "test_ids_are_those_of_transformers",
+    ),
+    Fault(
+        "data: a tokenizer's folder is read by the class it names where transformers takes another one",
+        "if registered and (not named or model_type in OVERRULED) else named or BACKEND\n",
+        "if registered and not named else named or BACKEND\n",
+        "data",
+        "test_ids_are_those_of_transformers",
+    ),
+    Fault(
+        "data: JSON lines are cut at every end of line that Unicode has",
+        'for line in read_text(path).split("\\n")]\n',
+        "for line in read_text(path).splitlines()]\n",
+        "test_json_lines.py",
+        "test_lines_end_in_a_line_feed_alone",
+    ),
+    Fault(
         "data: labels are the tokens themselves",
         "tokens, labels = (text[:-1], text[1:]) if",
         "tokens, labels = (text[:-1], text[:-1]) if",

@@ -20,8 +20,8 @@ class Data:
     test_data: str | None = None
     """Test data, when it is not a share of --data."""
     tokenizer: str | None = None
-    """A tokenizer.json, a folder with GPT-2's encoder.json and vocab.bpe, or KIND:PATH with the kind gpt2, bert, hf or
-    sentencepiece; when not given, one trained on the text."""
+    """A tokenizer.json, a Hugging Face folder, a folder with GPT-2's encoder.json and vocab.bpe, or KIND:PATH with the
+    kind gpt2, bert, hf or sentencepiece; when not given, one trained on the text."""
     split: str = "969,30,1"
     """Shares of the text for training, validation and test."""
     cache_dir: Path | None = None

@@ -104,9 +104,8 @@ def run(options: Options) -> None:
         for note in source.origin.notes:
             print(note)
         if to_kind in ("mtjax", "megatron"):
-            tokenizer_to_write(
-                source.origin.files
-            )  # a tokenizer that can't be read is refused before weights are written
+            # Refuses a tokenizer that can't be read before weights are written.
+            tokenizer_to_write(source.origin.files)
         if to_kind == ADAPTERS:
             numbers = write_adapters(source, folder)
         else:

@@ -22,7 +22,7 @@ from mtjax.convert.stream import Source, looks_like, tokenizer_files
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.folder import tokenizer_of
-from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON, Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.records import dotted
@@ -157,7 +157,13 @@ class SavedModel:
           UserError: there is none, or it has more tokens than the model.
         """
         origin = self.source.origin
-        name = named or tokenizer_of(tokenizer_files(origin.files), origin.files) or origin.config.data.tokenizer
+        beside, own = tokenizer_files(origin.files), origin.config.data.tokenizer
+        if own and own.startswith("sentencepiece:") and SENTENCEPIECE_FILE in beside and TOKENIZER_JSON not in beside:
+            # The run was trained with the model alone: settings of its weights, which it may carry, played no part.
+            beside_weights = f"sentencepiece:{origin.files / SENTENCEPIECE_FILE}"
+        else:
+            beside_weights = tokenizer_of(beside, origin.files)
+        name = named or beside_weights or own
         if name is None:
             raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
         tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size

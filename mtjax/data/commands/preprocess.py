@@ -37,7 +37,8 @@ class Options:
     output: Path
     """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences."""
     tokenizer: str
-    """gpt2:DIR (encoder.json + vocab.bpe), bert:vocab.txt, hf:tokenizer.json or sentencepiece:FILE."""
+    """hf:tokenizer.json, hf:DIR (a Hugging Face folder), gpt2:DIR (encoder.json + vocab.bpe), bert:vocab.txt or
+    sentencepiece:FILE."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of the JSON objects whose text is taken; each makes a dataset."""
     append_eod: bool = False

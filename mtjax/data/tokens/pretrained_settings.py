@@ -32,19 +32,13 @@ CLASSES = {
 }
 """The classes that mtjax can build, and the files of their vocabularies."""
 NAMES_OF_BACKEND = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
-CLASS_OF_MODEL = {
-    "bert": "BertTokenizer",
-    "megatron-bert": "BertTokenizer",
-    "gpt2": "GPT2Tokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen2_moe": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
+CLASS_OF_MODEL: dict[str, str | None] = {
+    **dict.fromkeys(("bert", "distilbert", "electra", "megatron-bert"), "BertTokenizer"),
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     "t5": "T5Tokenizer",
-    "mistral": BACKEND,
-    "mixtral": BACKEND,
-    "llama": None,
-    "dots1": None,
+    **dict.fromkeys(("mistral", "mixtral"), BACKEND),
+    **dict.fromkeys(("dots1", "llama")),
 }
 """The class that transformers registers for the `model_type` of config.json; None where it registers none."""
 OVERRULED = ("mistral", "mixtral", "qwen2")

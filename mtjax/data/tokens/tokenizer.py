@@ -21,7 +21,8 @@ from mtjax.data.tokens.word_cache import word_cache
 from mtjax.errors import UserError, nearest
 
 KINDS = ("gpt2", "bert", "hf", "sentencepiece")
-TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_JSON, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+"""What a run's tokenizer is saved as."""
 END_OF_DOCUMENT = "<|endoftext|>"
 CORES_LIKE_A_CACHE = 2  # looking up is as fast as two and a half cores that merge
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]", "[EOS]")
@@ -168,7 +169,7 @@ class FastTokenizer:
         """Writes the model into `folder`."""
         temporary = folder / ".tokenizer.json.tmp"
         temporary.write_text(self._tokenizer.to_str(), encoding="utf-8")
-        temporary.replace(folder / "tokenizer.json")
+        temporary.replace(folder / TOKENIZER_JSON)
 
     def __getstate__(self) -> tuple[str, str]:
         return self._tokenizer.to_str(), self.token(self._eod)
