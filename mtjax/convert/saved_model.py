@@ -16,11 +16,12 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
-from mtjax.convert.mtjax_folder import MtjaxSource, tokenizer_of, without_adapters
+from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.places import parse_weights
-from mtjax.convert.stream import TOKENIZER_FILES, Source, looks_like
+from mtjax.convert.stream import Source, looks_like
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.folder import TOKENIZER_FILES, tokenizer_of
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.models.placed import Placed
@@ -30,6 +31,7 @@ from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any
 
@@ -153,19 +155,27 @@ class SavedModel:
         """The tokenizer that is named, else the one beside the weights, else their run's; and its name.
 
         Raises:
-          UserError: there is none, or it has more tokens than the model.
+          UserError: there is none, it has more tokens than the model, or the one that is named differs from that which
+            came with the weights.
         """
-        origin = self.source.origin
-        beside = [name for name in TOKENIZER_FILES if (origin.files / name).is_file()]
-        name = named or tokenizer_of(beside, origin.files) or origin.config.data.tokenizer
+        origin, own = self.source.origin, self.own_tokenizer
+        name = named or own or origin.config.data.tokenizer
         if name is None:
             raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
         tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size
+        if named and own and (theirs := readable_tokenizer(own)):
+            check_weights(own, theirs, named, tokenizer)
         if size is not None and tokenizer.vocab_size > size:
             raise UserError(
                 f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
             )
         return name, tokenizer
+
+    @property
+    def own_tokenizer(self) -> str | None:
+        """How `--tokenizer` names the tokenizer beside the weights; None where there is none."""
+        files = self.source.origin.files
+        return tokenizer_of([name for name in TOKENIZER_FILES if (files / name).is_file()], files)
 
     @property
     def identity(self) -> str:

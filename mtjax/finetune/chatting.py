@@ -13,17 +13,20 @@ from mtjax.config import Config
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
+from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG
 from mtjax.errors import UserError
 from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import ChatEncoder, PackedChats, Written
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
-from mtjax.finetune.pretrained import OnPretrained
+from mtjax.finetune.pretrained import FinetuningTokenizer, OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.samples import Epochs
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import TEMPLATE_FILE, ChatTemplate
+from mtjax.generate.weights import read_json
 from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.train.folder.tokenizer import read_files
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
@@ -31,9 +34,6 @@ from mtjax.train.watch.best import Goal
 
 LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 """Settings of tasks whose rows have labels."""
-FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""What a run takes over of its weights' folder, besides the tokenizer."""
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,9 @@ class Chatting(OnPretrained):
         given = [name for name in LABELLED if getattr(config.finetuning, name) is not None]
         if given:
             raise UserError(f"--{given[0].replace('_', '-')} has no effect on the task {CHAT}: its rows have no labels")
-        name, tokenizer = self.open_tokenizer(config)
-        files = self._files(name)
-        named = config.finetuning.chat_template
-        encoder = ChatEncoder(tokenizer, ChatTemplate.of(files, Path(named).expanduser() if named else None))
+        found = self.open_tokenizer(config, folder)
+        tokenizer, template = found.tokenizer, _template_file(config.finetuning.chat_template, found)
+        encoder = ChatEncoder(tokenizer, ChatTemplate.of(found.folder, template))
         rows = read_task(config, ChatFiles())
         notes = list(rows.notes)
         train, held_out = (self._written(part, encoder, notes) for part in (rows.train, rows.held_out[0][1]))
@@ -76,7 +75,7 @@ class Chatting(OnPretrained):
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(
-            self.with_steps(self.with_text(config, longest, name, tokenizer), len(packed), folder),
+            self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder),
             reset_position_ids=True,
             reset_attention_mask=True,
         )
@@ -87,7 +86,8 @@ class Chatting(OnPretrained):
         if not len(validation):
             raise UserError(f"no answer of the validation rows begins within {limit} tokens: raise --sequence-length")
         count = config.training.steps * config.training.global_batch_size
-        return config, Text(tokenizer, Epochs(packed, seed, count), validation, self._kept(files, encoder, named))
+        passes, files = Epochs(packed, seed, count), self._kept(found, encoder, template)
+        return config, Text(tokenizer, passes, validation, files, found.is_kept)
 
     def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The mean loss of a token of the answers held out, all of them."""
@@ -110,12 +110,6 @@ class Chatting(OnPretrained):
     def next_commands(self, config: Config, out: str) -> list[str]:
         """A conversation with it, or longer."""
         return [f"mtjax generate --from {out} --interactive", *super().next_commands(config, out)]
-
-    def _files(self, tokenizer: str) -> Path:
-        """The folder with what belongs to the tokenizer: the weights', or where its own file is."""
-        if self.trunk is not None:
-            return self.trunk.saved.source.origin.files
-        return Path(tokenizer.partition(":")[2] or tokenizer).expanduser().parent
 
     def _written(self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str]) -> list[Written]:
         """The tokens of conversations; those that the template refuses are left out, and noted.
@@ -149,12 +143,28 @@ class Chatting(OnPretrained):
         for note in notes:
             say(f"note    {note}")
 
-    def _kept(self, files: Path, encoder: ChatEncoder, template: str | None) -> dict[str, str]:
+    def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
         """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
-        paths = {name: files / name for name in (*FILES, TEMPLATE_FILE)}
+        kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
         if template:
-            paths[TEMPLATE_FILE] = Path(template).expanduser()
-        kept = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
-        settings = json.loads((files / GENERATION).read_text()) if (files / GENERATION).is_file() else {}
-        settings["eos_token_id"] = encoder.ends
-        return kept | {GENERATION: json.dumps(settings, indent=2) + "\n"}
+            kept[TEMPLATE_FILE] = template.read_bytes()
+        settings = read_json(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
+        return kept | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None:
+    """The file that `--chat-template` names; None where the template beside the tokenizer is to be read.
+
+    Raises:
+      UserError: a resumed run has another template.
+    """
+    path = Path(named).expanduser() if named else None
+    own = found.folder / TEMPLATE_FILE
+    if not found.is_kept or path is None or not own.is_file():
+        return path
+    if path.is_file() and path.read_bytes() != own.read_bytes():
+        raise UserError(
+            f"--chat-template {named} is not the template that the run was trained with, {own}: remove chat_template "
+            "from the command and the config to go on with the run's own, or start a new run in another --out"
+        )
+    return None
