@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Config, replace
-from mtjax.convert.families.family import Family, labels_json, tensors_without
+from mtjax.convert.families.family import Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import name_of
-from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
+from mtjax.train.checkpoints.weights import special_ids
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Of layer norms in BERT's first checkpoints."""
@@ -147,20 +148,54 @@ class HuggingFaceSink:
         """Writes config.json and the tokenizer."""
         self._writer.close()
         names = carry_files(self._origin.files, self._folder)
-        ours = self._family.config_json(self._origin.config.model)
+        tokenizer = open_tokenizer(str(self._folder / "tokenizer.json")) if "tokenizer.json" in names else None
+        if tokenizer is not None and "tokenizer_config.json" not in names:
+            text = json.dumps(tokenizer_config(tokenizer), indent=2)
+            (self._folder / "tokenizer_config.json").write_text(text + "\n")
+        model = self._origin.config.model
         theirs = self._origin.hugging_face
         if theirs.get("model_type") != self._family.model_type:
-            own = "tokenizer.json" in names
-            theirs = self._family.ids(open_tokenizer(str(self._folder / "tokenizer.json")) if own else None)
-        config = {k: v for k, v in theirs.items() if k != "dtype"} | ours | {"torch_dtype": self._dtype}
-        if self._origin.config.model.head != "language":
-            config = {"pad_token_id": config.get("eos_token_id"), **config}  # by which transformers find the last token
+            # Of another type of model only the ids of tokens mean the same here.
+            theirs = special_ids(theirs) or self._own_ids(tokenizer)
+        config = {k: v for k, v in theirs.items() if k != "dtype"} | self._family.config_json(model)
+        config |= {"torch_dtype": self._dtype}
+        if model.head != "language" and model.family in ("gpt", "llama"):
+            is_own = not self._origin.hugging_face
+            config["pad_token_id"] = pad_id(config.get("eos_token_id" if is_own else "pad_token_id"), tokenizer)
         if labels := self._origin.config.finetuning.labels:
             config |= labels_json(labels)
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if "tokenizer.json" in names and "tokenizer_config.json" not in names:
-            text = json.dumps(tokenizer_config(self._folder), indent=2)
-            (self._folder / "tokenizer_config.json").write_text(text + "\n")
+
+    def _own_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """The ids of special tokens where no config.json came with the weights: by the tokenizer and its own files."""
+        ids = self._family.ids(tokenizer)
+        path = self._folder / "tokenizer_config.json"
+        if tokenizer is None or not path.is_file() or self._origin.config.model.family not in ("gpt", "llama"):
+            return ids
+        # What ends a text is the token that training put there; the files say which begin and pad one.
+        settings = parse_json_object(path.read_bytes(), path)
+        named = {f"{kind}_id": token_id(settings.get(kind), tokenizer) for kind in ("bos_token", "pad_token")}
+        return ids | {kind: index for kind, index in named.items() if index is not None}
+
+
+def token_id(named: Any, tokenizer: Tokenizer) -> int | None:
+    """The id of a token as tokenizer_config.json names it: by its text, or by an object that has it as `content`."""
+    text = named.get("content") if isinstance(named, dict) else named
+    return tokenizer.special(text) if isinstance(text, str) else None
+
+
+def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
+    """The `pad_token_id` of a decoder's classifier, by which transformers finds the last token of a row.
+
+    transformers reads the last token that is not this one. Where rows end with it, as those of a tokenizer that puts
+    `</s>` behind each text, that is one too early; with None it reads the last token of one row, and refuses several.
+
+    Args:
+      pad: the id for padding that the weights came with, if any; the end of a text where no config.json came with them.
+      tokenizer: with which rows are read.
+    """
+    ends = tokenizer.encode_prompt("a")[-1:] if tokenizer else []
+    return None if pad in ends else pad
 
 
 def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
@@ -176,9 +211,8 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     return cast
 
 
-def tokenizer_config(folder: Path) -> dict[str, str]:
-    """The tokenizer_config.json of a tokenizer of our own: which tokens are special."""
-    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
+    """The tokenizer_config.json of a tokenizer that came without one: which tokens are special."""
     special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
-    end = tokenizer.token(tokenizer.eod)
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": end, "eos_token": end})
+    begin, end = (tokenizer.token(index) for index in (begin_of_text(tokenizer), tokenizer.eod))
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": begin, "eos_token": end})

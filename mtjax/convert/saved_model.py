@@ -31,6 +31,7 @@ from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any
 
@@ -154,24 +155,32 @@ class SavedModel:
         """The tokenizer that is named, else the one beside the weights, else their run's; and its name.
 
         Raises:
-          UserError: there is none, or it has more tokens than the model.
+          UserError: there is none, it has more tokens than the model, or the one that is named differs from that which
+            came with the weights.
         """
-        origin = self.source.origin
-        beside, own = tokenizer_files(origin.files), origin.config.data.tokenizer
-        if own and own.startswith("sentencepiece:") and SENTENCEPIECE_FILE in beside and TOKENIZER_JSON not in beside:
-            # The run was trained with the model alone: settings of its weights, which it may carry, played no part.
-            beside_weights = f"sentencepiece:{origin.files / SENTENCEPIECE_FILE}"
-        else:
-            beside_weights = tokenizer_of(beside, origin.files)
-        name = named or beside_weights or own
+        origin, own = self.source.origin, self.own_tokenizer
+        name = named or own or origin.config.data.tokenizer
         if name is None:
             raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
         tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size
+        if named and own and (theirs := readable_tokenizer(own)):
+            check_weights(own, theirs, named, tokenizer)
         if size is not None and tokenizer.vocab_size > size:
             raise UserError(
                 f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
             )
         return name, tokenizer
+
+    @property
+    def own_tokenizer(self) -> str | None:
+        """How `--tokenizer` names the tokenizer beside the weights; None where there is none."""
+        origin = self.source.origin
+        beside, recorded = tokenizer_files(origin.files), origin.config.data.tokenizer
+        is_sentencepiece = recorded is not None and recorded.startswith("sentencepiece:")
+        if is_sentencepiece and SENTENCEPIECE_FILE in beside and TOKENIZER_JSON not in beside:
+            # The run was trained with the model alone: settings of its weights, which it may carry, played no part.
+            return f"sentencepiece:{origin.files / SENTENCEPIECE_FILE}"
+        return tokenizer_of(beside, origin.files)
 
     @property
     def identity(self) -> str:

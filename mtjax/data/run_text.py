@@ -133,7 +133,8 @@ class RunText:
         if len(known) < len(recorded):
             silent = next(name for name, meta in recorded if meta is None or meta.tokenizer is None)
             raise UserError(
-                f"the data are token ids already, and {silent} doesn't say with which tokenizer: name it with --tokenizer"
+                f"the data are token ids already, and {silent} doesn't say with which tokenizer: name it with "
+                "--tokenizer"
             )
         if doubt := check_same_maker(known):
             raise UserError(f"{doubt}; name the tokenizer of all of them with --tokenizer")
@@ -141,8 +142,8 @@ class RunText:
         there = next((name for name in names if path_of(name).exists()), None)
         if there is None:
             raise UserError(
-                f"the tokenizer {names[0]}, with which {known[0][0]} was made, does not exist: name where it is now with "
-                "--tokenizer"
+                f"the tokenizer {names[0]}, with which {known[0][0]} was made, does not exist: name where it is now "
+                "with --tokenizer"
             )
         return there
 

@@ -14,20 +14,22 @@ from mtjax.config import Config
 from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
+from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG
 from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
-from mtjax.data.tokens.tokenizer import folder_of
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
 from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
-from mtjax.finetune.pretrained import OnPretrained
+from mtjax.finetune.pretrained import FinetuningTokenizer, OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
-from mtjax.generate.chat import SPECIAL_TOKENS_FILE, ChatTemplate
+from mtjax.generate.chat import ChatTemplate
+from mtjax.generate.weights import read_json
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.checkpoints.past import Past
+from mtjax.train.folder.tokenizer import read_files
 from mtjax.train.objective import Text
 from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
@@ -35,9 +37,6 @@ from mtjax.train.watch.best import Goal
 
 LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 """Settings of tasks whose rows have labels."""
-FILES = ("tokenizer_config.json", SPECIAL_TOKENS_FILE)
-"""What a run takes over of its weights' folder, besides the tokenizer."""
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,9 @@ class Chatting(OnPretrained):
         given = [name for name in LABELLED if getattr(config.finetuning, name) is not None]
         if given:
             raise UserError(f"--{given[0].replace('_', '-')} has no effect on the task {CHAT}: its rows have no labels")
-        name, tokenizer = self.open_tokenizer(config)
-        files = self._files(name)
-        named = config.finetuning.chat_template
-        encoder = ChatEncoder(tokenizer, ChatTemplate.of(files, Path(named).expanduser() if named else None))
+        found = self.open_tokenizer(config, folder)
+        tokenizer, template = found.tokenizer, _template_file(config.finetuning.chat_template, found)
+        encoder = ChatEncoder(tokenizer, ChatTemplate.of(found.folder, template))
         rows = read_task(config, ChatFiles())
         notes, counts = list(rows.notes), Counter[str]()
         parts = (rows.train, rows.held_out[0][1])
@@ -84,7 +82,7 @@ class Chatting(OnPretrained):
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(
-            self.with_steps(self.with_text(config, longest, name, tokenizer), len(packed), folder, past),
+            self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
             reset_position_ids=True,
             reset_attention_mask=True,
         )
@@ -97,7 +95,8 @@ class Chatting(OnPretrained):
             raise UserError(f"no answer of the validation rows begins within {limit} tokens: raise --sequence-length")
         lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
-        return config, Text(tokenizer, ordered, validation, position, self._kept(files, encoder, named))
+        files = self._kept(found, encoder, template)
+        return config, Text(tokenizer, ordered, validation, position, files, found.is_kept)
 
     def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The mean loss of a token of the answers held out, all of them."""
@@ -120,12 +119,6 @@ class Chatting(OnPretrained):
     def next_commands(self, config: Config, out: str) -> list[str]:
         """A conversation with it, or longer."""
         return [f"mtjax generate --from {out} --interactive", *super().next_commands(config, out)]
-
-    def _files(self, tokenizer: str) -> Path:
-        """The folder with what belongs to the tokenizer: the weights', or where its own file is."""
-        if self.trunk is not None:
-            return self.trunk.saved.source.origin.files
-        return folder_of(tokenizer)
 
     def _written(
         self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str], counts: Counter[str]
@@ -168,13 +161,29 @@ class Chatting(OnPretrained):
         for note in notes:
             say(f"note    {note}")
 
-    def _kept(self, files: Path, encoder: ChatEncoder, template: str | None) -> dict[str, bytes]:
+    def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
         """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
-        templates = {DEFAULT: Path(template).expanduser()} if template else template_files(files)
-        paths = {name: files / name for name in FILES}
+        kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
+        templates = {DEFAULT: template} if template else template_files(found.folder)
         for name, path in templates.items():
-            paths[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path
-        kept = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
-        settings = json.loads((files / GENERATION).read_text()) if (files / GENERATION).is_file() else {}
-        settings["eos_token_id"] = encoder.ends
-        return kept | {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
+            kept[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
+        settings = read_json(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
+        return kept | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None:
+    """The file that `--chat-template` names; None where the template beside the tokenizer is to be read.
+
+    Raises:
+      UserError: a resumed run has another template.
+    """
+    path = Path(named).expanduser() if named else None
+    own = found.folder / TEMPLATE_FILE
+    if not found.is_kept or path is None or not own.is_file():
+        return path
+    if path.is_file() and path.read_bytes() != own.read_bytes():
+        raise UserError(
+            f"--chat-template {named} is not the template that the run was trained with, {own}: remove chat_template "
+            "from the command and the config to go on with the run's own, or start a new run in another --out"
+        )
+    return None

@@ -52,14 +52,15 @@ class FineTuning(OnPretrained):
             raise UserError(
                 "label_smoothing and z_loss are of losses over a vocabulary: leave them out of a finetuning"
             )
-        name, tokenizer = self.open_tokenizer(config)
+        found = self.open_tokenizer(config, folder)
+        tokenizer = found.tokenizer
         rows = read_task(config, self.task)
         if labels := self.task.labels_of(config, rows.train):
             config = configs.replace(config, labels=labels, num_labels=len(labels))
         encoder = Encoder(tokenizer, config.model.family)
         sets = [(rows.train, "training"), *((e, f"validation{s.suffix}") for s, e in rows.held_out)]
         encoded = [self.task.encoded(examples, encoder, config, which) for examples, which in sets]
-        config = self.with_text(config, max(max(e.lengths) for e in encoded), name, tokenizer)
+        config = self.with_text(config, max(max(e.lengths) for e in encoded), found.name, tokenizer)
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         training, *validation = [e.samples(config.model.sequence_length) for e in encoded]
         training = dataclasses.replace(training, weights=weights_of(config, training.labels))
@@ -68,7 +69,7 @@ class FineTuning(OnPretrained):
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
-        return config, Text(tokenizer, train, validation[0], position)
+        return config, Text(tokenizer, train, validation[0], position, found.files, found.is_kept)
 
     def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The task's metrics on all rows held out, and the mean loss."""

@@ -1,7 +1,8 @@
 """What every finetuning has in common: weights to begin with, their tokenizer, and steps that follow from passes."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
+from mtjax.data.progress import say
 from mtjax.data.samples.order import digest_of_lengths, shifted
+from mtjax.data.tokens.identity import path_of, same_path
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.initial import PretrainedTrunk
@@ -21,12 +24,29 @@ from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.checkpoints.past import Past
+from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
 from mtjax.train.objective import Objective, position_in
+from mtjax.train.processes.exchange import this_process
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
 LENGTH_STEP = 64
 """Sequences are as long as the longest row, rounded up to a multiple of this, and of what the mesh divides."""
+
+
+@dataclass(frozen=True)
+class FinetuningTokenizer:
+    """The tokenizer of a finetuning."""
+
+    name: str
+    """As `--tokenizer` names it."""
+    tokenizer: Tokenizer
+    folder: Path
+    """Where its chat template is."""
+    files: Mapping[str, bytes]
+    """What the run's folder keeps with it."""
+    is_kept: bool = False
+    """Whether the run's folder has all of it already."""
 
 
 class OnPretrained(Objective):
@@ -94,17 +114,35 @@ class OnPretrained(Objective):
         order = position.order
         return shifted(Epochs(samples, config.training.seed, order.counts[-1]), order), position
 
-    def open_tokenizer(self, config: Config) -> tuple[str, Tokenizer]:
-        """The tokenizer, and what it is called: the weights' own, or the one that is named.
+    def open_tokenizer(self, config: Config, out: Path) -> "FinetuningTokenizer":
+        """The tokenizer: of a resumed run its own, else the one that is named, else the weights'.
+
+        Args:
+          config: the run.
+          out: its folder.
 
         Raises:
-          UserError: there is none.
+          UserError: there is none, or the one that is named differs from the run's or the weights'.
         """
+        own = owned_by_run(config, out) if config.output.resume else None
+        if own is not None:
+            note = check_resumed(own, config.data.tokenizer)
+            if note and not this_process():
+                say(f"note    {note}")
+            name = config.data.tokenizer or own.shown
+            return FinetuningTokenizer(name, own.tokenizer, own.folder, {}, is_kept=True)
         if self.trunk is not None:
-            return self.trunk.saved.tokenizer(config.data.tokenizer)
-        if config.data.tokenizer is None:
+            saved, origin = self.trunk.saved, self.trunk.saved.source.origin
+            name, tokenizer = saved.tokenizer(config.data.tokenizer)
+            is_theirs = saved.own_tokenizer is not None and same_path(name, saved.own_tokenizer)
+            files = files_of_weights(origin.files, origin.hugging_face, vocabulary=is_theirs)
+            return FinetuningTokenizer(name, tokenizer, origin.files, files)
+        name = config.data.tokenizer
+        if name is None:
             raise UserError("--tokenizer is missing, and there are no weights that came with one")
-        return config.data.tokenizer, open_tokenizer(config.data.tokenizer)
+        path = path_of(name)
+        folder = path if path.is_dir() else path.parent
+        return FinetuningTokenizer(name, open_tokenizer(name), folder, files_beside(name))
 
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
         """The config with what tokenizer and rows decide of the model."""

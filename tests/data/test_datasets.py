@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from mtjax.config import Config, Data, Model, Training, replace
 from mtjax.data import load_tokenizer, open_dataset, vocabulary_size
 from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.run_text import RunText
 from mtjax.data.samples.family import DOCUMENTS, FamilySamples
 from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -127,6 +129,68 @@ def test_indexed_data_know_their_tokenizer(config, indexed, tmp_path):
     indexed[0].with_name(indexed[0].name + ".meta.json").unlink()
     with pytest.raises(UserError, match="a_text_document doesn't say with which tokenizer: name it with --tokenizer"):
         load_tokenizer(run)
+
+
+@pytest.fixture
+def other_tokenizer(config, tmp_path):
+    """One that was trained on other text, with a digit among its tokens."""
+    write_jsonl(tmp_path / "other.jsonl", ["1234 5678 90 12 34 56 78 " * 3] * 50)
+    (tmp_path / "other").mkdir()
+    load_tokenizer(config(tmp_path / "other.jsonl")).save(tmp_path / "other")
+    return tmp_path / "other" / "tokenizer.json"
+
+
+def test_token_ids_are_not_read_with_another_tokenizer(config, indexed, other_tokenizer, tmp_path):
+    for run in (
+        config(indexed[0], tokenizer=f"{other_tokenizer}"),
+        config(train_data=f"{indexed[0]}", tokenizer=f"{other_tokenizer}"),
+    ):
+        with pytest.raises(
+            UserError, match=r"a_text_document was made with .*/tokenizer\.json \(.*other/tokenizer\.json"
+        ):
+            load_tokenizer(run)
+    own = tmp_path / "tokenizer.json"
+    copied = tmp_path / "copied.json"
+    copied.write_text(json.dumps(json.loads(own.read_text()), indent=1))  # other bytes, the same tokenizer
+    assert load_tokenizer(config(indexed[0], tokenizer=f"{copied}")).vocab_size == open_tokenizer(f"{own}").vocab_size
+    own.write_bytes(other_tokenizer.read_bytes())
+    for named in ({}, {"tokenizer": f"{own}"}):
+        with pytest.raises(UserError, match=r"tokenizer\.json has changed since .*a_text_document was made with it"):
+            load_tokenizer(config(indexed[0], **named))
+    own.unlink()
+    with pytest.raises(UserError, match=r"with which .*a_text_document was made, does not exist: name where it is"):
+        load_tokenizer(config(indexed[0]))
+    load_tokenizer(config(indexed[0], tokenizer=f"{copied}"))
+
+
+def test_token_ids_with_a_record_of_an_earlier_version(config, indexed, other_tokenizer, tmp_path):
+    """It has the tokenizer's path, its size and its end of document."""
+    record = indexed[0].with_name(f"{indexed[0].name}.meta.json")
+    fields = json.loads(record.read_text())
+    del fields["tokenizer_digest"]
+    own, copied = tmp_path / "tokenizer.json", tmp_path / "copied.json"
+    copied.write_bytes(own.read_bytes())
+    record.write_text(json.dumps(fields))
+    load_tokenizer(config(indexed[0]))
+    with pytest.raises(UserError, match="is another tokenizer"):
+        load_tokenizer(config(indexed[0], tokenizer=f"{other_tokenizer}"))
+    size = open_tokenizer(f"{other_tokenizer}").vocab_size
+    record.write_text(json.dumps(fields | {"vocab_size": size}))  # of a tokenizer that is gone
+    own.unlink()
+    run = config(indexed[0], tokenizer=f"{other_tokenizer}")
+    (note,) = RunText(run.data).check_corpora("other", load_tokenizer(run))
+    assert "is not there any more: other is taken for the same" in note
+    with pytest.raises(UserError, match=rf"\({size:,} tokens\), and .*copied.json"):
+        load_tokenizer(config(indexed[0], tokenizer=f"{copied}"))
+
+
+def test_corpora_of_different_tokenizers_are_not_blended(config, indexed, other_tokenizer, tmp_path):
+    arguments = (
+        f"--input {tmp_path}/b.jsonl --output {tmp_path}/c --workers 0 --append-eod --tokenizer {other_tokenizer}"
+    )
+    assert preprocess.main(arguments.split()) == 0
+    with pytest.raises(UserError, match=r"different tokenizers, .*a_text_document with .* and .*c_text_document with"):
+        load_tokenizer(config(f"{indexed[0]} {tmp_path}/c_text_document"))
 
 
 def test_text_and_its_indexed_form_give_the_same_samples(config, indexed, tmp_path):

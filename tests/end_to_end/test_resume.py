@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -84,6 +85,22 @@ def stop(launcher: Launcher, name: str, number: signal.Signals, after_step: int)
     assert after_step <= reached < 40, "the signal came too late to stop anything"
     assert max(finished.checkpoints) == reached  # saved where it stopped: nothing is lost
     return finished
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_when_its_text_has_grown(launcher: Launcher) -> None:
+    """As it would with `--tokenizer`: one that is trained on the longer text has other ids."""
+    text = launcher.folder / "growing.txt"
+    text.write_text((launcher.folder / "text.txt").read_text())
+    first = launcher.train_here("growing", "--steps", "3", data=text.name)
+    own = (first.out / "tokenizer.json").read_bytes()
+    (launcher.folder / "named.json").write_bytes(own)
+    shutil.copytree(first.out, launcher.folder / "named")
+    with text.open("a") as file:
+        file.write("\n\nquizzical jackdaws vex bumpy wizards" * 400)
+    named = launcher.train_here("named", "--steps", "4", "--resume", "--tokenizer", "named.json", data=text.name)
+    last = launcher.train_here("growing", "--steps", "4", "--resume", data=text.name)
+    assert last.losses == named.losses
+    assert (first.out / "tokenizer.json").read_bytes() == own
 
 
 def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrupted: Finished) -> None:

@@ -127,6 +127,23 @@ def test_other_rows_and_another_order_of_them_ask_for_the_word(whole, folder, tm
     assert "a new order of samples begins after sample 48" in capsys.readouterr().out
 
 
+def test_a_run_keeps_its_own_tokenizer_and_what_the_weights_say_of_tokens(whole, folder, tmp_path, capsys):
+    assert json.loads((whole / "special_token_ids.json").read_text()) == {"model_type": "gpt2", "bos_token_id": 7}
+    own = (whole / "tokenizer.json").read_bytes()
+    assert own == (folder / "hf" / "tokenizer.json").read_bytes()
+    other = tmp_path / "other.json"
+    content = json.loads(own)
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    other.write_text(json.dumps(content))
+    resume = ["--config", str(whole / "config.toml"), "--resume", "--tokenizer", str(other)]
+    assert main(resume) == 2
+    assert f"trained with the tokenizer {whole}/tokenizer.json, and --tokenizer {other}" in capsys.readouterr().err
+    assert finetune(folder, tmp_path / "out", "--tokenizer", str(other)) == 2
+    assert f"came with the tokenizer {folder}/hf/tokenizer.json, and --tokenizer {other}" in capsys.readouterr().err
+    assert (whole / "tokenizer.json").read_bytes() == own
+
+
 def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path):
     out = tmp_path / "early"
     still = ["--epochs", "9", "--learning-rate", "0", "--patience", "2", "--valid-every", "1"]

@@ -37,8 +37,16 @@ class Field:
 
 
 def end_of_text(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of models that read on: one token stands between documents."""
-    return {} if tokenizer is None else {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+    """Of models that read on: what the tokenizer puts before a text, else what stands between documents."""
+    if tokenizer is None:
+        return {}
+    return {"bos_token_id": begin_of_text(tokenizer), "eos_token_id": tokenizer.eod}
+
+
+def begin_of_text(tokenizer: Tokenizer) -> int:
+    """The token that a tokenizer puts before a prompt, such as Llama's `<s>`, else the end of document."""
+    plain, prompt = tokenizer.encode("a"), tokenizer.encode_prompt("a")
+    return prompt[0] if prompt[:1] != plain[:1] else tokenizer.eod
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtjax.data.corpus.meta import Meta
-from mtjax.data.tokens.identity import content_digest, difference, path_of
+from mtjax.data.tokens.identity import content_digest, difference, path_of, same_path
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
@@ -85,8 +85,8 @@ def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
             )
         if None in digests and one.tokenizer != other.tokenizer:
             doubt = (
-                f"the corpora were made, as their records say, {both}, and whether these are the same can't be compared: "
-                "a file is gone, and its record is of an earlier version, without a digest"
+                f"the corpora were made, as their records say, {both}, and whether these are the same can't be "
+                "compared: a file is gone, and its record is of an earlier version, without a digest"
             )
     return doubt
 
@@ -103,7 +103,7 @@ def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why:
     """The error of a corpus that another tokenizer made."""
     ours = f"{tokenizer.vocab_size:,} tokens"
     because = f" ({why})" if why else ""
-    if meta.tokenizer is not None and _same_path(meta.tokenizer, name):
+    if meta.tokenizer is not None and same_path(meta.tokenizer, name):
         return UserError(
             f"the tokenizer {name} has changed since {prefix} was made with it, when it had {_size(meta)}; now it has "
             f"{ours}{because}: bring the old one back, or preprocess the text again"
@@ -120,7 +120,3 @@ def _described(meta: Meta) -> str:
 
 def _size(meta: Meta) -> str:
     return "an unknown number of tokens" if meta.vocab_size is None else f"{meta.vocab_size:,} tokens"
-
-
-def _same_path(one: str, other: str) -> bool:
-    return path_of(one).absolute() == path_of(other).absolute()

@@ -16,7 +16,8 @@ PROBES = (
     "The quick brown fox's 12 words; it's 3.14159 and 2,048 - isn't IT?",
     "  two  spaces,\ttabs\nand\n\nlines \r\n ending here ",
     "def f(x): return {'a': [x ** 2, -1]} != None  # under_score camelCase <s> </s> [MASK] <|endoftext|>",
-    "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600",
+    "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \U0001f600",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u65e5\u672c\u8a9e",
 )
 """Texts whose ids tell normalisation, pre-tokenization and merges apart. Recorded digests depend on them: they stay."""
 
@@ -48,9 +49,22 @@ def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> 
     return None if different is None else f"they cut {different!r} into different tokens"
 
 
+def prompt_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
+    """Says in what two tokenizers differ as `difference` does, or that they put different tokens around a prompt."""
+    if why := difference(theirs, ours):
+        return why
+    same = theirs.encode_prompt(PROBES[0]) == ours.encode_prompt(PROBES[0])
+    return None if same else "they add different tokens to a prompt"
+
+
 def path_of(name: str) -> Path:
     """Returns the path in a tokenizer's name, `KIND:PATH` or a bare path."""
     return Path(name if Path(name).exists() else name.rpartition(":")[2]).expanduser()
+
+
+def same_path(one: str, other: str) -> bool:
+    """Returns whether two names of tokenizers have the same path."""
+    return path_of(one).absolute() == path_of(other).absolute()
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ from mtjax.config import Config
 from mtjax.data.cache import Cache
 from mtjax.data.run_text import RunText
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG, TOKENIZER_FILES, tokenizer_of
-from mtjax.data.tokens.identity import PROBES, content_digest, difference, path_of
+from mtjax.data.tokens.identity import content_digest, difference, path_of, prompt_difference, same_path
 from mtjax.data.tokens.template_files import template_names
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
@@ -67,7 +67,7 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
         note = check_resumed(own, named)
         found = RunTokenizer(own.tokenizer, is_kept=True, notes=(note,) if note else ())
         name, text = own.shown, RunText(config.data, own.tokenizer)
-    elif weights is not None and (theirs := _owned_by_weights(weights)):
+    elif weights is not None and (theirs := _owned_by_weights(weights, named)):
         found, name = _from_weights(theirs, weights, named)
         text = RunText(config.data, found.tokenizer)
     else:
@@ -76,7 +76,7 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
             _refuse_to_train_one(kept_in, weights)
         files = files_beside(text.name) if text.name else {}
         if weights is not None:
-            files |= _ids_of(weights)
+            files |= _descriptions_of(weights)
         found, name = RunTokenizer(text.tokenizer, files), text.name or "the tokenizer trained on the text"
     _check_processes(name, found.tokenizer)
     notes = (*found.notes, *text.check_corpora(name, found.tokenizer))
@@ -112,14 +112,11 @@ def check_resumed(own: Owned, named: str | None) -> str | None:
         return None
     if not path_of(named).exists():
         return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
-    other = open_tokenizer(named)
-    why = difference(own.tokenizer, other)
-    if why is None and own.tokenizer.encode_prompt(PROBES[0]) != other.encode_prompt(PROBES[0]):
-        why = "they add different tokens to a prompt"
-    if why:
+    if why := prompt_difference(own.tokenizer, open_tokenizer(named)):
         raise UserError(
-            f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): remove "
-            "tokenizer from the command and the config to go on with the run's own, or start a new run in another --out"
+            f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): "
+            "remove tokenizer from the command and the config to go on with the run's own, or start a new run in "
+            "another --out"
         )
     return None
 
@@ -135,7 +132,7 @@ def files_beside(name: str) -> dict[str, bytes]:
     if path.is_file() and path.name not in TOKENIZER_FILES:
         return {}
     folder = path if path.is_dir() else path.parent
-    return _read(folder, (*DESCRIPTIONS, *template_names(folder)))
+    return read_files(folder, (*DESCRIPTIONS, *template_names(folder)))
 
 
 def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabulary: bool) -> dict[str, bytes]:
@@ -151,7 +148,15 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
     """
     names = (*(TOKENIZER_FILES if vocabulary else (*DESCRIPTIONS, GENERATION_CONFIG)), *template_names(folder))
     ids = special_ids(hugging_face)
-    return _read(folder, names) | ({SPECIAL_IDS: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
+    return read_files(folder, names) | ({SPECIAL_IDS: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
+
+
+def readable_tokenizer(name: str) -> Tokenizer | None:
+    """Opens a tokenizer in whose place another one is named; None when it can't be read, which may be the reason."""
+    try:
+        return open_tokenizer(name)
+    except UserError:
+        return None
 
 
 def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenizer) -> None:
@@ -178,23 +183,25 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     notes: tuple[str, ...] = ()
     if named is not None and not path_of(named).exists():
         notes = (f"the tokenizer {named} does not exist; the weights' own is used, {theirs.shown}",)
-    elif named is not None and path_of(named).absolute() != path_of(theirs.name).absolute():
+    elif named is not None and not same_path(named, theirs.name):
         tokenizer = open_tokenizer(named)
         check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
-        return RunTokenizer(tokenizer, files_of_weights(theirs.folder, weights.hugging_face, vocabulary=False)), named
+        if prompt_difference(theirs.tokenizer, tokenizer):  # it has more tokens, or adds others to a prompt
+            return RunTokenizer(tokenizer, _descriptions_of(weights)), named
     files = files_of_weights(theirs.folder, weights.hugging_face, vocabulary=True)
     return RunTokenizer(theirs.tokenizer, files, notes=notes), theirs.shown
 
 
-def _owned_by_weights(weights: Weights) -> Owned | None:
+def _owned_by_weights(weights: Weights, named: str | None) -> Owned | None:
     folder = weights.root
     name = tokenizer_of(_names_in(folder), folder) or weights.config.data.tokenizer
     if name is None or not path_of(name).exists():
         return None
-    return Owned(name, name, folder, open_tokenizer(name))
+    tokenizer = open_tokenizer(name) if named is None else readable_tokenizer(name)
+    return None if tokenizer is None else Owned(name, name, folder, tokenizer)
 
 
-def _ids_of(weights: Weights) -> dict[str, bytes]:
+def _descriptions_of(weights: Weights) -> dict[str, bytes]:
     return files_of_weights(weights.root, weights.hugging_face, vocabulary=False)
 
 
@@ -207,8 +214,8 @@ def _refuse_to_train_one(kept_in: Path | None, weights: Weights | None) -> None:
         )
     if weights is not None:
         raise UserError(
-            f"the weights in {weights.folder} came without a tokenizer, and ids of one that is trained on the text would "
-            "stand for other tokens: name theirs with --tokenizer"
+            f"the weights in {weights.folder} came without a tokenizer, and ids of one that is trained on the text "
+            "would stand for other tokens: name theirs with --tokenizer"
         )
 
 
@@ -240,7 +247,12 @@ def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
     return cache.folder("run-tokenizer", {"files": digests}, build)
 
 
-def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Reads those of the files that a folder has, by name.
+
+    Raises:
+      UserError: one can't be read.
+    """
     try:
         return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except OSError as e:

@@ -89,6 +89,29 @@ def test_merge_is_concatenation(tmp_path):
         assert path(tmp_path / "both").read_bytes() == path(tmp_path / "direct").read_bytes()
 
 
+def test_corpora_of_another_tokenizer_are_neither_merged_nor_shown(tmp_path, capsys):
+    """Its vocabulary has as many tokens, but two of them have changed places."""
+    vocab, other = write_bert_vocab(tmp_path / "vocab.txt"), tmp_path / "other.txt"
+    words = vocab.read_text().splitlines()
+    words[-2:] = reversed(words[-2:])
+    other.write_text("\n".join(words) + "\n")
+    write_jsonl(tmp_path / "in.jsonl", texts(20))
+    for name, tokenizer in (("a", vocab), ("b", vocab), ("c", other)):
+        arguments = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / name, "--tokenizer", f"bert:{tokenizer}")
+        assert data("preprocess", *arguments, "--workers", 0) == 0
+    a, b, c = (tmp_path / f"{name}_text_document" for name in "abc")
+    assert data("merge", "--input", a, b, "--output", tmp_path / "same") == 0
+    assert IndexedDataset(tmp_path / "same").meta.tokenizer_digest == IndexedDataset(a).meta.tokenizer_digest
+    capsys.readouterr()
+    assert data("merge", "--input", a, c, "--output", tmp_path / "both") == 2
+    error = capsys.readouterr().err
+    assert f"made with different tokenizers, {a} with bert:{vocab} " in error and f"{c} with bert:{other} " in error
+    assert not idx_path(tmp_path / "both").exists()
+    for command in ("info", "show", "verify"):
+        assert data(command, a, "--tokenizer", f"bert:{other}") == 2
+        assert f"{a} was made with bert:{vocab} " in capsys.readouterr().err
+
+
 def test_merge_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("mtjax.data.corpus.merge.SEQUENCES_AT_A_TIME", 3)
     monkeypatch.setattr("mtjax.data.corpus.merge.TOKENS_AT_A_TIME", 5)
