@@ -91,9 +91,7 @@ def test_a_config_in_the_folder_of_a_run_means_that_folder(tmp_path: Path) -> No
     (tmp_path / "new" / "checkpoints").rmdir()
     assert parse("--config", str(path), "--resume").config.output.out == Path("old")  # written by hand
     config.save(config.replace(config.Config(), out=Path("old")), path)
-    with pytest.raises(
-        UserError, match=r"lies in \S+/new, which has no checkpoints, and was written by a run in old"
-    ):
+    with pytest.raises(UserError, match=r"lies in \S+/new, which has no checkpoints, and was written by a run in old"):
         parse("--config", str(path), "--resume")
 
 

@@ -12,7 +12,9 @@ from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.continued import lower_continuation
 from mtjax.plan.auto import fastest_mesh
+from mtjax.train.changes import scheduled
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
+from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.objective import continues_text, resolve
 from mtjax.train.processes.peers import Peers
@@ -41,7 +43,9 @@ def compile_run(config: Config, folder: str | None) -> None:
         shape, mesh, schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
         tokenizer = data.load_tokenizer(config)
-        program = make_program(resolve(config, tokenizer, Path()), mesh)
+        past = newest_past(config.output.out / "checkpoints") if config.output.resume and config.output.out else None
+        resolved = resolve(config, tokenizer, Path(), past)
+        program = make_program(scheduled(resolved, past), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]
