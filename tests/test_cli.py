@@ -54,6 +54,52 @@ def test_the_config_may_be_written_in_any_of_these_ways(words: list[str]) -> Non
     assert command.name == "gpt2-8.3b"
 
 
+@pytest.mark.parametrize(
+    ("words", "lowest", "note"),
+    [
+        (["--learning-rate", "1e-4"], 1e-5, "min_learning_rate 0.0002 (from {file}) is above learning_rate 0.0001"),
+        (["--learning-rate", "1e-3"], 2e-4, ""),
+    ],
+)
+def test_a_lowest_rate_that_was_not_typed_follows_a_lower_peak(
+    words: list[str], lowest: float, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[optimizer]\nlearning_rate = 4e-3\nmin_learning_rate = 2e-4\n")
+    assert parse("--config", str(path), *words).config.optimizer.min_learning_rate == pytest.approx(lowest)
+    said = capsys.readouterr().err
+    assert said == "" if not note else note.format(file=path) in said
+    path.write_text("[optimizer]\nlearning_rate = 1e-6\n")
+    assert parse("--config", str(path)).config.optimizer.min_learning_rate == pytest.approx(1e-7)
+    assert "min_learning_rate 1e-05 (the default) is above learning_rate 1e-06" in capsys.readouterr().err
+
+
+def test_a_lowest_rate_above_the_peak_that_was_asked_for_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[optimizer]\nlearning_rate = 1e-4\nmin_learning_rate = 2e-4\n")
+    for words in (["--config", str(path)], ["--learning-rate", "1e-4", "--min-learning-rate", "2e-4"]):
+        with pytest.raises(UserError, match="min_learning_rate 0.0002 is above learning_rate 0.0001"):
+            parse(*words)
+
+
+def test_a_config_in_the_folder_of_a_run_means_that_folder(tmp_path: Path) -> None:
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    path = tmp_path / "new" / "config.toml"
+    path.write_text('[output]\nout = "old"\n')
+    assert parse("--config", str(path), "--resume").config.output.out == tmp_path / "new"
+    assert parse("--config", str(path), "--resume", "--out", "other").config.output.out == Path("other")
+    (tmp_path / "new" / "checkpoints").rmdir()
+    assert parse("--config", str(path), "--resume").config.output.out == Path("old")  # written by hand
+    config.save(config.replace(config.Config(), out=Path("old")), path)
+    with pytest.raises(UserError, match=r"lies in \S+/new, which has no checkpoints, and was written by a run in old"):
+        parse("--config", str(path), "--resume")
+
+
+def test_a_run_has_one_end() -> None:
+    with pytest.raises(UserError, match="--steps 5 and train_samples 80 both set the end of the run"):
+        parse("--steps", "5", "--train-samples", "80")
+
+
 def test_values_have_their_types() -> None:
     chosen = parse("--out", "a/b", "--rampup-batch-size", "8", "8", "100", "--resume", "--mlp-size", "512").config
     assert chosen.output.out == Path("a/b")

@@ -11,7 +11,9 @@ from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.continued import lower_continuation
 from mtjax.plan.auto import fastest_mesh
+from mtjax.train.changes import scheduled
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
+from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.checkpoints.weights import find_weights
 from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.folder.tokenizer import find_tokenizer
@@ -43,7 +45,9 @@ def compile_run(config: Config, folder: str | None) -> None:
         say = print if jax.process_index() == 0 else lambda *_, **__: None
         weights = find_weights(config.training.init_from) if config.training.init_from else None
         tokenizer = find_tokenizer(config, config.output.out, weights).tokenizer
-        program = make_program(resolve(config, tokenizer, Path()), mesh)
+        past = newest_past(config.output.out / "checkpoints") if config.output.resume and config.output.out else None
+        resolved = resolve(config, tokenizer, Path(), past)
+        program = make_program(scheduled(resolved, past), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]

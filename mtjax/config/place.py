@@ -46,6 +46,11 @@ def in_own_folder(config: Config, file: Path) -> Config:
     return config
 
 
+def was_copied(folder: Path, place: str | None) -> bool:
+    """Whether a run's folder is a copy of one that still lies at `place`; one that was moved from there is not."""
+    return place is not None and Path(place) != folder.resolve() and holds_run(Path(place))
+
+
 def _is_same(one: Path, other: Path) -> bool:
     if url_of(one) or url_of(other):
         return url_of(one) == url_of(other)

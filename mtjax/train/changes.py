@@ -137,7 +137,9 @@ def scheduled(config: Config, past: Past | None) -> Config:
     if past is None:
         return config
     horizon = horizon_of(config.optimizer, config.training.steps, past.horizon)
-    return configs.replace(config, steps=horizon.steps, decay_steps=horizon.decay_steps)
+    # Where no step so far depends on the end of the decay, it is the run's new end.
+    decay_steps = horizon.decay_steps or max(config.training.steps, config.optimizer.warmup_steps + 1)
+    return configs.replace(config, steps=horizon.steps, decay_steps=decay_steps)
 
 
 def check_learns(past: Past, config: Config, now: Config) -> None:
@@ -247,7 +249,7 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
     if steps != before or rate_of(then, before - 1) != rate_of(now, steps - 1):
         ends = (f"{rate_of(then, before - 1)} (step {before})", f"{rate_of(now, steps - 1)} (step {steps})")
         last = now.optimizer.decay_steps
-        if last and last != steps and kept:
+        if past.horizon.decay_steps and last and last != steps and kept:
             again = rate_of(_decaying(config, steps), past.step)
             hint = f"decays until step {last}, as before; --decay-steps {steps}: {again} in step {past.step + 1}"
         rows.append(Change("learning rate, last step", *ends, hint))

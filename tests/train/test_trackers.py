@@ -1,6 +1,7 @@
 """Metrics also go to Weights & Biases or MLflow: what these are told, and that neither ends a run."""
 
 import json
+import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_wandb_gets_settings_and_metrics_and_goes_on_in_the_same_run(tmp_path: P
     ]
     wandb.clear()
     log(tmp_path, "wandb", from_step=1)
+    assert wandb[0][1]["id"] == "abc"
+
+
+def test_a_copied_run_is_a_run_of_its_own_and_a_moved_one_is_not(tmp_path: Path, wandb: list[Any]) -> None:
+    (tmp_path / "run").mkdir()
+    log(tmp_path / "run", "wandb")
+    copied = shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    wandb.clear()
+    log(copied, "wandb", from_step=1)
+    assert wandb[0][1]["id"] is None
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    wandb.clear()
+    log(moved, "wandb", from_step=1)
     assert wandb[0][1]["id"] == "abc"
 
 

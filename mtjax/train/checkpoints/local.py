@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from mtjax.config import Config, Output
+from mtjax.config.place import was_copied
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.records import dotted
 from mtjax.sharding.refill import have_all, refill
@@ -44,7 +45,8 @@ from mtjax.train.processes.exchange import exchange
 from mtjax.train.step import State
 
 IDENTITY = "run_id"
-"""The file in a run's folder whose word names its folder on local disks: another run in the same --out has another."""
+"""The file in a run's folder whose first line names its folder on local disks: another run in the same --out has
+another. The second line is the run's folder, by which a copy is told from the original."""
 LACKING = "lacking"
 
 T = TypeVar("T")
@@ -76,9 +78,12 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
 def _identity(folder: Path) -> str:
     path = folder / IDENTITY
     try:
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12])
-        return path.read_text()
+        words = path.read_text().splitlines() if path.exists() else []
+        identity, place = [*words, *[None] * 2][:2]
+        if identity is None or was_copied(folder, place):  # a copy must not write into the original's
+            identity = uuid.uuid4().hex[:12]
+        path.write_text(f"{identity}\n{folder.resolve()}\n")
+        return identity
     except OSError as e:
         raise UserError(f"{path} can't be used: {first_line(e)}") from e
 

@@ -15,9 +15,12 @@ from typing import Any, Protocol
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.place import was_copied
 from mtjax.errors import UserError, first_line
 
 FILE = "tracker.json"
+PLACE = "folder"
+"""Its key for the run's folder, by which a copy is told from the original."""
 PROJECT = "mtjax"
 LONGEST = 500
 """Characters of a setting that every version of MLflow takes."""
@@ -131,9 +134,11 @@ class Tracking:
             ids = json.loads((folder / FILE).read_text())
         except (OSError, ValueError):
             ids = {}
-        tracker = TRACKERS[name](folder, configs.to_dict(config), ids.get(name) if isinstance(ids, dict) else None)
+        if not isinstance(ids, dict) or was_copied(folder, ids.get(PLACE)):  # a copy is a run of its own
+            ids = {}
+        tracker = TRACKERS[name](folder, configs.to_dict(config), ids.get(name))
         self._tracker = tracker
-        (folder / FILE).write_text(json.dumps({name: tracker.id}) + "\n")
+        (folder / FILE).write_text(json.dumps({name: tracker.id, PLACE: str(folder.resolve())}) + "\n")
 
     def _try(self, do: Callable[[], object]) -> None:
         try:
