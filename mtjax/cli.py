@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import io
 import os
 import re
+import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -64,28 +67,62 @@ GARBAGE = (100_000, 50, 1000)
 Python does by itself takes a tenth of a start."""
 
 
+DEBUG = "MTJAX_DEBUG"
+"""Environment variable: 1 shows the traceback of an error that would otherwise be one sentence."""
+BUG = 1
+"""Exit code of an error that is not the user's: as of any Python program that ends with an exception."""
+_OF_A_PATH = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
+"""Errors about a path that somebody named, which the user can put right."""
+
+
 def run_main(body: Callable[[], int | None]) -> int:
-    """Runs a command's body: a `UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Runs a command's body and reports how it ended, in one line on stderr where that was an error.
+
+    Returns:
+      The exit code: the body's; 2 for a `UserError`, for a path that can't be used and for too little memory; 1 for
+      other errors of the operating system, such as a lost connection; 130 for Ctrl-C.
+    """
     gc.set_threshold(*GARBAGE)
     try:
         return body() or 0
     except UserError as e:
-        print(f"error: {shortened(e, LONGEST_MESSAGE)}", file=sys.stderr)
-        return 2
-    except MemoryError:
-        print("error: this machine's memory is too small for it", file=sys.stderr)
-        return 2
+        return _report(str(e), 2)
+    except MemoryError as e:
+        return _report(f"out of memory on this machine{f': {first_line(e)}' if str(e) else ''}", 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `mtjax ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as e:  # of a disk or a path that nobody expected to fail here
-        if e.errno is None:
-            raise
-        print(f"error: {shortened(first_line(e), LONGEST_MESSAGE)}", file=sys.stderr)
-        return 2
+    except OSError as e:
+        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        # Schedulers don't restart after code 2, so it is for what only the user can put right: a bug, or a connection
+        # that was lost inside a library, is not that.
+        if e.errno in _OF_A_PATH and e.filename is not None:
+            return _report(first_line(e), 2)
+        what = type(e).__name__
+        return _report(f"{what}: {first_line(e)} ({DEBUG}=1 shows the traceback)", BUG)
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads: a broken connection elsewhere is the same exception."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # standard output is no file, or is closed
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _report(message: str, code: int) -> int:
+    """Prints the error that is being handled, with its traceback where `MTJAX_DEBUG` is 1; returns the exit code."""
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exc()
+    print(f"error: {shortened(message, LONGEST_MESSAGE)}", file=sys.stderr)
+    return code
 
 
 class Command(NamedTuple, Generic[Options]):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import errno
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -175,6 +176,57 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):  # a bug is not the user's mistake: it keeps its traceback
         fails(ZeroDivisionError())
+
+
+ENDS = {
+    "a path that is not there": (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), 2),
+    "a path that may not be read": (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2),
+    "too little memory": (MemoryError("Unable to allocate 9.0 GiB"), 2),
+    "a lost connection": (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
+    "a connection that broke": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+    "a library's own": (OSError("can't load it"), 1),
+    "a file that no path names": (OSError(errno.EBADF, "Bad file descriptor"), 1),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_only_what_the_user_can_put_right_ends_with_code_2(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers do not restart after 2. `MTJAX_DEBUG=1` shows where an error came from; another end names it."""
+    error, code = ENDS[kind]
+
+    def body() -> None:
+        raise error
+
+    monkeypatch.delenv("MTJAX_DEBUG", raising=False)
+    assert cli.run_main(body) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1
+    assert (error.strerror if isinstance(error, OSError) and error.strerror else str(error)) in shown
+    assert ("MTJAX_DEBUG=1" in shown) == (code == 1)
+    monkeypatch.setenv("MTJAX_DEBUG", "1")
+    assert cli.run_main(body) == code
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_sentence_has_its_traceback_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTJAX_DEBUG", "1")
+    assert cli.main(["train", "--steps", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert shown.endswith("error: steps is 0, and must be at least 1\n")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = 'from mtjax import cli; raise SystemExit(cli.run_main(lambda: print("x" * 10**6)))'
+    command = f"{sys.executable} -u -c '{code}' | head -c 1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "x", "")
 
 
 QUICK = """
