@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,8 +21,11 @@ import tyro
 
 from mtjax import __version__, config
 from mtjax.config.checks import check_bounds
+from mtjax.config.common import COMMON
 from mtjax.config.families import FAMILIES
 from mtjax.errors import UserError, first_line, nearest, shortened
+from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
+from mtjax.migrate.suggest import advice
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
@@ -147,6 +150,7 @@ def parse(
     *,
     base: Callable[[config.Config, Sequence[str]], config.Config] | None = None,
     hidden: Collection[str] = PLAIN,
+    common: Mapping[str, Collection[str]] = COMMON,
 ) -> Command[Options]:
     """The run that a command line asks for: its options over `--config FILE` over the defaults.
 
@@ -158,6 +162,7 @@ def parse(
       default: the shipped config that is used when `--config` is not given.
       base: from that config, and the words of the command line, to the one whose settings are the options' defaults.
       hidden: sections that have no options here.
+      common: headings of `--help`, and the settings below each; `--help-all` shows the others too.
 
     Raises:
       UserError: the config file or an option is wrong, or values don't fit each other.
@@ -175,31 +180,49 @@ def parse(
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
-    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
+    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     config.validate(chosen)
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
 
 
-def read(options: Any, argv: Sequence[str] | None, prog: str, description: str | None = None) -> Any:
+def read(
+    options: Any,
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str = "",
+    common: Mapping[str, Collection[str]] | None = None,
+) -> Any:
     """The options of a command line, as the dataclass `options`.
+
+    Args:
+      options: the dataclass.
+      argv: arguments; those of the process when None.
+      prog: the command as the user types it.
+      description: what `--help` says first.
+      common: headings of `--help`, and the options below each; None shows all.
 
     Raises:
       UserError: one is wrong or missing.
       SystemExit: help was asked for (0).
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    listed = list(options_of(dataclass_of(options)))
+    if {*HELP, HELP_ALL} & set(words):
+        print(show_help(prog, description, listed, None if HELP_ALL in words else common), end="")
+        raise SystemExit(0)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(options, prog=prog, description=description, args=argv)
+            parsed = tyro.cli(options, prog=prog, description=description, args=words, add_help=False)
     except SystemExit as e:
         if not e.code:
             raise
     else:
         check_bounds(parsed)
         return parsed
-    raise UserError(f"{_one_sentence(said.getvalue())} ({prog} --help lists the options)")
+    raise UserError(f"{_one_sentence(said.getvalue(), words, names_of(listed))} ({prog} --help lists the options)")
 
 
 _VALUES = {"int()": "a whole number", "INT": "a whole number", "to float": "a number", "FLOAT": "a number"}
@@ -210,7 +233,7 @@ _NUMBER = re.compile(
 _SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be instantiated from \[(.*?)\]")
 
 
-def _one_sentence(box: str) -> str:
+def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = ()) -> str:
     """The message that tyro prints as a box, as one sentence: what was wrong, the value, and what would be right.
 
     Messages of a kind not handled here are only joined to one line.
@@ -219,17 +242,16 @@ def _one_sentence(box: str) -> str:
     rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
-    said, below = " ".join(" ".join(lines[:rule]).split()), lines[rule:]
+    said = " ".join(" ".join(lines[:rule]).split())
     if match := _CHOICE.fullmatch(said):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
         return f"{match[2]} {match[1]} is not one of {', '.join(choices)}{nearest(match[1], choices)}"
     if said.startswith("Unrecognized options: "):
         words = said.partition(": ")[2].split(", ")
-        unknown = next((word for word in words if word.startswith("--")), None)
-        known = [name for line in below if line.startswith("--") for name in re.findall(r"--[\w-]+", line)]
+        unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
         if unknown is None:
-            return f"{words[0]!r} belongs to no option"
-        return f"no option is called {unknown}{nearest(unknown, known)}"
+            return f"{words[0]!r} belongs to no option{_as_option(words[0], known)}"
+        return f"no option is called {unknown}{advice(unknown, _value_of(unknown, argv), known)}"
     if match := _NUMBER.match(said):
         return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
     if match := _SEVERAL.match(said):
@@ -243,6 +265,21 @@ def _one_sentence(box: str) -> str:
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     return shortened(said.rstrip(". "), 400)
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str | None:
+    """What was typed behind an option that does not exist."""
+    value = argument(argv, option)
+    return None if value is None or value.startswith("--") else value
+
+
+def _as_option(word: str, known: Collection[str]) -> str:
+    """How `steps=10`, as MaxText reads it, is typed here."""
+    name, equals, value = word.partition("=")
+    option = f"--{name.replace('_', '-')}"
+    if not equals or not name.isidentifier():
+        return ""
+    return f": write {option} {value}" if option in known else advice(option, value, known)
 
 
 def _listed(argv: Sequence[str]) -> Iterator[str]:

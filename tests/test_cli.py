@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_type_hints
@@ -13,6 +14,7 @@ import pytest
 
 from mtjax import __version__, cli, config
 from mtjax.config import Config
+from mtjax.config.common import COMMON, COMMON_FINETUNING
 from mtjax.data.__main__ import COMMANDS as data_commands
 from mtjax.errors import UserError
 
@@ -107,20 +109,137 @@ def test_values_are_checked_after_parsing() -> None:
         parse("--steps", "0")
 
 
-@pytest.mark.parametrize(("command", "hidden"), [("train", {"finetuning"}), ("finetune", set())])
-def test_help_explains_every_field_by_group(command: str, hidden: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        cli.main([command, word])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def options_in(shown: str) -> set[str]:
+    return {line.split()[0].partition("/")[0] for line in shown.splitlines() if line.startswith("  --")}
+
+
+@pytest.mark.parametrize(("command", "hidden"), [("train", {"finetuning"}), ("finetune", set())])
+def test_help_all_explains_every_field_by_group(
+    command: str, hidden: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(command, "--help-all", capsys)
     for group in get_type_hints(Config):
-        assert (f" {group} options " in shown) == (group not in hidden)
-    words = set(shown.replace(",", " ").split())
+        assert (f"\n{group} options:\n" in shown) == (group not in hidden)
+    names = options_in(shown)
     for group, name in FIELDS:
-        assert (f"--{name.replace('_', '-')}" in words) == (group not in hidden)
-    plain = " ".join(shown.replace("│", " ").split())
-    assert "Standard deviation of initial weights." in plain
+        assert (f"--{name.replace('_', '-')}" in names) == (group not in hidden)
+    plain = " ".join(shown.split())
+    assert "Standard deviation of initial weights. Default: 0.0" in plain
     assert "Devices as DATAxMODEL, say 64x8" in plain
+
+
+def test_help_shows_what_most_runs_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """About forty options by what they are for, with types that a person reads, and the way to the others."""
+    shown = help_of("train", "--help", capsys)
+    names = options_in(shown)
+    assert 40 <= len(names) <= 50
+    headings = [line.rstrip(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Examples", "options", *COMMON]
+    assert {"--mesh", "--data", "--learning-rate", "--out", "--num-layers", "--config", "--profile"} <= names
+    assert not {"--hysteresis", "--loader-timeout", "--relative-buckets", "--task"} & names
+    assert f"`mtjax train --help-all` shows {len(options_in(help_of('train', '--help-all', capsys)) - names)}" in shown
+    for words in ("\n  --mlp-size N\n", "\n  --out PATH\n", "\n  --decay-style {constant,linear,cosine,"):
+        assert words in shown
+    assert "None" not in shown
+    assert "\n  --resume\n" in shown
+    assert (
+        "--tie-embeddings/--no-tie-embeddings\n      Use the embedding table as the output projection. Default: on."
+        in shown
+    )
+
+
+def test_help_of_a_finetuning_is_about_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    names = options_in(help_of("finetune", "--help", capsys))
+    assert {"--task", "--epochs", "--lora-rank", "--init-from", "--learning-rate", "--seeds"} <= names
+    assert not {"--steps", "--hidden-size"} & names
+
+
+def test_common_options_exist() -> None:
+    fields = {name for _, name in FIELDS}
+    for groups in (COMMON, COMMON_FINETUNING):
+        listed = [name for names in groups.values() for name in names]
+        assert set(listed) <= fields
+        assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "convert", "evaluate", "predict", "ensemble"])
+def test_help_of_the_other_commands_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(command, "--help", capsys)
+    assert "None" not in shown
+    module = import_module(f"{cli.COMMANDS[command][0]}.__main__")
+    fields = [
+        field for field in dataclasses.fields(module.Options) if field.name not in ("prompts", "runs", "sampling")
+    ]
+    names = {"source": "from", "target": "to"}
+    assert {f"--{names.get(f.name, f.name).replace('_', '-')}" for f in fields} <= options_in(shown)
+
+
+ALIASES = {
+    "train --lr 1e-4": "no option is called --lr: use --learning-rate",
+    "train --train-iters 100": "no option is called --train-iters: use --steps",
+    "train --tensor-model-parallel-size 8": (
+        "no option is called --tensor-model-parallel-size: use --mesh model=8 (8-way tensor parallel)"
+    ),
+    "train --pipeline-model-parallel-size=4": (
+        "no option is called --pipeline-model-parallel-size: use --mesh stage=4 (4 pipeline stages)"
+    ),
+    "train --micro-batch-size 4": "no option is called --micro-batch-size: use --microbatch-size",
+    "train --bf16": "no option is called --bf16: use --compute-dtype bfloat16",
+    "train --fp16": "no option is called --fp16: use --compute-dtype float16",
+    "train --use-distributed-optimizer": "no option is called --use-distributed-optimizer: use --zero 1",
+    "train --overlap-grad-reduce": ("no option is called --overlap-grad-reduce, and mtjax needs none: on (--overlap)"),
+    "train --tp-comm-overlap": (
+        "no option is called --tp-comm-overlap, and mtjax has no equal: tensor-parallel communication is not split "
+        "into pieces that overlap with matmuls"
+    ),
+    "train --batch-size 8": (
+        "no option is called --batch-size: use --global-batch-size (samples in a step, over all devices) or "
+        "--microbatch-size (samples of a data-parallel rank at a time)"
+    ),
+    "train --per_device_train_batch_size 8": (
+        "no option is called --per_device_train_batch_size: use --microbatch-size 8 (samples of a data-parallel rank "
+        "at a time); --global-batch-size counts all devices"
+    ),
+    "train --max-steps 8": "no option is called --max-steps: use --steps",
+    "train --output-dir a": "no option is called --output-dir: use --out",
+    "finetune --num-train-epochs 3": "no option is called --num-train-epochs: use --epochs",
+    "train --num-train-epochs 3": "no option is called --num-train-epochs: use --steps",
+    "train --hlep": "no option is called --hlep - did you mean '--help'?",
+    "train per_device_batch_size=8": (
+        "'per_device_batch_size=8' belongs to no option: use --microbatch-size 8; --global-batch-size counts all "
+        "devices"
+    ),
+    "train steps=8": "'steps=8' belongs to no option: write --steps 8",
+    "generate --from a --max-new-tokens 9": "no option is called --max-new-tokens: use --max-tokens",
+    "generate --from a --batch-size 9": "no option is called --batch-size: use --batch (texts at a time)",
+    "generate --from a --tp 2": "no option is called --tp: use --mesh model=2 (2-way tensor parallel)",
+    "serve --model a --from b": "no option is called --model: use --from",
+}
+
+
+@pytest.mark.parametrize("line", ALIASES)
+def test_names_of_other_tools_are_answered_by_meaning(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err == f"error: {ALIASES[line]} (mtjax {line.split()[0]} --help lists the options)\n"
+
+
+def test_keys_of_other_tools_in_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, said in (
+        ("[optimizer]\nlr = 1e-4\n", "unknown key 'lr' in [optimizer]: use learning_rate"),
+        ("[training]\nmicro_batch_size = 4\n", "unknown key 'micro_batch_size' in [training]: use microbatch_size"),
+        ("[parallel]\ntensor_model_parallel_size = 4\n", "use mesh model=4 (4-way tensor parallel)"),
+    ):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        assert cli.main(["train", "--config", str(path)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_every_field_has_its_own_help() -> None:

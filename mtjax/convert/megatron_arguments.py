@@ -5,28 +5,16 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
-from mtjax.convert.megatron_experts import expert_misfits, expert_settings, has_experts, unread_experts
+from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.convert.megatron_tables import Names
 from mtjax.errors import UserError
+from mtjax.migrate.megatron import default_of, supported
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (False, None),
-    "multi_latent_attention": (False, None),
-    "normalization": ("LayerNorm", "RMSNorm", None),
-    "apply_layernorm_1p": (False, None),
-    "qk_l2_norm": (False, None),
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
-    "position_embedding_type": ("learned_absolute", "rope", None),
-    "rotary_percent": (1.0, None),
-    "rotary_interleaved": (False, None),
-    "no_rope_freq": (None,),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
+    name: values for name, values in supported().items() if not name.startswith(EXPERTS)
 }
 """Arguments, and the values with which mtjax has the model."""
-VOCAB_MULTIPLE = 128
+VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """What Megatron's scaled RoPE has no arguments for."""
@@ -75,14 +63,16 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "mlp_size": arguments.get("ffn_hidden_size"),
         "sequence_length": arguments["max_position_embeddings"],
         "norm": "rmsnorm" if arguments.get("normalization") == "RMSNorm" else "layernorm",
-        "norm_epsilon": float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5),
+        "norm_epsilon": float(
+            arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or default_of("norm_epsilon")
+        ),
         "activation": _activation(arguments),
         "bias": bool(arguments.get("add_bias_linear", True)),
         "qk_norm": bool(arguments.get("qk_layernorm", False)),
         "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
-        "hidden_dropout": float(arguments.get("hidden_dropout", 0.1)),
-        "attention_dropout": float(arguments.get("attention_dropout", 0.1)),
-        "init_std": float(arguments.get("init_method_std", 0.02)),
+        "hidden_dropout": _number(arguments, "hidden_dropout"),
+        "attention_dropout": _number(arguments, "attention_dropout"),
+        "init_std": _number(arguments, "init_method_std"),
         "position": position,
     }
     settings |= _rope(arguments) if position == "rope" else {}
@@ -114,11 +104,17 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
-        scaled = float(arguments.get("rope_scaling_factor") or 8.0)
+        scaled = _number(arguments, "rope_scaling_factor")
         return settings | {"rope_scaling": "llama3", "rope_factor": scaled, **LLAMA3}
     if factor not in (None, 1):
         return settings | {"rope_scaling": "linear", "rope_factor": float(factor)}
     return settings | {"rope_scaling": "none"}
+
+
+def _number(arguments: Mapping[str, Any], name: str, older: str = "") -> float:
+    """Returns an argument, also by its older name, or Megatron's default where it is not there."""
+    given = [value for value in (arguments.get(name), arguments.get(older)) if value is not None]
+    return float(given[0] if given else default_of(name))
 
 
 def _bert_settings(names: frozenset[str]) -> dict[str, Any]:

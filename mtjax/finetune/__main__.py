@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from mtjax.cli import Command, argument, parse, run_main
 from mtjax.config import Config, replace
+from mtjax.config.common import COMMON_FINETUNING
 from mtjax.errors import UserError
 from mtjax.finetune.options import CHAT, DECIDED, DEFAULTS, DESCRIPTION, LONGEST_CHATS, Options
 from mtjax.finetune.tasks.registry import TASKS
+from mtjax.help import HELP, HELP_ALL
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.watch.times import Times
@@ -28,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         with CtrlC():
             check_words(words)
-            command = parse(words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=())
+            command = parse(
+                words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=(), common=COMMON_FINETUNING
+            )
             config = command.config
             if config.finetuning.task == "none":
                 raise UserError(f"--task is missing: it is one of {', '.join((*TASKS, CHAT))}")
@@ -108,7 +112,7 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
         return start
     config = start if argument(words, "--config") else replace(Config(), **DEFAULTS)
     named = argument(words, "--init-from")
-    if named is None or {"-h", "--help"} & set(words):
+    if named is None or {*HELP, HELP_ALL} & set(words):
         return config
     from mtjax.convert.saved_model import model_of
 
