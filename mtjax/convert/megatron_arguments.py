@@ -28,6 +28,23 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     Raises:
       UserError: arguments are missing, or describe a model that is not supported: lists all of them.
     """
+    wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names))
+    if wrong:
+        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UserError(f"{source} is missing {', '.join(missing)}: describe the model with --config FILE")
+    return described(arguments, names)
+
+
+def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
+    """Returns what mtjax lacks for the model that arguments describe.
+
+    Args:
+      arguments: Megatron's.
+      is_core: whether the model is one of Megatron-Core, not of the legacy code.
+    """
     wrong = [
         f"{key} is {arguments[key]!r}"
         for key, values in SUPPORTED.items()
@@ -35,22 +52,20 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     ]
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("add_qkv_bias is True without add_bias_linear")
-    position = _position(arguments)
-    if position is None:
+    if _position(arguments) is None:
         wrong.append("it has no positions")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         wrong.append("its norms of queries and keys are layer norms (qk_layernorm)")
     if has_experts(arguments):
-        is_core = any(name.startswith("decoder.layers.") for name in names)
         wrong += (
             unread_experts(arguments) if is_core else [f"num_experts is {arguments['num_experts']} in the legacy code"]
         )
-    if wrong:
-        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    missing = [name for name in needed if arguments.get(name) is None]
-    if missing:
-        raise UserError(f"{source} does not say its {', '.join(missing)}: describe the model with --config FILE")
+    return wrong
+
+
+def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """Returns our settings of the model that arguments describe, of which `unsupported` says nothing."""
+    position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     settings = {
@@ -63,9 +78,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "mlp_size": arguments.get("ffn_hidden_size"),
         "sequence_length": arguments["max_position_embeddings"],
         "norm": "rmsnorm" if arguments.get("normalization") == "RMSNorm" else "layernorm",
-        "norm_epsilon": float(
-            arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or default_of("norm_epsilon")
-        ),
+        "norm_epsilon": _number(arguments, "norm_epsilon", "layernorm_epsilon"),
         "activation": _activation(arguments),
         "bias": bool(arguments.get("add_bias_linear", True)),
         "qk_norm": bool(arguments.get("qk_layernorm", False)),

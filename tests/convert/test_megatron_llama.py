@@ -238,7 +238,7 @@ def test_a_model_that_mtjax_does_not_have_is_refused(reference, tmp_path, capsys
     [
         (lambda c: setattr(c["args"], "hidden_size", "many"), "hidden_size = 'many' should be"),
         (lambda c: setattr(c["args"], "norm_epsilon", "small"), "does not describe a model that mtjax can read"),
-        (lambda c: c.update(args={"num_layers": 4}), "does not say its hidden_size, num_attention_heads"),
+        (lambda c: c.update(args={"num_layers": 4}), "is missing hidden_size, num_attention_heads"),
         (lambda c: c.update(args=[4]), "does not describe a model that mtjax can read"),
         (lambda c: c.update(model=[1, 2]), "holds no model of Megatron-LM"),
         (lambda c: c.update(model={}), "holds no tensor of a GPT or BERT of Megatron-LM"),
