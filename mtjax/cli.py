@@ -41,6 +41,7 @@ COMMANDS = {
     "serve": ("mtjax.serve", "answer clients of OpenAI and Megatron-LM over HTTP, with trained weights"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
     "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
+    "from-megatron": ("mtjax.convert.from_megatron", "translate a launch script of Megatron-LM into a config"),
 }
 
 Options = TypeVar("Options")

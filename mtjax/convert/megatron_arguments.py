@@ -1,14 +1,16 @@
 """Megatron-LM's arguments, saved in its checkpoints, and our settings: from either to the other."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
-from mtjax.convert.megatron_tables import Names
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import default_of, supported
+
+if TYPE_CHECKING:
+    from mtjax.convert.megatron_tables import Names  # imports jax, for seconds
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     name: values for name, values in supported().items() if not name.startswith(EXPERTS)
@@ -143,7 +145,9 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | tuple | list)
 
 
-def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: str, vocab_rows: int) -> dict[str, Any]:
+def arguments_of(
+    model: Model, names: "Names", tensor: int, pipeline: int, dtype: str, vocab_rows: int
+) -> dict[str, Any]:
     """Megatron's arguments for a model of ours.
 
     Raises:
@@ -171,7 +175,7 @@ def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: 
     }
 
 
-def misfits(model: Model, names: Names) -> list[str]:
+def misfits(model: Model, names: "Names") -> list[str]:
     """What an implementation of Megatron lacks for a model of ours."""
     is_bert = model.family == "bert"
     approximate = "activation gelu, the approximation, without biases"
@@ -197,7 +201,7 @@ def misfits(model: Model, names: Names) -> list[str]:
     return [what for what, holds in wrong.items() if holds]
 
 
-def _rope_misfits(model: Model, names: Names) -> dict[str, bool]:
+def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
     advice = "; take --transformer-impl transformer_engine"
@@ -231,7 +235,7 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
     }
 
 
-def _kinds(model: Model, names: Names) -> dict[str, Any]:
+def _kinds(model: Model, names: "Names") -> dict[str, Any]:
     tanh = model.activation == "gelu"
     return {
         "use_legacy_models": names.is_legacy,

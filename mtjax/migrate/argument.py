@@ -1,11 +1,15 @@
 """A row of the table of Megatron-LM's arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Literal["equal", "default", "none"]
 """equal: mtjax has a setting for it. default: mtjax always does so, or needs no setting. none: there is no equal."""
+
+
+Sections = Mapping[str, tuple["Argument", ...]]
+"""Headings, and the rows below each."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,3 @@ def off(row: Argument, dest: str) -> Argument:
 def option(setting: str) -> str:
     """A setting as typed: `--learning-rate`."""
     return "--" + setting.replace("_", "-")
-
-
-def all_of(*groups: Sequence[Argument]) -> tuple[Argument, ...]:
-    """The rows of several groups, in order."""
-    return tuple(row for group in groups for row in group)

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtjax.migrate.argument import Argument, all_of
+from mtjax.migrate.argument import Argument, Sections
 from mtjax.migrate.model_arguments import MODEL
 from mtjax.migrate.system_arguments import SYSTEM
 from mtjax.migrate.training_arguments import TRAINING
 
-TABLE: tuple[Argument, ...] = all_of(MODEL, TRAINING, SYSTEM)
+SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM}
+TABLE: tuple[Argument, ...] = tuple(row for rows in SECTIONS.values() for row in rows)
+OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
+"""Attributes of the arguments of the network."""
 
 
 @cache
@@ -35,4 +38,23 @@ def supported(prefix: str = "") -> dict[str, tuple[Any, ...]]:
     Args:
       prefix: only arguments that begin with it.
     """
-    return {row.dest: row.same for row in MODEL if row.same is not None and row.dest.startswith(prefix)}
+    return {
+        row.dest: row.same
+        for row in TABLE
+        if row.dest in OF_MODEL and row.same is not None and row.dest.startswith(prefix)
+    }
+
+
+def markdown() -> str:
+    """Returns the table as docs/migrate.md has it."""
+    parts = []
+    for heading, rows in SECTIONS.items():
+        lines = [f"### {heading}", "", "| Megatron-LM | mtjax | |", "|---|---|---|"]
+        for row in rows:
+            names = ", ".join(f"`{name}`" for name in row.names)
+            is_option = row.equal.startswith(("--", "mtjax "))
+            equal = (f"`{row.equal}`" if is_option else row.equal) if row.status == "equal" else row.status
+            note = row.note.replace("|", "\\|")
+            lines.append(f"| {names} | {equal} | {note} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

@@ -1,6 +1,6 @@
 """Megatron-LM's arguments of the network: rows of the table. Names and defaults: its megatron/training/arguments.py."""
 
-from mtjax.migrate.argument import all_of, always, equal, none, off, same
+from mtjax.migrate.argument import Sections, always, equal, none, off, same
 
 _LAYOUT = (
     same("--num-layers --encoder-num-layers", "num_layers"),
@@ -190,4 +190,8 @@ _EXPERTS = (
         "--moe-router-force-load-balancing", "routers choose experts by their scores, also in benchmarks", default=False
     ),
 )
-MODEL = all_of(_LAYOUT, _KINDS, _EXPERTS)
+MODEL: Sections = {
+    "Layers, attention, positions": _LAYOUT,
+    "Norms, activation, vocabulary, initialization": _KINDS,
+    "Mixture of experts": _EXPERTS,
+}

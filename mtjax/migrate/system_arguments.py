@@ -1,6 +1,6 @@
 """Megatron-LM's arguments of parallelism, checkpoints and logs: rows of the table."""
 
-from mtjax.migrate.argument import all_of, always, equal, none, off, same
+from mtjax.migrate.argument import Sections, always, equal, none, off, same
 
 _PARALLEL = (
     equal("--tensor-model-parallel-size", "--mesh model=N", "N-way tensor parallel", default=1),
@@ -164,4 +164,9 @@ _LOGS = (
     always("--use-pytorch-profiler", "jax's profiler", default=False),
     none("--record-memory-history", "see mtjax inspect for memory by moment", default=False),
 )
-SYSTEM = all_of(_PARALLEL, _CHECKPOINTS, _ENDS, _LOGS)
+SYSTEM: Sections = {
+    "Parallelism": _PARALLEL,
+    "Checkpoints": _CHECKPOINTS,
+    "How a run ends": _ENDS,
+    "Validation and logs": _LOGS,
+}

@@ -1,6 +1,6 @@
 """Megatron-LM's arguments of training and data: rows of the table. Names and defaults: its training/arguments.py."""
 
-from mtjax.migrate.argument import all_of, always, equal, none, off, same
+from mtjax.migrate.argument import Sections, always, equal, none, off, same
 
 _BATCH = (
     same("--micro-batch-size", "microbatch_size"),
@@ -57,9 +57,10 @@ _OPTIMIZER = (
     none("--muon-momentum", "the optimizer is AdamW"),
     none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
     none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
-    none(
+    always(
         "--calculate-per-token-loss",
-        "the loss is the mean over all tokens of the global batch that count",
+        "the loss is always the mean over all tokens of the global batch that count; Megatron's default is a mean of"
+        " means of microbatches",
         default=False,
     ),
 )
@@ -162,4 +163,12 @@ _DATA = (
     none("--short-seq-prob", "BERT's short samples have Megatron's default share", same=(0.1, None)),
     none("--mask-prob", "15% of a BERT's tokens are masked", default=0.15, same=(0.15, None)),
 )
-TRAINING = all_of(_BATCH, _SCHEDULE, _OPTIMIZER, _PRECISION, _MEMORY, _FUSIONS, _DATA)
+TRAINING: Sections = {
+    "Batches and steps": _BATCH,
+    "Learning rate": _SCHEDULE,
+    "Optimizer and loss": _OPTIMIZER,
+    "Precision": _PRECISION,
+    "Memory and attention kernels": _MEMORY,
+    "Implementations": _FUSIONS,
+    "Data and tokenizer": _DATA,
+}

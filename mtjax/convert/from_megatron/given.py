@@ -67,9 +67,9 @@ def _put(name: str, values: list[str], given: Given) -> None:
     if missing and not is_switch:
         given.unread.append((typed, missing))
         return
-    if missing:  # `--bf16 $MORE`: the switch holds, and what else there would be is not known
-        given.unread.append((" ".join(map(shown, values)), missing))
-        values = []
+    if values and is_switch:  # `--bf16 $MORE`: the switch holds, and what else there would be is not known
+        given.unread.append((" ".join(map(shown, values)), missing or f"{name} takes no value"))
+        typed, values = name, []
     read = tuple(_value(value) for value in values)
     given.values[row.dest] = row.stores if not read else read[0] if len(read) == 1 else read
     given.typed[row.dest] = typed
@@ -162,13 +162,13 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
       UserError: it starts no run of Megatron-LM that mtjax has.
     """
     script = Script(text, source, positional, dict(variables))
+    if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
+        script.lines = [Line([word for line in script.lines for word in line.words], 1)]
     counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
     most = max((count for count, _ in counted), default=0)
     if most < 2:
         raise UserError(f"{source} has no command with arguments of Megatron-LM, such as --num-layers")
     started = [line for count, line in counted if count == most]
-    if all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments, some on each line
-        started = [Line([word for line in script.lines for word in line.words], 1)]
     chosen = started[-1]
     given = Given(source, notes=script.notes)
     if len(started) > 1:
@@ -193,7 +193,7 @@ def _family(program: str, source: str) -> str:
 def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -> int | None:
     """Returns how many processes a launcher starts: torchrun, srun, mpirun, or what the script's variables say."""
     found: dict[str, str] = {}
-    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
             found[name.lstrip("-").replace("_", "-")] = value if equals else following

@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -97,7 +98,9 @@ class Script:
             return decide([word.operator or variables.text(word) for word in inner])
         if first in ("true", ":", "false"):
             return first != "false"
-        rest = words[1:] if first in _DECLARES else words
+        rest = words
+        if first in _DECLARES:  # declare -a NAME=(...)
+            rest = list(itertools.dropwhile(lambda word: word.raw.startswith("-"), words[1:]))
         rest = self._assign(rest, variables)
         if first in _DECLARES or not rest:
             return True
@@ -127,9 +130,6 @@ class Script:
         while at < len(words):
             match = _ASSIGNED.match(words[at].raw) if not words[at].operator else None
             if not match or words[at].parts[0].style != "plain" or not _ASSIGNED.match(words[at].parts[0].text):
-                if not words[at].operator and words[at].raw.startswith("-") and at + 1 < len(words) and at == 0:
-                    at += 1  # declare -a NAME=(...)
-                    continue
                 break
             name, is_added = match[1], bool(match[2])
             first = words[at].parts[0]
