@@ -184,8 +184,25 @@ def parse(
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
-    config.validate(chosen)
+    try:
+        config.validate(chosen)
+    except UserError as e:
+        raise UserError(f"{e}{_origins(str(e), argv, name)}") from e
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
+
+
+def _origins(message: str, argv: Sequence[str], name: str) -> str:
+    """Returns where settings that a message names have their values from, if it is the config file."""
+    path = config.find(name)
+    tables = [table for table in config.read_toml(path).values() if isinstance(table, dict)]
+    typed = {word.partition("=")[0] for word in argv}
+    in_file = [
+        key
+        for table in tables
+        for key in table
+        if re.search(rf"\b{key}\b", message) and not {f"--{key.replace('_', '-')}", f"--no-{key}"} & typed
+    ]
+    return f" ({', '.join(in_file)} {'is' if len(in_file) == 1 else 'are'} from {path})" if in_file else ""
 
 
 def read(

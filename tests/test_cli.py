@@ -297,6 +297,16 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
         fails(ZeroDivisionError())
 
 
+def test_a_value_that_nobody_typed_is_said_to_be_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first thing that a newcomer changes, against the other value of the default config."""
+    assert cli.main(["train", "--learning-rate", "1e-4"]) == 2
+    said = capsys.readouterr().err
+    assert "min_learning_rate 0.0002 is above learning_rate 0.0001: add --min-learning-rate 1e-05, or another" in said
+    assert said.endswith(f"(min_learning_rate is from {config.find('default')})\n")
+    assert cli.main(["train", "--learning-rate", "1e-4", "--min-learning-rate", "1e-3"]) == 2
+    assert "from" not in capsys.readouterr().err
+
+
 ENDS = {
     "a path that is not there": (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), 2),
     "a path that may not be read": (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2),

@@ -13,7 +13,7 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
 from mtjax.config.parallel import Parallel
 from mtjax.config.run import Config, replace
-from mtjax.config.toml import find, from_dict, load, save, shipped_folder, to_dict, written
+from mtjax.config.toml import find, from_dict, load, read_toml, save, shipped_folder, to_dict, written
 from mtjax.config.training import Training
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "find",
     "from_dict",
     "load",
+    "read_toml",
     "replace",
     "save",
     "shipped_folder",

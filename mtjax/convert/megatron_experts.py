@@ -38,8 +38,8 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
     wrong += [f"moe_router_load_balancing_type is {kind!r}" for kind in unknown]
     if _dense(arguments) is None:
         wrong.append(
-            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, and experts are in all layers, in all behind "
-            "the first ones, or in the last of each N"
+            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, which is not supported; supported: all layers, "
+            "all after the first k, the last of every N"
         )
     if arguments.get("add_bias_linear", True):
         wrong.append("its experts have biases (add_bias_linear)")

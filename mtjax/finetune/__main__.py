@@ -140,14 +140,14 @@ def with_head(config: Config) -> Config:
     family = config.model.family
     if config.finetuning.task == CHAT:
         if family not in ("gpt", "llama"):
-            raise UserError(f"answers are learnt by a gpt or llama, and these weights are of a {family}")
+            raise UserError(f"--task chat needs a decoder, gpt or llama, and these weights are of a {family}")
         return replace(config, head="language")
     task = TASKS[config.finetuning.task]
     if family == "t5":
-        raise UserError("t5 writes its answers, and has no head for a task: take weights of a bert, gpt or llama")
+        raise UserError("t5 has no head for classification or spans: use weights of a bert, gpt or llama")
     if task.head == "spans" and family != "bert":
         raise UserError(
-            f"{task.name} asks each token about what follows it, which a {family} does not see: take weights of a bert"
+            f"{task.name} needs a bidirectional encoder, and these weights are of a {family}: use weights of a bert"
         )
     labels = {"num_labels": len(task.labels)} if task.labels else {}
     return replace(config, head=task.head, **labels)

@@ -69,7 +69,10 @@ class ChatEncoder:
             asked = self._template.render(chat.messages[:place])
             answered = self._template.render(chat.messages[: place + 1], to_be_answered=False)
             if not (asked.startswith(before) and answered.startswith(asked)):
-                raise UserError("the chat_template writes an earlier part of this conversation in another way later")
+                raise UserError(
+                    "the chat_template renders earlier turns differently once later turns are added (say, without "
+                    "their <think> parts), so the assistant's tokens can't be located: use another --chat-template"
+                )
             question, answer = self._split(ids, before, asked, answered)
             ids += [*question, *answer]
             learnt += [False] * len(question) + self._up_to_end(answer)

@@ -200,7 +200,7 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     assert "kv_heads 4 does not divide over 8 tensor-parallel ranks" in said(
         f"mtjax:{folder / 'ours'}", "--tensor", "8", *core
     )
-    assert "--checkpoint-version 2 is of the legacy code: leave it out" in said(
+    assert "--checkpoint-version 2 requires --transformer-impl legacy" in said(
         f"mtjax:{folder / 'ours'}", "--checkpoint-version", "2", *core
     )
     assert "checkpoint_version 1 has no grouped queries" in said(

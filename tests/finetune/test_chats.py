@@ -62,7 +62,7 @@ def test_a_prompt_and_its_completion_need_no_template():
 
 def test_a_template_that_changes_what_was_said_is_refused():
     only_last = "{{ messages[-1].content }}{% if add_generation_prompt %}{{ ': ' }}{% endif %}"
-    with pytest.raises(UserError, match="writes an earlier part of this conversation in another way later"):
+    with pytest.raises(UserError, match="renders earlier turns differently once later turns are added"):
         written_by(only_last, "the", "cat")
 
 
