@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mtjax {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        print(f"error: no command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
+        print(
+            f"error: no command is called {argv[0]!r}{nearest(argv[0], [*COMMANDS, '--help', '--version'])}",
+            file=sys.stderr,
+        )
         return 2
     return import_module(COMMANDS[argv[0]][0] + ".__main__").main(argv[1:])
 

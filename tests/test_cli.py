@@ -274,6 +274,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "error: no command is called 'trian' - did you mean 'train'?\n"
+    assert cli.main(["--hlep"]) == 2
+    assert "did you mean '--help'?" in capsys.readouterr().err
 
 
 def test_arguments_come_from_the_process_when_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
