@@ -7,6 +7,8 @@ from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE
 
+_TEXTS = ("out", "cache_dir")
+"""Settings that are text even where it looks like a number."""
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *_SENTENCEPIECE)
 
@@ -16,7 +18,7 @@ def translate_plain(to: Translation) -> None:
     for row in TABLE:
         value = to.get(row.dest)
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
-            to.set(row.dest, {row.setting: value})
+            to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
     to.settings["split"] = str(to.settings["split"]).replace(" ", "")
     if isinstance(to.get("split"), tuple):
         to.settings["split"] = ",".join(str(share).strip(",") for share in to.get("split"))
