@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import io
 import os
 import re
+import select
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -18,10 +21,13 @@ import tyro
 
 from mtjax import __version__, config
 from mtjax.config.checks import check_bounds
+from mtjax.config.common import COMMON
 from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import in_own_folder
 from mtjax.errors import UserError, first_line, nearest, shortened
+from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
+from mtjax.migrate.suggest import advice
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
@@ -37,6 +43,7 @@ COMMANDS = {
     "serve": ("mtjax.serve", "answer clients of OpenAI and Megatron-LM over HTTP, with trained weights"),
     "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
     "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
+    "from-megatron": ("mtjax.convert.from_megatron", "translate a launch script of Megatron-LM into a config"),
 }
 
 Options = TypeVar("Options")
@@ -54,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mtjax {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        print(f"error: no command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
+        print(
+            f"error: no command is called {argv[0]!r}{nearest(argv[0], [*COMMANDS, '--help', '--version'])}",
+            file=sys.stderr,
+        )
         return 2
     return import_module(COMMANDS[argv[0]][0] + ".__main__").main(argv[1:])
 
@@ -66,28 +76,62 @@ GARBAGE = (100_000, 50, 1000)
 Python does by itself takes a tenth of a start."""
 
 
+DEBUG = "MTJAX_DEBUG"
+"""Environment variable: 1 shows the traceback of an error that would otherwise be one sentence."""
+BUG = 1
+"""Exit code of an error that is not the user's: as of any Python program that ends with an exception."""
+_OF_A_PATH = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
+"""Errors about a path that somebody named, which the user can put right."""
+
+
 def run_main(body: Callable[[], int | None]) -> int:
-    """Runs a command's body: a `UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Runs a command's body and reports how it ended, in one line on stderr where that was an error.
+
+    Returns:
+      The exit code: the body's; 2 for a `UserError`, for a path that can't be used and for too little memory; 1 for
+      other errors of the operating system, such as a lost connection; 130 for Ctrl-C.
+    """
     gc.set_threshold(*GARBAGE)
     try:
         return body() or 0
     except UserError as e:
-        print(f"error: {shortened(e, LONGEST_MESSAGE)}", file=sys.stderr)
-        return 2
-    except MemoryError:
-        print("error: this machine's memory is too small for it", file=sys.stderr)
-        return 2
+        return _report(str(e), 2)
+    except MemoryError as e:
+        return _report(f"out of memory on this machine{f': {first_line(e)}' if str(e) else ''}", 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `mtjax ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as e:  # of a disk or a path that nobody expected to fail here
-        if e.errno is None:
-            raise
-        print(f"error: {shortened(first_line(e), LONGEST_MESSAGE)}", file=sys.stderr)
-        return 2
+    except OSError as e:
+        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        # Schedulers don't restart after code 2, so it is for what only the user can put right: a bug, or a connection
+        # that was lost inside a library, is not that.
+        if e.errno in _OF_A_PATH and e.filename is not None:
+            return _report(first_line(e), 2)
+        what = type(e).__name__
+        return _report(f"{what}: {first_line(e)} ({DEBUG}=1 shows the traceback)", BUG)
+
+
+def _reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads: a broken connection elsewhere is the same exception."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # standard output is no file, or is closed
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _report(message: str, code: int) -> int:
+    """Prints the error that is being handled, with its traceback where `MTJAX_DEBUG` is 1; returns the exit code."""
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exc()
+    print(f"error: {shortened(message, LONGEST_MESSAGE)}", file=sys.stderr)
+    return code
 
 
 class Command(NamedTuple, Generic[Options]):
@@ -112,6 +156,7 @@ def parse(
     *,
     base: Callable[[config.Config, Sequence[str]], config.Config] | None = None,
     hidden: Collection[str] = PLAIN,
+    common: Mapping[str, Collection[str]] = COMMON,
 ) -> Command[Options]:
     """The run that a command line asks for: its options over `--config FILE` over the defaults.
 
@@ -123,6 +168,7 @@ def parse(
       default: the shipped config that is used when `--config` is not given.
       base: from that config, and the words of the command line, to the one whose settings are the options' defaults.
       hidden: sections that have no options here.
+      common: headings of `--help`, and the settings below each; `--help-all` shows the others too.
 
     Raises:
       UserError: the config file or an option is wrong, or values don't fit each other.
@@ -140,11 +186,14 @@ def parse(
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
-    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description)
+    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     chosen = _with_what_was_not_typed(chosen, argv, config.find(name))
-    config.validate(chosen)
+    try:
+        config.validate(chosen)
+    except UserError as e:
+        raise UserError(f"{e}{_origins(str(e), argv, name)}") from e
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
 
 
@@ -165,24 +214,56 @@ def _with_what_was_not_typed(chosen: config.Config, argv: Sequence[str], file: P
     return chosen
 
 
-def read(options: Any, argv: Sequence[str] | None, prog: str, description: str | None = None) -> Any:
+def _origins(message: str, argv: Sequence[str], name: str) -> str:
+    """Returns where settings that a message names have their values from, if it is the config file."""
+    path = config.find(name)
+    tables = [table for table in config.read_toml(path).values() if isinstance(table, dict)]
+    typed = {word.partition("=")[0] for word in argv}
+    in_file = [
+        key
+        for table in tables
+        for key in table
+        if re.search(rf"\b{key}\b", message) and not {f"--{key.replace('_', '-')}", f"--no-{key}"} & typed
+    ]
+    return f" ({', '.join(in_file)} {'is' if len(in_file) == 1 else 'are'} from {path})" if in_file else ""
+
+
+def read(
+    options: Any,
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str = "",
+    common: Mapping[str, Collection[str]] | None = None,
+) -> Any:
     """The options of a command line, as the dataclass `options`.
+
+    Args:
+      options: the dataclass.
+      argv: arguments; those of the process when None.
+      prog: the command as the user types it.
+      description: what `--help` says first.
+      common: headings of `--help`, and the options below each; None shows all.
 
     Raises:
       UserError: one is wrong or missing.
       SystemExit: help was asked for (0).
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    listed = list(options_of(dataclass_of(options)))
+    if {*HELP, HELP_ALL} & set(words):
+        print(show_help(prog, description, listed, None if HELP_ALL in words else common), end="")
+        raise SystemExit(0)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(options, prog=prog, description=description, args=argv)
+            parsed = tyro.cli(options, prog=prog, description=description, args=words, add_help=False)
     except SystemExit as e:
         if not e.code:
             raise
     else:
         check_bounds(parsed)
         return parsed
-    raise UserError(f"{_one_sentence(said.getvalue())} ({prog} --help lists the options)")
+    raise UserError(f"{_one_sentence(said.getvalue(), words, names_of(listed))} ({prog} --help lists the options)")
 
 
 _VALUES = {"int()": "a whole number", "INT": "a whole number", "to float": "a number", "FLOAT": "a number"}
@@ -193,7 +274,7 @@ _NUMBER = re.compile(
 _SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be instantiated from \[(.*?)\]")
 
 
-def _one_sentence(box: str) -> str:
+def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = ()) -> str:
     """The message that tyro prints as a box, as one sentence: what was wrong, the value, and what would be right.
 
     Messages of a kind not handled here are only joined to one line.
@@ -202,17 +283,16 @@ def _one_sentence(box: str) -> str:
     rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
-    said, below = " ".join(" ".join(lines[:rule]).split()), lines[rule:]
+    said = " ".join(" ".join(lines[:rule]).split())
     if match := _CHOICE.fullmatch(said):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
         return f"{match[2]} {match[1]} is not one of {', '.join(choices)}{nearest(match[1], choices)}"
     if said.startswith("Unrecognized options: "):
         words = said.partition(": ")[2].split(", ")
-        unknown = next((word for word in words if word.startswith("--")), None)
-        known = [name for line in below if line.startswith("--") for name in re.findall(r"--[\w-]+", line)]
+        unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
         if unknown is None:
-            return f"{words[0]!r} belongs to no option"
-        return f"no option is called {unknown}{nearest(unknown, known)}"
+            return f"{words[0]!r} belongs to no option{_as_option(words[0], known)}"
+        return f"no option is called {unknown}{advice(unknown, _value_of(unknown, argv), known)}"
     if match := _NUMBER.match(said):
         return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
     if match := _SEVERAL.match(said):
@@ -226,6 +306,21 @@ def _one_sentence(box: str) -> str:
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     return shortened(said.rstrip(". "), 400)
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str | None:
+    """What was typed behind an option that does not exist."""
+    value = argument(argv, option)
+    return None if value is None or value.startswith("--") else value
+
+
+def _as_option(word: str, known: Collection[str]) -> str:
+    """How `steps=10`, as MaxText reads it, is typed here."""
+    name, equals, value = word.partition("=")
+    option = f"--{name.replace('_', '-')}"
+    if not equals or not name.isidentifier():
+        return ""
+    return f": write {option} {value}" if option in known else advice(option, value, known)
 
 
 def _listed(argv: Sequence[str]) -> Iterator[str]:

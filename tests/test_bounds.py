@@ -86,7 +86,7 @@ LINES = {
         ["--rampup-batch-size", "8", "8", "100000000", "--global-batch-size", "16000000", "--steps", "9"],
         "has 2000000 sizes, each a program to compile, and may have 1000",
     ),
-    "scores": (["--sequence-length", "16777216", "--steps", "9", "--num-layers", "9999"], "more than any memory holds"),
+    "scores": (["--sequence-length", "16777216", "--steps", "9", "--num-layers", "9999"], "a tensor has at most 2.60"),
 }
 
 

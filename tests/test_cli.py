@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import errno
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_type_hints
@@ -12,6 +14,7 @@ import pytest
 
 from mtjax import __version__, cli, config
 from mtjax.config import Config
+from mtjax.config.common import COMMON, COMMON_FINETUNING
 from mtjax.data.__main__ import COMMANDS as data_commands
 from mtjax.errors import UserError
 
@@ -152,20 +155,137 @@ def test_values_are_checked_after_parsing() -> None:
         parse("--steps", "0")
 
 
-@pytest.mark.parametrize(("command", "hidden"), [("train", {"finetuning"}), ("finetune", set())])
-def test_help_explains_every_field_by_group(command: str, hidden: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        cli.main([command, word])
     assert ended.value.code == 0
-    shown = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def options_in(shown: str) -> set[str]:
+    return {line.split()[0].partition("/")[0] for line in shown.splitlines() if line.startswith("  --")}
+
+
+@pytest.mark.parametrize(("command", "hidden"), [("train", {"finetuning"}), ("finetune", set())])
+def test_help_all_explains_every_field_by_group(
+    command: str, hidden: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(command, "--help-all", capsys)
     for group in get_type_hints(Config):
-        assert (f" {group} options " in shown) == (group not in hidden)
-    words = set(shown.replace(",", " ").split())
+        assert (f"\n{group} options:\n" in shown) == (group not in hidden)
+    names = options_in(shown)
     for group, name in FIELDS:
-        assert (f"--{name.replace('_', '-')}" in words) == (group not in hidden)
-    plain = " ".join(shown.replace("│", " ").split())
-    assert "Standard deviation of initial weights." in plain
+        assert (f"--{name.replace('_', '-')}" in names) == (group not in hidden)
+    plain = " ".join(shown.split())
+    assert "Standard deviation of initial weights. Default: 0.0" in plain
     assert "Devices as DATAxMODEL, say 64x8" in plain
+
+
+def test_help_shows_what_most_runs_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """About forty options by what they are for, with types that a person reads, and the way to the others."""
+    shown = help_of("train", "--help", capsys)
+    names = options_in(shown)
+    assert 40 <= len(names) <= 50
+    headings = [line.rstrip(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Examples", "options", *COMMON]
+    assert {"--mesh", "--data", "--learning-rate", "--out", "--num-layers", "--config", "--profile"} <= names
+    assert not {"--hysteresis", "--loader-timeout", "--relative-buckets", "--task"} & names
+    assert f"`mtjax train --help-all` shows {len(options_in(help_of('train', '--help-all', capsys)) - names)}" in shown
+    for words in ("\n  --mlp-size N\n", "\n  --out PATH\n", "\n  --decay-style {constant,linear,cosine,"):
+        assert words in shown
+    assert "None" not in shown
+    assert "\n  --resume\n" in shown
+    assert (
+        "--tie-embeddings/--no-tie-embeddings\n      Use the embedding table as the output projection. Default: on."
+        in shown
+    )
+
+
+def test_help_of_a_finetuning_is_about_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    names = options_in(help_of("finetune", "--help", capsys))
+    assert {"--task", "--epochs", "--lora-rank", "--init-from", "--learning-rate", "--seeds"} <= names
+    assert not {"--steps", "--hidden-size"} & names
+
+
+def test_common_options_exist() -> None:
+    fields = {name for _, name in FIELDS}
+    for groups in (COMMON, COMMON_FINETUNING):
+        listed = [name for names in groups.values() for name in names]
+        assert set(listed) <= fields
+        assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "convert", "evaluate", "predict", "ensemble"])
+def test_help_of_the_other_commands_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = help_of(command, "--help", capsys)
+    assert "None" not in shown
+    module = import_module(f"{cli.COMMANDS[command][0]}.__main__")
+    fields = [
+        field for field in dataclasses.fields(module.Options) if field.name not in ("prompts", "runs", "sampling")
+    ]
+    names = {"source": "from", "target": "to"}
+    assert {f"--{names.get(f.name, f.name).replace('_', '-')}" for f in fields} <= options_in(shown)
+
+
+ALIASES = {
+    "train --lr 1e-4": "no option is called --lr: use --learning-rate",
+    "train --train-iters 100": "no option is called --train-iters: use --steps",
+    "train --tensor-model-parallel-size 8": (
+        "no option is called --tensor-model-parallel-size: use --mesh model=8 (8-way tensor parallel)"
+    ),
+    "train --pipeline-model-parallel-size=4": (
+        "no option is called --pipeline-model-parallel-size: use --mesh stage=4 (4 pipeline stages)"
+    ),
+    "train --micro-batch-size 4": "no option is called --micro-batch-size: use --microbatch-size",
+    "train --bf16": "no option is called --bf16: use --compute-dtype bfloat16",
+    "train --fp16": "no option is called --fp16: use --compute-dtype float16",
+    "train --use-distributed-optimizer": "no option is called --use-distributed-optimizer: use --zero 1",
+    "train --overlap-grad-reduce": ("no option is called --overlap-grad-reduce, and mtjax needs none: on (--overlap)"),
+    "train --tp-comm-overlap": (
+        "no option is called --tp-comm-overlap, and mtjax has no equal: tensor-parallel communication is not split "
+        "into pieces that overlap with matmuls"
+    ),
+    "train --batch-size 8": (
+        "no option is called --batch-size: use --global-batch-size (samples in a step, over all devices) or "
+        "--microbatch-size (samples of a data-parallel rank at a time)"
+    ),
+    "train --per_device_train_batch_size 8": (
+        "no option is called --per_device_train_batch_size: use --microbatch-size 8 (samples of a data-parallel rank "
+        "at a time); --global-batch-size counts all devices"
+    ),
+    "train --max-steps 8": "no option is called --max-steps: use --steps",
+    "train --output-dir a": "no option is called --output-dir: use --out",
+    "finetune --num-train-epochs 3": "no option is called --num-train-epochs: use --epochs",
+    "train --num-train-epochs 3": "no option is called --num-train-epochs: use --steps",
+    "train --hlep": "no option is called --hlep - did you mean '--help'?",
+    "train per_device_batch_size=8": (
+        "'per_device_batch_size=8' belongs to no option: use --microbatch-size 8; --global-batch-size counts all "
+        "devices"
+    ),
+    "train steps=8": "'steps=8' belongs to no option: write --steps 8",
+    "generate --from a --max-new-tokens 9": "no option is called --max-new-tokens: use --max-tokens",
+    "generate --from a --batch-size 9": "no option is called --batch-size: use --batch (texts at a time)",
+    "generate --from a --tp 2": "no option is called --tp: use --mesh model=2 (2-way tensor parallel)",
+    "serve --model a --from b": "no option is called --model: use --from",
+}
+
+
+@pytest.mark.parametrize("line", ALIASES)
+def test_names_of_other_tools_are_answered_by_meaning(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err == f"error: {ALIASES[line]} (mtjax {line.split()[0]} --help lists the options)\n"
+
+
+def test_keys_of_other_tools_in_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, said in (
+        ("[optimizer]\nlr = 1e-4\n", "unknown key 'lr' in [optimizer]: use learning_rate"),
+        ("[training]\nmicro_batch_size = 4\n", "unknown key 'micro_batch_size' in [training]: use microbatch_size"),
+        ("[parallel]\ntensor_model_parallel_size = 4\n", "use mesh model=4 (4-way tensor parallel)"),
+    ):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        assert cli.main(["train", "--config", str(path)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_every_field_has_its_own_help() -> None:
@@ -200,6 +320,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "error: no command is called 'trian' - did you mean 'train'?\n"
+    assert cli.main(["--hlep"]) == 2
+    assert "did you mean '--help'?" in capsys.readouterr().err
 
 
 def test_arguments_come_from_the_process_when_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +343,67 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):  # a bug is not the user's mistake: it keeps its traceback
         fails(ZeroDivisionError())
+
+
+def test_a_value_that_nobody_typed_is_said_to_be_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first thing that a newcomer changes, against the other value of the default config."""
+    assert cli.main(["train", "--learning-rate", "1e-4"]) == 2
+    said = capsys.readouterr().err
+    assert "min_learning_rate 0.0002 is above learning_rate 0.0001: add --min-learning-rate 1e-05, or another" in said
+    assert said.endswith(f"(min_learning_rate is from {config.find('default')})\n")
+    assert cli.main(["train", "--learning-rate", "1e-4", "--min-learning-rate", "1e-3"]) == 2
+    assert "from" not in capsys.readouterr().err
+
+
+ENDS = {
+    "a path that is not there": (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), 2),
+    "a path that may not be read": (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2),
+    "too little memory": (MemoryError("Unable to allocate 9.0 GiB"), 2),
+    "a lost connection": (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),
+    "a connection that broke": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+    "a library's own": (OSError("can't load it"), 1),
+    "a file that no path names": (OSError(errno.EBADF, "Bad file descriptor"), 1),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_only_what_the_user_can_put_right_ends_with_code_2(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers do not restart after 2. `MTJAX_DEBUG=1` shows where an error came from; another end names it."""
+    error, code = ENDS[kind]
+
+    def body() -> None:
+        raise error
+
+    monkeypatch.delenv("MTJAX_DEBUG", raising=False)
+    assert cli.run_main(body) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert shown.count("\n") == 1
+    assert (error.strerror if isinstance(error, OSError) and error.strerror else str(error)) in shown
+    assert ("MTJAX_DEBUG=1" in shown) == (code == 1)
+    monkeypatch.setenv("MTJAX_DEBUG", "1")
+    assert cli.run_main(body) == code
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_sentence_has_its_traceback_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTJAX_DEBUG", "1")
+    assert cli.main(["train", "--steps", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown
+    assert shown.endswith("error: steps is 0, and must be at least 1\n")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = 'from mtjax import cli; raise SystemExit(cli.run_main(lambda: print("x" * 10**6)))'
+    command = f"{sys.executable} -u -c '{code}' | head -c 1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "x", "")
 
 
 QUICK = """

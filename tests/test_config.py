@@ -57,8 +57,8 @@ def configs() -> st.SearchStrategy[Config]:
 
 @given(configs())
 def test_any_config_survives_toml(given_config: Config) -> None:
-    text = tomli_w.dumps(config.to_dict(given_config))
-    assert config.from_dict(tomllib.loads(text)) == given_config
+    for text in (tomli_w.dumps(config.to_dict(given_config)), config.written(given_config)):
+        assert config.from_dict(tomllib.loads(text)) == given_config
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -69,6 +69,28 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     config.save(changed, path)
     assert config.load(path) == changed
     assert [p.name for p in tmp_path.iterdir()] == ["config.toml"]  # no temporary file stays
+
+
+def test_a_saved_config_begins_with_what_somebody_chose(tmp_path: Path) -> None:
+    """In each section: the rest are the family's defaults, below a comment, so that a run's config is complete."""
+    path = tmp_path / "config.toml"
+    chosen = config.replace(Config(), family="llama", num_layers=2, steps=5, mesh="2x4", hidden_dropout=0.1)
+    config.save(chosen, path)
+    above = {}
+    for part in path.read_text().split("\n\n"):
+        head, _, below = part.partition("# Defaults:\n")
+        assert below
+        above |= tomllib.loads(head)
+    assert above == {
+        "model": {"family": "llama", "num_layers": 2, "hidden_dropout": 0.1},
+        "parallel": {"mesh": "2x4"},
+        "data": {},
+        "optimizer": {},
+        "training": {"steps": 5},
+        "output": {},
+        "finetuning": {},
+    }
+    assert list(tomllib.loads(path.read_text())["model"])[:3] == ["family", "num_layers", "hidden_dropout"]
 
 
 def test_every_field_has_one_name_over_all_groups() -> None:

@@ -13,7 +13,7 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
 from mtjax.config.parallel import Parallel
 from mtjax.config.run import Config, replace
-from mtjax.config.toml import find, from_dict, load, read_toml, save, shipped_folder, to_dict
+from mtjax.config.toml import find, from_dict, load, read_toml, save, shipped_folder, to_dict, written
 from mtjax.config.training import Training
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "shipped_folder",
     "to_dict",
     "validate",
+    "written",
 ]

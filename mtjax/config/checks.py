@@ -121,7 +121,10 @@ def check_sizes(config: Config) -> None:
         (tokens * vocabulary, f"logits of {tokens} tokens over {vocabulary}"),
     ):
         if elements > ELEMENTS:
-            raise UserError(f"{words} are more than any memory holds: make the model or its batch smaller")
+            raise UserError(
+                f"{words} have {elements:.1e} elements, and a tensor has at most 2^60 ({ELEMENTS:.1e}): make the model "
+                "or its batch smaller"
+            )
 
 
 def check_heads(model: Model) -> None:
@@ -189,7 +192,7 @@ def check_experts(config: Config) -> None:
     model, default = config.model, Model()
     count, chosen, method = model.num_experts, model.experts_top_k, config.parallel.expert_method
     if method != "gather" and not count:
-        raise UserError(f"expert_method is {method}, and num_experts is 0: set num_experts, or leave it out")
+        raise UserError(f"expert_method is {method}, and num_experts is 0: set num_experts, or remove expert_method")
     if method != "gather" and model.capacity_factor is not None:
         raise UserError(
             f"expert_method is {method}, and capacity_factor {model.capacity_factor:g} has tokens exchanged by places "
@@ -199,12 +202,14 @@ def check_experts(config: Config) -> None:
         for name in sorted(EXPERTS - {"num_experts"}):
             if getattr(model, name) != getattr(default, name):
                 raise UserError(
-                    f"{name} is {getattr(model, name)}, and num_experts is 0: set num_experts, or leave it out"
+                    f"{name} is {getattr(model, name)}, and num_experts is 0: set num_experts, or remove {name}"
                 )
         return
     if "num_experts" not in FAMILIES[model.family].own:
         known = " and ".join(name for name, family in FAMILIES.items() if "num_experts" in family.own)
-        raise UserError(f"num_experts is {count}, which is for {known}, and family is {model.family}: leave it out")
+        raise UserError(
+            f"num_experts only works with the families {known}, and family is {model.family}: remove num_experts"
+        )
     if chosen > count:
         raise UserError(
             f"experts_top_k {chosen} is above num_experts {count}: a token goes to each expert once at most"
@@ -226,10 +231,10 @@ def check_experts(config: Config) -> None:
         )
     check_expert_groups(model)
     if model.lora_rank:
-        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
+        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
     if model.head != "language":
         raise UserError(
-            f"num_experts is {count}, which is for models of language, and head is {model.head}: leave it out"
+            f"num_experts is {count}, and experts only work with head language, not {model.head}: remove num_experts"
         )
     if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
         raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
@@ -258,7 +263,7 @@ def check_expert_groups(model: Model) -> None:
     if groups > 1 and each < 2 and model.router_score == "sigmoid":
         raise UserError(
             f"expert_groups {groups} of {count} experts have one each, and router_score sigmoid chooses groups by the "
-            "two best of each: take fewer groups"
+            "two best of each: use fewer groups"
         )
 
 
@@ -270,8 +275,8 @@ def check_deterministic(config: Config) -> None:
     """
     if config.training.deterministic and config.model.attention == "cudnn":
         raise UserError(
-            "deterministic and attention cudnn don't go together: its backward pass adds up in no fixed order; "
-            "take attention xla or auto"
+            "deterministic cannot be combined with attention cudnn, whose backward pass adds up in no fixed order: use "
+            "attention xla or auto"
         )
 
 
@@ -283,10 +288,10 @@ def check_adapters(model: Model) -> None:
     """
     if model.lora_dropout and not model.lora_rank:
         raise UserError(
-            f"lora_dropout is {model.lora_dropout}, and there are no adapters: give --lora-rank, or leave it out"
+            f"lora_dropout is {model.lora_dropout}, and there are no adapters: add --lora-rank, or remove lora_dropout"
         )
     if model.lora_rank and model.family == "t5":
-        raise UserError(f"lora_rank is {model.lora_rank}, and the family t5 has no adapters: leave it out")
+        raise UserError(f"lora_rank is {model.lora_rank}, and the family t5 has no adapters: remove lora_rank")
 
 
 def check_recompute(model: Model, training: Training) -> None:
@@ -305,11 +310,11 @@ def check_recompute(model: Model, training: Training) -> None:
     if training.recompute_method == "block" and model.first_dense_layers:
         raise UserError(
             f"recompute_method block is for layers that are alike, and first_dense_layers is "
-            f"{model.first_dense_layers}: take uniform"
+            f"{model.first_dense_layers}: use uniform"
         )
     if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
         raise UserError(
-            f"moe_every is {model.moe_every}, where each layer is computed again by itself: leave out "
+            f"moe_every is {model.moe_every}, where each layer is recomputed by itself: remove "
             f"recompute_method {training.recompute_method} and recompute_num_layers {number}"
         )
     stacks = {"num_layers": layers}
@@ -337,7 +342,8 @@ def check_loss_scale(training: Training) -> None:
         )
     if training.loss_scale is not None and training.compute_dtype != "float16":
         raise UserError(
-            f"loss_scale is for compute_dtype float16, and compute_dtype is {training.compute_dtype}: leave it out"
+            f"loss_scale only works with compute_dtype float16, and compute_dtype is {training.compute_dtype}: remove "
+            "loss_scale"
         )
 
 
@@ -350,7 +356,11 @@ def check_schedule(optimizer: Optimizer) -> None:
     peak, initial, style = optimizer.learning_rate, optimizer.initial_learning_rate, optimizer.decay_style
     for name in ("min_learning_rate", "initial_learning_rate"):
         if getattr(optimizer, name) > peak:
-            raise UserError(f"{name} {getattr(optimizer, name)} is above learning_rate {peak}")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{name} {getattr(optimizer, name)} is above learning_rate {peak}: add {option} {peak / 10:g}, or "
+                f"another value up to {peak:g}"
+            )
     if initial and not optimizer.warmup_steps:
         raise UserError(f"initial_learning_rate {initial} is where a warmup begins, and warmup_steps is 0")
     if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:

@@ -11,10 +11,10 @@ class Parallel:
     """How work and memory are spread over devices."""
 
     mesh: str = "1x1"
-    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, or by name: data=8,stage=4,model=8, or
-    data=2,context=4,model=8, where 4 ranks share the tokens of each sample, or data=2,expert=8,model=1, where 8 ranks
-    have samples and experts of their own; auto (train and launch) takes the planner's
-    fastest mesh of all devices."""
+    """Devices as DATAxMODEL, say 64x8, as DATAxSTAGExMODEL, 8x4x8, as DATA, 8, or by name: data=8,stage=4,model=8, or
+    data=2,context=4,model=8, where 4 ranks share the tokens of each sample, or data=2,expert=8,model=1, where 8
+    ranks have samples and experts of their own. dp, pp, cp, ep and tp are other names of data, stage, context, expert
+    and model. auto (train and launch) takes the planner's fastest mesh of all devices."""
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     """Order of microbatches on the stages of a pipeline: 1f1b begins each backward pass as soon as it can; interleaved
     does so with several chunks of layers on each stage, which makes the bubble smaller; gpipe runs all forward passes

@@ -1,6 +1,7 @@
 """Configs as TOML: files that are given or ship with mtjax, read and written."""
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import tomli_w
 
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
+from mtjax.migrate.suggest import advice
 from mtjax.storage import is_file, read_bytes, shown
 
 
@@ -44,10 +46,18 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
         for name, value in sorted(table.items(), key=lambda item: item[0] != "family"):
             if name not in fields:
                 place = section_by_setting().get(name)
-                hint = f" - it goes under [{place}]" if place else nearest(name, fields)
+                hint = f" - it goes under [{place}]" if place else _advice(name, value, fields)
                 raise UserError(f"{source}: unknown key {name!r} in [{section}]{hint}")
             config = replace(config, **{name: _typed(fields[name], value, f"{source}: [{section}] {name}")})
     return config
+
+
+def _advice(name: str, value: Any, fields: Mapping[str, Any]) -> str:
+    """Returns what to write for a key that does not exist: what other tools mean by it, or the nearest in spelling."""
+    typed = advice(f"--{name}", str(value), {f"--{setting.replace('_', '-')}" for setting in section_by_setting()})
+    if typed.startswith(" - "):
+        return nearest(name, fields)
+    return re.sub(r"--([\w-]+)", lambda option: option[1].replace("-", "_"), typed)
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
@@ -131,8 +141,25 @@ def shipped_folder() -> Path:
     return next((d for d in (package / "configs", package.parent / "configs") if d.is_dir()), package / "configs")
 
 
+DEFAULTS_BELOW = "# Defaults:"
+"""The line in a saved config below the settings of a section that somebody chose."""
+
+
 def save(config: Config, path: Path) -> None:
-    """Writes `config` as TOML, atomically."""
+    """Writes `config` as TOML, atomically: in each section what differs from the defaults comes first."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(tomli_w.dumps(to_dict(config)))
+    temporary.write_text(written(config))
     temporary.replace(path)
+
+
+def written(config: Config) -> str:
+    """Returns a config as TOML, with all settings: in each section, those that differ from the defaults first."""
+    usual = to_dict(replace(Config(), family=config.model.family))
+    usual["model"]["family"] = Config().model.family
+    sections = []
+    for section, table in to_dict(config).items():
+        chosen = {name: value for name, value in table.items() if value != usual[section].get(name)}
+        rest = {name: value for name, value in table.items() if name not in chosen}
+        parts = [f"[{section}]\n", tomli_w.dumps(chosen), f"{DEFAULTS_BELOW}\n" if rest else "", tomli_w.dumps(rest)]
+        sections.append("".join(parts))
+    return "\n".join(sections)

@@ -131,7 +131,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     for field in dataclasses.fields(Options):
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
-            raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: leave it out")
+            raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: remove it")
 
 
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":

@@ -104,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
       UserError: it is missing, or is not a JSON object.
     """
-    check_folder(folder)
+    check_folder(folder, "hf")
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a Hugging Face model: it has no config.json{looks_like(folder)}")
@@ -207,7 +207,9 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype], copy=False)
     if dtype == "float16" and np.isinf(cast).any() and not np.isinf(array).any():
-        raise UserError(f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: take bfloat16")
+        raise UserError(
+            f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: use --dtype bfloat16"
+        )
     return cast
 
 

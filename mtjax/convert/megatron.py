@@ -259,12 +259,13 @@ def check_split(model: Model, split: Split, names: Names) -> None:
     if model.num_layers % split.pipeline:
         raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
     if (split.expert > 1 or split.grouped_experts) and not model.num_experts:
-        raise UserError("the model has no experts: leave out --expert and --grouped-experts")
+        raise UserError("the model has no experts: remove --expert and --grouped-experts")
     if model.num_experts % split.expert:
         raise UserError(f"{model.num_experts} experts do not divide over {split.expert} expert-parallel ranks")
     if split.grouped_experts and names is not TRANSFORMER_ENGINE:
         raise UserError(
-            f"--grouped-experts is of --transformer-impl transformer_engine, not {names.transformer_impl}: leave it out"
+            f"--grouped-experts requires --transformer-impl transformer_engine, and it is {names.transformer_impl}: "
+            "remove --grouped-experts"
         )
 
 
@@ -283,8 +284,8 @@ def written_names(model: Model, split: Split) -> Names:
     names = WRITTEN[split.transformer_impl or (LEGACY if is_old else TRANSFORMER_ENGINE).transformer_impl]
     if names is not LEGACY and split.version != Split.version:
         raise UserError(
-            f"--checkpoint-version {split.version:g} is of the legacy code: leave it out, or take "
-            f"--transformer-impl legacy instead of {split.transformer_impl}"
+            f"--checkpoint-version {split.version:g} requires --transformer-impl legacy, and it is "
+            f"{split.transformer_impl}: remove --checkpoint-version, or use --transformer-impl legacy"
         )
     return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 

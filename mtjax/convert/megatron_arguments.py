@@ -1,32 +1,22 @@
 """Megatron-LM's arguments, saved in its checkpoints, and our settings: from either to the other."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
-from mtjax.convert.megatron_experts import expert_misfits, expert_settings, has_experts, unread_experts
-from mtjax.convert.megatron_tables import Names
+from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.errors import UserError
+from mtjax.migrate.megatron import default_of, supported
+
+if TYPE_CHECKING:
+    from mtjax.convert.megatron_tables import Names  # imports jax, for seconds
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "apply_residual_connection_post_layernorm": (False, None),
-    "multi_latent_attention": (False, None),
-    "normalization": ("LayerNorm", "RMSNorm", None),
-    "apply_layernorm_1p": (False, None),
-    "qk_l2_norm": (False, None),
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
-    "position_embedding_type": ("learned_absolute", "rope", None),
-    "rotary_percent": (1.0, None),
-    "rotary_interleaved": (False, None),
-    "no_rope_freq": (None,),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
+    name: values for name, values in supported().items() if not name.startswith(EXPERTS)
 }
 """Arguments, and the values with which mtjax has the model."""
-VOCAB_MULTIPLE = 128
+VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """What Megatron's scaled RoPE has no arguments for."""
@@ -40,6 +30,23 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     Raises:
       UserError: arguments are missing, or describe a model that is not supported: lists all of them.
     """
+    wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names))
+    if wrong:
+        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in needed if arguments.get(name) is None]
+    if missing:
+        raise UserError(f"{source} is missing {', '.join(missing)}: describe the model with --config FILE")
+    return described(arguments, names)
+
+
+def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
+    """Returns what mtjax lacks for the model that arguments describe.
+
+    Args:
+      arguments: Megatron's.
+      is_core: whether the model is one of Megatron-Core, not of the legacy code.
+    """
     wrong = [
         f"{key} is {arguments[key]!r}"
         for key, values in SUPPORTED.items()
@@ -47,22 +54,20 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     ]
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("add_qkv_bias is True without add_bias_linear")
-    position = _position(arguments)
-    if position is None:
+    if _position(arguments) is None:
         wrong.append("it has no positions")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         wrong.append("its norms of queries and keys are layer norms (qk_layernorm)")
     if has_experts(arguments):
-        is_core = any(name.startswith("decoder.layers.") for name in names)
         wrong += (
             unread_experts(arguments) if is_core else [f"num_experts is {arguments['num_experts']} in the legacy code"]
         )
-    if wrong:
-        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    missing = [name for name in needed if arguments.get(name) is None]
-    if missing:
-        raise UserError(f"{source} does not say its {', '.join(missing)}: describe the model with --config FILE")
+    return wrong
+
+
+def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """Returns our settings of the model that arguments describe, of which `unsupported` says nothing."""
+    position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     settings = {
@@ -75,14 +80,14 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
         "mlp_size": arguments.get("ffn_hidden_size"),
         "sequence_length": arguments["max_position_embeddings"],
         "norm": "rmsnorm" if arguments.get("normalization") == "RMSNorm" else "layernorm",
-        "norm_epsilon": float(arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon") or 1e-5),
+        "norm_epsilon": _number(arguments, "norm_epsilon", "layernorm_epsilon"),
         "activation": _activation(arguments),
         "bias": bool(arguments.get("add_bias_linear", True)),
         "qk_norm": bool(arguments.get("qk_layernorm", False)),
         "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
-        "hidden_dropout": float(arguments.get("hidden_dropout", 0.1)),
-        "attention_dropout": float(arguments.get("attention_dropout", 0.1)),
-        "init_std": float(arguments.get("init_method_std", 0.02)),
+        "hidden_dropout": _number(arguments, "hidden_dropout"),
+        "attention_dropout": _number(arguments, "attention_dropout"),
+        "init_std": _number(arguments, "init_method_std"),
         "position": position,
     }
     settings |= _rope(arguments) if position == "rope" else {}
@@ -114,11 +119,17 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
-        scaled = float(arguments.get("rope_scaling_factor") or 8.0)
+        scaled = _number(arguments, "rope_scaling_factor")
         return settings | {"rope_scaling": "llama3", "rope_factor": scaled, **LLAMA3}
     if factor not in (None, 1):
         return settings | {"rope_scaling": "linear", "rope_factor": float(factor)}
     return settings | {"rope_scaling": "none"}
+
+
+def _number(arguments: Mapping[str, Any], name: str, older: str = "") -> float:
+    """Returns an argument, also by its older name, or Megatron's default where it is not there."""
+    given = [value for value in (arguments.get(name), arguments.get(older)) if value is not None]
+    return float(given[0] if given else default_of(name))
 
 
 def _bert_settings(names: frozenset[str]) -> dict[str, Any]:
@@ -134,7 +145,9 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | tuple | list)
 
 
-def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: str, vocab_rows: int) -> dict[str, Any]:
+def arguments_of(
+    model: Model, names: "Names", tensor: int, pipeline: int, dtype: str, vocab_rows: int
+) -> dict[str, Any]:
     """Megatron's arguments for a model of ours.
 
     Raises:
@@ -162,7 +175,7 @@ def arguments_of(model: Model, names: Names, tensor: int, pipeline: int, dtype: 
     }
 
 
-def misfits(model: Model, names: Names) -> list[str]:
+def misfits(model: Model, names: "Names") -> list[str]:
     """What an implementation of Megatron lacks for a model of ours."""
     is_bert = model.family == "bert"
     approximate = "activation gelu, the approximation, without biases"
@@ -188,7 +201,7 @@ def misfits(model: Model, names: Names) -> list[str]:
     return [what for what, holds in wrong.items() if holds]
 
 
-def _rope_misfits(model: Model, names: Names) -> dict[str, bool]:
+def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
     advice = "; take --transformer-impl transformer_engine"
@@ -222,7 +235,7 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
     }
 
 
-def _kinds(model: Model, names: Names) -> dict[str, Any]:
+def _kinds(model: Model, names: "Names") -> dict[str, Any]:
     tanh = model.activation == "gelu"
     return {
         "use_legacy_models": names.is_legacy,

@@ -6,16 +6,11 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import dense_layers, dense_settings, expert_size
+from mtjax.migrate.megatron import supported
 
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "moe_router_score_function": ("softmax", "sigmoid", None),
-    "moe_expert_capacity_factor": (None, -1, -1.0),
-    "moe_router_topk_limited_devices": (None,),
-    "moe_shared_expert_gate": (False, None),
-    "moe_apply_probs_on_input": (False, None),
-    "moe_latent_size": (None,),
-    "moe_extended_tp": (False, None),
-}
+EXPERTS = "moe_"
+"""What the names of experts' arguments begin with."""
+ONLY: Mapping[str, tuple[Any, ...]] = supported(EXPERTS)
 """Arguments of experts, and the values with which mtjax has the model."""
 BALANCE_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load balancing by a loss of the same formula as ours, over other tokens each; the second as ours, over a sample."""
@@ -43,8 +38,8 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
     wrong += [f"moe_router_load_balancing_type is {kind!r}" for kind in unknown]
     if _dense(arguments) is None:
         wrong.append(
-            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, and experts are in all layers, in all behind "
-            "the first ones, or in the last of each N"
+            f"moe_layer_freq is {arguments['moe_layer_freq']!r}, which is not supported; supported: all layers, "
+            "all after the first k, the last of every N"
         )
     if arguments.get("add_bias_linear", True):
         wrong.append("its experts have biases (add_bias_linear)")

@@ -90,7 +90,9 @@ class NamedWeights:
                 continue
             for rank in range(self.shards.ranks):
                 if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
-                    raise UserError(f"{self.source}: {copy} differs from {name}, to which it should be tied")
+                    raise UserError(
+                        f"{self.source}: {copy} differs from {name}, and the model ties them (tie_embeddings)"
+                    )
 
 
 def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """How every conversion runs: slice by slice from a source to a sink, one layer of one parameter at a time."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -138,14 +139,32 @@ def tokenizer_files(folder: Path) -> list[str]:
     return list(dict.fromkeys([*names, *template_names(folder)]))
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, kind: str = "") -> None:
     """Checks that a path to read is a folder.
+
+    Args:
+      folder: the path.
+      kind: of the weights; that of Hugging Face's may have been meant as a name on the hub.
 
     Raises:
       UserError: it is not.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise UserError(f"{folder} is not a folder")
+    advice = f". hf: takes a local folder. D{download_of(folder)[1:]}" if kind == "hf" and may_be_on_hub(folder) else ""
+    raise UserError(f"{folder} does not exist{advice}")
+
+
+def may_be_on_hub(path: Path) -> bool:
+    """Whether a path is written as the hub's names are: `gpt2`, `openai-community/gpt2`."""
+    return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", str(path)) is not None
+
+
+def download_of(name: Path) -> str:
+    """Returns how to get a model of the hub into a local folder."""
+    return f"download it with `hf download {name} --local-dir {name.name}`"
 
 
 def looks_like(folder: Path) -> str:
@@ -169,7 +188,10 @@ def understood(source: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise UserError(f"{source} does not describe a model that mtjax can read: {e!r}") from e
+        what = (
+            f"it is missing {e.args[0]}" if isinstance(e, KeyError) and e.args else f"a value is of the wrong type: {e}"
+        )
+        raise UserError(f"{source} does not describe a model that mtjax can read: {what}") from e
 
 
 def config_of(settings: Mapping[str, Any], source: str) -> Config:
@@ -181,7 +203,7 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     default = vars(Model())
     missing = [name for name, value in settings.items() if value is None and default[name] is not None]
     if missing:
-        raise UserError(f"{source} does not say its {', '.join(missing)}")
+        raise UserError(f"{source} is missing {', '.join(missing)}")
     config = from_dict({"model": {name: v for name, v in settings.items() if v is not None}}, source=source)
     validate(config)
     model = config.model

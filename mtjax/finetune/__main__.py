@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from mtjax.cli import Command, argument, parse, run_main
 from mtjax.config import Config, replace
+from mtjax.config.common import COMMON_FINETUNING
 from mtjax.errors import UserError
 from mtjax.finetune.options import CHAT, DECIDED, DEFAULTS, DESCRIPTION, LONGEST_CHATS, Options
 from mtjax.finetune.tasks.registry import TASKS
+from mtjax.help import HELP, HELP_ALL
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.watch.times import Times
@@ -28,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         with CtrlC():
             check_words(words)
-            command = parse(words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=())
+            command = parse(
+                words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=(), common=COMMON_FINETUNING
+            )
             config = command.config
             if config.finetuning.task == "none":
                 raise UserError(f"--task is missing: it is one of {', '.join((*TASKS, CHAT))}")
@@ -108,7 +112,7 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
         return start
     config = start if argument(words, "--config") else replace(Config(), **DEFAULTS)
     named = argument(words, "--init-from")
-    if named is None or {"-h", "--help"} & set(words):
+    if named is None or {*HELP, HELP_ALL} & set(words):
         return config
     from mtjax.convert.saved_model import model_of
 
@@ -136,14 +140,14 @@ def with_head(config: Config) -> Config:
     family = config.model.family
     if config.finetuning.task == CHAT:
         if family not in ("gpt", "llama"):
-            raise UserError(f"answers are learnt by a gpt or llama, and these weights are of a {family}")
+            raise UserError(f"--task chat needs a decoder, gpt or llama, and these weights are of a {family}")
         return replace(config, head="language")
     task = TASKS[config.finetuning.task]
     if family == "t5":
-        raise UserError("t5 writes its answers, and has no head for a task: take weights of a bert, gpt or llama")
+        raise UserError("t5 has no head for classification or spans: use weights of a bert, gpt or llama")
     if task.head == "spans" and family != "bert":
         raise UserError(
-            f"{task.name} asks each token about what follows it, which a {family} does not see: take weights of a bert"
+            f"{task.name} needs a bidirectional encoder, and these weights are of a {family}: use weights of a bert"
         )
     labels = {"num_labels": len(task.labels)} if task.labels else {}
     return replace(config, head=task.head, **labels)

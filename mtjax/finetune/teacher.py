@@ -84,13 +84,16 @@ class Teacher:
     def _check_models(self, theirs: Model, config: Config) -> None:
         ours = config.model
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
-            raise UserError(
-                "label_smoothing and z_loss don't go with --teacher, whose probabilities are learnt: leave them out"
-            )
+            raise UserError("label_smoothing and z_loss cannot be combined with --teacher: remove them")
         if ours.head == "regression":
-            raise UserError("--teacher has probabilities to learn from, and regress learns numbers: leave it out")
+            raise UserError(
+                "--teacher cannot be combined with --task regress, which has no probabilities: remove --teacher"
+            )
         if theirs.family != ours.family and {theirs.family, ours.family} - set(DECODERS):
-            self._refuse(f"is a {theirs.family}, which does not read what a {ours.family} reads")
+            self._refuse(
+                f"is a {theirs.family}, and the student a {ours.family}: both must be decoders (gpt, llama), or of the "
+                "same family"
+            )
         if theirs.head != ours.head:
             done = {"language": "predicts tokens"}.get(theirs.head, f"has a head for {theirs.head}")
             wanted = "the next token" if ours.head == "language" else config.finetuning.task

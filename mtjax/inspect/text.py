@@ -305,7 +305,8 @@ def unrolling_line(report: Report) -> str:
     share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
     if share < WORTH_UNROLLING:
         return ""
-    return f"  --unroll-layers compiles layers without a loop: {share:.0%} of the step are its stacks (docs/notes/speed.md)\n"
+    stacks = f"{share:.0%} of the step are its stacks"
+    return f"  --unroll-layers compiles layers without a loop: {stacks} (docs/notes/speed.md)\n"
 
 
 def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError, nearest
-from mtjax.theory.rules import DATA, MANUAL, MODEL, STAGE, Axes
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MANUAL, MODEL, STAGE, Axes
 
 AXES: Axes = (*MANUAL, MODEL)
 """Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
@@ -27,8 +27,11 @@ search, and attention has something to do while keys and values arrive."""
 AUTO = "auto"
 """What stands for the mesh of a run that takes the planner's fastest."""
 
-POSITIONAL: dict[int, Axes] = {2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
-"""What the numbers of "64x8" and "8x4x8" stand for."""
+POSITIONAL: dict[int, Axes] = {1: (DATA,), 2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
+"""What the numbers of "64", "64x8" and "8x4x8" stand for."""
+
+SHORT: dict[str, str] = {"dp": DATA, "pp": STAGE, "cp": CONTEXT, "ep": EXPERT, "tp": MODEL}
+"""Usual abbreviations of kinds of parallelism -> the axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,8 @@ def shared_ways(tokens: int) -> list[int]:
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Reads "64x8" (DATAxMODEL), "8x4x8" (DATAxSTAGExMODEL) or axes by name in any order: "model=8,data=64".
+    """Reads "8" (DATA), "64x8" (DATAxMODEL), "8x4x8" (DATAxSTAGExMODEL) or axes by name in any order: "model=8,data=64"
+    or "tp=8,dp=64".
 
     Axes that are not named have one way.
 
@@ -127,7 +131,7 @@ def parse_mesh(text: str) -> MeshShape:
         )
     if len(text) > LONGEST:
         raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
-    if re.fullmatch(r"\s*[0-9]+(x[0-9]+){1,2}\s*", text):
+    if re.fullmatch(r"\s*[0-9]+(x[0-9]+){0,2}\s*", text):
         numbers = [int(word) for word in text.split("x")]
         ways = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))
     else:
@@ -147,13 +151,19 @@ def _named_ways(text: str) -> dict[str, int]:
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+)\s*", part)
         if not match:
             example = MeshShape(data=8, stage=4, model=8)
-            raise UserError(f"mesh {text!r} is neither DATAxMODEL, like 64x8, nor named, like {example}")
-        if match[1] not in AXES:
-            known = nearest(match[1], AXES) or f"; the axes are {', '.join(AXES)}"
-            raise UserError(f"mesh {text!r}: no axis is called {match[1]!r}{known}")
-        if match[1] in ways:
-            raise UserError(f"mesh {text!r} gives {match[1]} twice; name each axis once")
-        ways[match[1]] = int(match[2])
+            raise UserError(
+                f"mesh {text!r} is neither DATAxMODEL, like 64x8, nor named, like {example} or dp=8,pp=4,tp=8"
+            )
+        axis = SHORT.get(match[1].lower(), match[1])
+        if axis not in AXES:
+            short = {axis: name for name, axis in SHORT.items()}
+            axes = ", ".join(f"{axis} ({short[axis]})" for axis in AXES)
+            raise UserError(
+                f"mesh {text!r}: no axis is called {match[1]!r}{nearest(match[1], AXES)}; the axes are {axes}"
+            )
+        if axis in ways:
+            raise UserError(f"mesh {text!r} gives {axis} twice; name each axis once")
+        ways[axis] = int(match[2])
     return ways
 
 

@@ -124,7 +124,7 @@ def test_an_output_that_is_tied_must_be_the_embedding(hf, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt3"}, "did you mean 'gpt2'"),
+        ({"model_type": "gpt3"}, "model_type 'gpt3' is not supported; supported are gpt2, llama"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'"),
         ({"n_head": 5}, "hidden_size 32 is not divisible by num_heads 5"),
@@ -141,9 +141,12 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
     ("changes", "said"),
     [
         ({"n_embd": "many"}, "hidden_size = 'many' should be"),
-        ({"n_layer": None}, "config.json does not say its num_layers"),
+        ({"n_layer": None}, "config.json is missing num_layers"),
         ({"n_head": 2.5}, "num_heads = 2.5 should be"),
-        ({"model_type": "llama", "activation_function": None, "rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+        (
+            {"model_type": "llama", "activation_function": None, "rope_scaling": {"rope_type": "linear"}},
+            "it is missing factor",
+        ),
         ({"model_type": "llama", "rope_scaling": "linear"}, "does not describe a model that mtjax can read"),
         ({"model_type": "llama"}, "holds no tensor of Hugging Face's llama, but 40 others, such as "),
     ],
@@ -162,14 +165,14 @@ def test_a_config_without_a_family_is_refused(hf, tmp_path, capsys):
     folder = shutil.copytree(hf, tmp_path / "hf")
     (folder / "config.json").write_text("{}")
     assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'ours'}") == 2
-    assert "config.json does not say its model_type" in capsys.readouterr().err
+    assert "config.json is missing model_type" in capsys.readouterr().err
 
 
 def test_places_that_are_none(hf, ours, tmp_path, capsys):
     wrong = [
         ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is not KIND:DIR"),
         ((f"hff:{hf}", f"mtjax:{tmp_path / 'a'}"), "did you mean 'hf'"),
-        ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
+        ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist\n"),
         ((f"megatron:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
         ((f"hf:{ours}", f"mtjax:{tmp_path / 'a'}"), f"has no config.json; it looks like mtjax:{ours}"),
         ((f"megatron:{hf}", f"mtjax:{tmp_path / 'a'}"), f"latest_checkpointed_iteration.txt; it looks like hf:{hf}"),

@@ -229,7 +229,7 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
     )
     assert "word_embeddings_for_head.weight differs from" in head
     assert "num_experts is 8" in said(set_argument("num_experts", 8))
-    assert "does not say its hidden_size" in said(set_argument("hidden_size", None))
+    assert "is missing hidden_size" in said(set_argument("hidden_size", None))
     assert "vocab_size 400 is above the 384 rows" in said(lambda f: None, "--vocab-size", "400")
     assert "checkpoint_version is 4" in said(
         lambda f: [edit(p, lambda c: c.update(checkpoint_version=4.0)) for p in f.iterdir()]

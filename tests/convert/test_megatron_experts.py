@@ -175,7 +175,7 @@ def test_what_does_not_divide_is_said(
             "--grouped-experts",
             "--transformer-impl",
             "local",
-        ): "--grouped-experts is of --transformer-impl transformer_engine",
+        ): "--grouped-experts requires --transformer-impl transformer_engine",
         ("--transformer-impl", "legacy"): "no place for 4 experts; take --transformer-impl transformer_engine or local",
     }.items():
         assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'never'}", *options) == 2

@@ -200,7 +200,7 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     assert "kv_heads 4 does not divide over 8 tensor-parallel ranks" in said(
         f"mtjax:{folder / 'ours'}", "--tensor", "8", *core
     )
-    assert "--checkpoint-version 2 is of the legacy code: leave it out" in said(
+    assert "--checkpoint-version 2 requires --transformer-impl legacy" in said(
         f"mtjax:{folder / 'ours'}", "--checkpoint-version", "2", *core
     )
     assert "checkpoint_version 1 has no grouped queries" in said(
@@ -238,7 +238,7 @@ def test_a_model_that_mtjax_does_not_have_is_refused(reference, tmp_path, capsys
     [
         (lambda c: setattr(c["args"], "hidden_size", "many"), "hidden_size = 'many' should be"),
         (lambda c: setattr(c["args"], "norm_epsilon", "small"), "does not describe a model that mtjax can read"),
-        (lambda c: c.update(args={"num_layers": 4}), "does not say its hidden_size, num_attention_heads"),
+        (lambda c: c.update(args={"num_layers": 4}), "is missing hidden_size, num_attention_heads"),
         (lambda c: c.update(args=[4]), "does not describe a model that mtjax can read"),
         (lambda c: c.update(model=[1, 2]), "holds no model of Megatron-LM"),
         (lambda c: c.update(model={}), "holds no tensor of a GPT or BERT of Megatron-LM"),

@@ -42,5 +42,5 @@ def test_layers_without_experts_are_read_and_written():
     ],
 )
 def test_other_layers_without_experts_are_refused(entries: dict[str, Any]):
-    with pytest.raises(UserError, match="in all behind the first ones, or in every N-th"):
+    with pytest.raises(UserError, match="all layers, all after the first k, every N-th"):
         layers(**entries)

@@ -50,7 +50,7 @@ def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder
         ("nowhere", [], "does not exist"),
         ("few", [], "has a vocabulary of 299, and the student's has 300"),
         ("words", [], "has another vocabulary: token"),
-        ("other", ["--label-smoothing", "0.1"], "label_smoothing and z_loss don't go with --teacher"),
+        ("other", ["--label-smoothing", "0.1"], "label_smoothing and z_loss cannot be combined with --teacher"),
         ("other", ["--teacher-weight", "0"], "teacher_weight is 0.0, and must be above 0 and at most 1"),
         ("other", ["--teacher-width", "8"], "--teacher-width has no effect"),
     ],

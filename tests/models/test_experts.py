@@ -147,7 +147,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "family": "bert"}, "num_experts is 4, which is for gpt and llama, and family is bert"),
         ({"num_experts": 4, "family": "t5"}, "num_experts is 4, which is for gpt and llama, and family is t5"),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
-        ({"num_experts": 4, "head": "classification"}, "num_experts is 4, which is for models of language"),
+        ({"num_experts": 4, "head": "classification"}, "num_experts is 4, and experts only work with head language"),
         ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
         ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
         ({"num_experts": 4, "expert_groups_kept": 2}, "expert_groups_kept 2 is above expert_groups 1"),

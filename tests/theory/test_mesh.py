@@ -31,14 +31,22 @@ def test_three_numbers_are_data_stage_and_model():
     assert parse_mesh(" 8x4x2 ") == MeshShape(data=8, stage=4, model=2)
 
 
+def test_one_number_is_data_parallel():
+    assert parse_mesh("8") == MeshShape(data=8)
+    assert str(parse_mesh("8")) == "8x1"
+
+
+def test_the_usual_abbreviations_name_axes():
+    assert parse_mesh("tp=8,pp=4,dp=2,cp=16,ep=32") == MeshShape(model=8, stage=4, data=2, context=16, expert=32)
+    assert parse_mesh("TP=8,stage=4") == MeshShape(model=8, stage=4)
+
+
 def test_axes_left_out_have_one_way():
     assert parse_mesh("model=8") == MeshShape(model=8)
     assert parse_mesh("context=2").axes == ("data", "context", "model")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "8", "64x", "3y4", "-1x4", "2x4x2x2", "data=2;model=4", "data=two", "data=2,", "2 x4"]
-)
+@pytest.mark.parametrize("text", ["", "64x", "3y4", "-1x4", "2x4x2x2", "data=2;model=4", "data=two", "data=2,", "2 x4"])
 def test_nonsense_is_refused_with_both_forms(text):
     with pytest.raises(UserError, match="neither DATAxMODEL, like 64x8, nor named, like data=8,stage=4,model=8"):
         parse_mesh(text)
@@ -48,8 +56,11 @@ def test_nonsense_is_refused_with_both_forms(text):
     ("text", "message"),
     [
         ("data=2,modle=4", "no axis is called 'modle' - did you mean 'model'"),
-        ("rows=4", "no axis is called 'rows'; the axes are data, stage, context, expert, model"),
+        ("rows=4", r"'rows'; the axes are data \(dp\), stage \(pp\), context \(cp\), expert \(ep\), model \(tp\)"),
         ("data=8,data=2", "gives data twice"),
+        ("dp=8,data=2", "gives data twice"),
+        ("tp=0", "gives model 0 ways"),
+        ("0", "gives data 0 ways"),
         ("0x8", "gives data 0 ways; every axis needs at least 1"),
         ("data=2,stage=0", "gives stage 0 ways; every axis needs at least 1"),
     ],

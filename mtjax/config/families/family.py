@@ -28,7 +28,9 @@ def without_head_norms(model: "Model") -> None:
       UserError: they have.
     """
     if model.qk_norm:
-        raise UserError(f"qk_norm is for gpt and llama, and family is {model.family}: leave it out")
+        raise UserError(
+            f"qk_norm only works with the families gpt and llama, and family is {model.family}: remove qk_norm"
+        )
 
 
 def _nothing_more(model: "Model") -> None:

@@ -99,10 +99,10 @@ def _read_rope(config: Json, default: float) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in SCALED_BY:
-        raise UserError(f"RoPE is scaled by {kind!r}, and mtjax knows {', '.join(SCALED_BY)}")
+        raise UserError(f"RoPE is scaled by {kind!r}, and mtjax supports {', '.join(SCALED_BY)}")
     theta = rope.get("rope_theta", config.get("rope_theta", default))
     if kind == "yarn" and (other := [key for key in NOT_YARN if rope.get(key) not in (None, key == "truncate")]):
-        raise UserError(f"RoPE's YaRN has {' and '.join(other)}, and mtjax knows YaRN without")
+        raise UserError(f"RoPE's YaRN has {' and '.join(other)}, which mtjax does not support")
     given = [name for name in SCALED_BY[kind] if name not in OWN_DEFAULTS or rope.get(ROPE[name]) is not None]
     scaling = {ours: rope[ROPE[ours]] for ours in given}
     return {"rope_theta": float(theta), "rope_scaling": kind, **scaling}

@@ -53,8 +53,8 @@ def _dense(config: Json) -> dict[str, int]:
     settings = dense_settings(dense, layers) if len(dense) < layers else None
     if settings is None:
         raise UserError(
-            f"decoder_sparse_step {step} and mlp_only_layers {without} give {layers - len(dense)} of {layers} layers "
-            "experts, and mtjax has them in all, in all behind the first ones, or in every N-th"
+            f"decoder_sparse_step {step} and mlp_only_layers {without} put experts in {layers - len(dense)} of {layers}"
+            " layers, a pattern that mtjax does not support; supported: all layers, all after the first k, every N-th"
         )
     return settings
 

@@ -11,7 +11,7 @@ from mtjax.convert.families.llama import LLAMA
 from mtjax.convert.families.mixtral import MIXTRAL
 from mtjax.convert.families.qwen3 import QWEN3, QWEN3_MOE
 from mtjax.convert.families.t5 import T5
-from mtjax.errors import UserError, nearest
+from mtjax.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1, BERT, MEGATRON_BERT, T5)
@@ -25,11 +25,13 @@ def family_of_config(config: Json, source: str) -> Family:
       UserError: it is none that mtjax has.
     """
     if "model_type" not in config:
-        raise UserError(f"{source} does not say its model_type")
+        raise UserError(f"{source} is missing model_type")
     name = str(config["model_type"])
     if name not in FAMILIES:
-        hint = nearest(name, FAMILIES)
-        raise UserError(f"{source}: model_type {name!r} is not one of {', '.join(FAMILIES)}{hint}")
+        # No nearest name: mistral and mixtral are spelled alike, and are other networks.
+        raise UserError(
+            f"{source}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)} (docs/convert.md)"
+        )
     return FAMILIES[name]
 
 
@@ -42,5 +44,5 @@ def family_of_model(model: Model) -> Family:
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}
     name = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[name]:
-        raise UserError(f"no family of transformers holds this model: {name} has no {', '.join(misfits[name])}")
+        raise UserError(f"transformers has no model with this architecture: {name} has no {', '.join(misfits[name])}")
     return FAMILIES[name]

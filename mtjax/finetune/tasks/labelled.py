@@ -80,7 +80,7 @@ def check_own_fields(name: str, labels: tuple[str, ...] | None, config: Config) 
     names_fields = bool(options.text_fields or options.label_field)
     as_noted = not names_fields and options.labels == labels  # in the config of a run
     if labels is not None and (names_fields or options.labels) and not as_noted:
-        raise UserError(f"the fields and labels of {name} are known: take --task classify to name others")
+        raise UserError(f"the fields and labels of {name} are fixed: use --task classify to name others")
 
 
 def numbered(

@@ -84,7 +84,7 @@ class Squad:
                 examples.rows.append(found)
         if reads.impossible and not self.has_unanswerable:
             raise UserError(
-                f"{path} has {reads.impossible:,} questions that are impossible to answer, as SQuAD 2.0 has: take "
+                f"{path} has {reads.impossible:,} questions that are impossible to answer, as SQuAD 2.0 has: use "
                 "--task squad2"
             )
         return examples.check()
@@ -96,11 +96,14 @@ class Squad:
         """Windows on the passages.
 
         Raises:
-          UserError: the tokenizer does not say where its tokens stand.
+          UserError: the tokenizer has no character offsets.
         """
         tokenizer = encoder.tokenizer
         if not isinstance(tokenizer, FastTokenizer):
-            raise UserError(f"{self.name} needs to know where tokens stand in a text, and this tokenizer does not say")
+            raise UserError(
+                f"{self.name} needs a tokenizer with character offsets (a tokenizer.json, or BERT's vocab.txt), and "
+                f"{config.data.tokenizer or 'this one'} has none"
+            )
         return Windows(examples, tokenizer, encoder.format, config.finetuning, self.has_unanswerable)
 
 

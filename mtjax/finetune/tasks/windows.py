@@ -181,7 +181,7 @@ class Windows:
         if room < 1:
             raise UserError(
                 f"sequence_length {length} leaves no room for the passage behind the {question} tokens of question "
-                f"{self.examples[number].id}: take {question + 4} or more"
+                f"{self.examples[number].id}: use {question + 4} or more"
             )
         step, windows, begin = min(self.options.doc_stride, room), [], 0
         while True:

@@ -1,0 +1,39 @@
+"""The settings that most runs set, by what they are for: `--help` shows these, `--help-all` the others too."""
+
+from collections.abc import Mapping
+
+_MODEL = (
+    *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "sequence_length", "vocab_size"),
+    *("norm", "position", "activation", "tie_embeddings", "hidden_dropout", "attention_dropout", "num_experts"),
+)
+_DATA = ("data", "valid_data", "tokenizer", "split")
+_PARALLELISM = ("mesh", "zero", "sequence_parallel", "schedule", "chunks")
+_OUTPUT = ("out", "resume", "log_every", "valid_every", "checkpoint_every", "keep_last")
+
+COMMON: Mapping[str, tuple[str, ...]] = {
+    "model": _MODEL,
+    "data": _DATA,
+    "batch and schedule": (
+        *("steps", "global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "warmup_steps"),
+        *("decay_style", "weight_decay", "clip_grad_norm", "compute_dtype", "recompute", "seed", "init_from"),
+    ),
+    "parallelism": _PARALLELISM,
+    "output": _OUTPUT,
+}
+"""Of `mtjax train`, and of commands that ask about one."""
+
+COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
+    "task": (
+        *("task", "epochs", "warmup_fraction", "patience", "class_weights", "text_fields", "label_field", "labels"),
+        *("teacher", "chat_template"),
+    ),
+    "model": ("init_from", "sequence_length", "lora_rank", "lora_alpha", "lora_targets", "attention_dropout"),
+    "data": _DATA,
+    "batch and schedule": (
+        *("global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "decay_style"),
+        *("weight_decay", "compute_dtype", "recompute", "seed"),
+    ),
+    "parallelism": _PARALLELISM,
+    "output": ("out", "resume", "log_every", "valid_every", "checkpoint_every"),
+}
+"""Of `mtjax finetune`."""

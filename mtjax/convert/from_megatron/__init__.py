@@ -1,0 +1,1 @@
+"""`mtjax from-megatron`: the settings of a run from Megatron-LM's launch script or arguments; no code is executed."""

@@ -1,0 +1,268 @@
+"""Variables of a bash script: their values, and words with them put in."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mtjax.convert.from_megatron.lexer import Part, Token, tokens
+from mtjax.errors import UserError
+
+Value = str | list[str]
+"""A variable's: text, or an array."""
+OPEN, CLOSE = "\ue000", "\ue001"
+"""What stands around the name of a variable without a value, in a text that asks for it."""
+_BLANK = "\ue002"
+"""A blank in such a name, which is no place to split a word at."""
+_UNKNOWN = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+_LONGEST = 2**20
+"""Characters of a value: a script that doubles a variable some dozen times is no launch script."""
+_LONGEST_LIST = 10_000
+_NAME = re.compile(r"(?:[A-Za-z_]\w*|[0-9]+|[@*#])")
+_BRACED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#])(?:\[([^]]*)\])?(.*)", re.DOTALL)
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def unknown(name: str) -> str:
+    """What stands in a text for a variable without a value."""
+    return OPEN + "".join(_BLANK if char.isspace() else char for char in name) + CLOSE
+
+
+def unknown_in(text: str) -> list[str]:
+    """Names of the variables without a value that a text asks for."""
+    return [name.replace(_BLANK, " ") for name in _UNKNOWN.findall(text)]
+
+
+def shown(text: str) -> str:
+    """A text with such variables as they are typed."""
+    text = _UNKNOWN.sub(lambda match: match[1] if match[1][0] in "$`" else f"${match[1]}", text)
+    return text.replace(_BLANK, " ")
+
+
+class Variables:
+    """The variables of a script, and its positional arguments."""
+
+    def __init__(self, values: dict[str, Value], positional: Sequence[str]) -> None:
+        self.values = values
+        self._positional = list(positional)
+
+    def with_arguments(self, positional: Sequence[str]) -> "Variables":
+        """Returns the same variables, with the arguments of a function."""
+        return Variables(self.values, positional)
+
+    def assign(self, name: str, value: Value, *, append: bool = False) -> None:
+        """Sets a variable, or appends to it as `+=` does.
+
+        Raises:
+          UserError: it grows beyond bounds.
+        """
+        if append:
+            before = self.values.get(name, [] if isinstance(value, list) else "")
+            if isinstance(before, list):
+                value = [*before, *(value if isinstance(value, list) else [value])]
+            else:
+                value = [before, *value] if isinstance(value, list) else before + value
+        if sum(map(len, value)) > _LONGEST:
+            raise UserError(f"the variable {name} grows beyond {_LONGEST} characters")
+        self.values[name] = value
+
+    def fields(self, word: Token | Sequence[Part]) -> list[str]:
+        """Returns what a word expands to: none, one or several words."""
+        parts = word.parts if isinstance(word, Token) else word
+        found: list[str] = []
+        now: str | None = None
+
+        def end() -> None:
+            nonlocal now
+            if now is not None:
+                found.append(now)
+            now = None
+
+        for part in parts:
+            if part.style == "literal" or (part.style == "quoted" and not part.text):
+                now = (now or "") + part.text
+                continue
+            for text, is_separate in self._pieces(part.text):
+                is_quoted = part.style == "quoted"
+                if is_separate or (text[:1].isspace() and not is_quoted):
+                    end()
+                for i, each in enumerate([text] if is_quoted else text.split()):
+                    if i:
+                        end()
+                    now = (now or "") + each
+                if text[-1:].isspace() and not is_quoted:
+                    end()
+        end()
+        return found
+
+    def text(self, word: Token | Sequence[Part]) -> str:
+        """Returns a word expanded and not split, as in an assignment."""
+        parts = word.parts if isinstance(word, Token) else word
+        texts = []
+        for part in parts:
+            if part.style == "literal":
+                texts.append(part.text)
+            else:
+                texts.append(" ".join(text for text, _ in self._joined(part.text)))
+        return "".join(texts)
+
+    def number(self, expression: str) -> int | str:
+        """Returns the value of an arithmetic expression, or what stands for one that can't be computed."""
+        text = self.text((Part(expression, "quoted"),))
+        for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", _UNKNOWN.sub("", text))):
+            value = self.values.get(name)
+            if not isinstance(value, str):
+                return unknown(name)
+            text = re.sub(rf"\b{name}\b", value, text)
+        if missing := unknown_in(text):
+            return unknown(missing[0])
+        try:
+            return int(evaluate(text.replace("/", "//")))
+        except (ValueError, SyntaxError, ZeroDivisionError, TypeError):
+            return unknown(f"$(({expression}))")
+
+    def _joined(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yields the pieces of a text in quotes, those of an array separate and the rest joined."""
+        now = ""
+        for piece, is_separate in self._pieces(text):
+            if is_separate:
+                yield now, False
+                now = ""
+            now += piece
+        yield now, False
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yields plain text and values of variables; True for one that begins a new word, as in an array."""
+        at, plain = 0, ""
+        while at < len(text):
+            if text[at] == "`":
+                end = text.find("`", at + 1)
+                yield plain + unknown(text[at : end + 1]), False
+                plain, at = "", end + 1
+                continue
+            if text[at] != "$" or at + 1 == len(text):
+                plain, at = plain + text[at], at + 1
+                continue
+            values, at = self._expansion(text, at)
+            if plain:
+                yield plain, False
+                plain = ""
+            for i, value in enumerate(values):
+                yield value, bool(i)
+        if plain:
+            yield plain, False
+
+    def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
+        """Returns the values of the expansion at a `$`, and where it ends."""
+        if text.startswith("$((", at):
+            end = _matching(text, at + 1)
+            return [str(self.number(text[at + 3 : end - 2]))], end
+        if text.startswith("$(", at):
+            end = _matching(text, at + 1)
+            command = text[at + 2 : end - 1].strip()
+            return (["."] if command == "pwd" else [unknown(text[at:end])]), end
+        if text.startswith("${", at):
+            end = _matching(text, at + 1)
+            return self._braced(text[at + 2 : end - 1]), end
+        match = _NAME.match(text, at + 1)
+        if not match:
+            return ["$"], at + 1
+        name = match[0][0] if match[0][0].isdigit() else match[0]  # $10 is ${1}0
+        return self._value(name, None), at + 1 + len(name)
+
+    def _braced(self, text: str) -> list[str]:
+        """Returns the values of `${...}`."""
+        match = _BRACED.fullmatch(text)
+        if not match:
+            return [unknown(f"${{{text}}}")]
+        length, name, index, rest = match.groups()
+        values = self._value(name, index)
+        is_set = not any(map(unknown_in, values))
+        is_filled = is_set and any(values)
+        if length:
+            counted = len(self._value(name, "@")) if index in ("@", "*") else len("".join(values))
+            return [str(counted)] if is_set else [unknown(name)]
+        if not rest:
+            return values
+        operation = re.match(r":?[-=+?]", rest)
+        if not operation:
+            return [unknown(f"${{{text}}}")]
+        holds = is_filled if operation[0][0] == ":" else is_set
+        kind, word = operation[0][-1], rest[operation.end() :]
+        if kind == "+":
+            return self._inner(word) if holds else []
+        if holds or kind == "?":
+            return values
+        found = self._inner(word)
+        if kind == "=":
+            self.assign(name, " ".join(found))
+        return found
+
+    def _inner(self, text: str) -> list[str]:
+        """Returns the words of a default: `${X:-"a b"}`."""
+        return [field for token in tokens(text, "a default") for field in self.fields(token)] if text else [""]
+
+    def _value(self, name: str, index: str | None) -> list[str]:
+        if name == "*" or index == "*":
+            return [" ".join(self._value("@" if name == "*" else name, "@"))]
+        if name == "@":
+            return list(self._positional) if self._positional else [unknown("@")]
+        if name == "#":
+            return [str(len(self._positional))] if self._positional else [unknown("#")]
+        if name.isdigit():
+            place = int(name)
+            return [self._positional[place - 1]] if 0 < place <= len(self._positional) else [unknown(name)]
+        value = self.values.get(name)
+        if value is None:
+            return [unknown(name)]
+        if isinstance(value, str):
+            return [value]
+        if index == "@":
+            return value
+        place = int(index) if index and index.isdigit() else 0
+        return [value[place]] if place < len(value) else [""]
+
+
+def _matching(text: str, at: int) -> int:
+    """Returns the end of the bracket that opens at a place."""
+    opened = text[at]
+    closed = {"(": ")", "{": "}"}[opened]
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == opened) - (text[i] == closed)
+        if not depth:
+            return i + 1
+    return len(text)
+
+
+def evaluate(text: str) -> Any:
+    """Returns the value of sums and products of whole numbers and lists: `2*(3+4)`, `[0]*1+[1]*27`.
+
+    Raises:
+      ValueError: it is something else.
+      SyntaxError: it is no expression.
+    """
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            left, right = value(node.left), value(node.right)
+            counts = [side for side in (left, right) if not isinstance(side, list)]
+            if len(counts) == 1 and (type(node.op) is not ast.Mult or counts[0] > _LONGEST_LIST):
+                raise ValueError(f"{text!r} makes a long list")
+            return _OPERATIONS[type(node.op)](left, right)
+        raise ValueError(f"{text!r} is not a sum of products of whole numbers")
+
+    return value(ast.parse(text.strip(), mode="eval").body)

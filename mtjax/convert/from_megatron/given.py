@@ -1,0 +1,232 @@
+"""Megatron-LM's arguments as they were given: from words, from a launch script, or from a YAML file."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtjax.convert.from_megatron.expand import Value, evaluate, shown, unknown_in
+from mtjax.convert.from_megatron.script import Line, Script
+from mtjax.errors import UserError, require, shortened
+from mtjax.migrate.megatron import by_dest, by_name
+
+PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
+"""Megatron's programs whose runs mtjax has -> the family."""
+_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|vision\w*)|train_rl|finetune\w*")
+_LARGEST = 2**24
+"""Bytes of a script."""
+
+
+@dataclass
+class Given:
+    """Arguments, and what else a script says."""
+
+    source: str
+    """Where they are from, for messages."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Attribute of an argument -> its value, of those that could be read."""
+    typed: dict[str, str] = field(default_factory=dict)
+    """The same attributes -> as typed: `--lr 1e-4`."""
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    """As typed, and why it can't be read."""
+    unlisted: list[str] = field(default_factory=list)
+    """As typed: arguments that are not in the table."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be decided in a script."""
+    family: str = "gpt"
+    gpus: int | None = None
+    """Processes that the launcher starts, one a GPU; None where nothing says so."""
+
+
+def from_words(words: Sequence[str], given: Given) -> None:
+    """Puts the arguments of a command line into `given`; the last of several with one name counts."""
+    at = 0
+    while at < len(words):
+        name, equals, value = words[at].partition("=")
+        end = next((i for i in range(at + 1, len(words)) if _is_name(words[i])), len(words))
+        if not _is_name(words[at]):
+            given.unread += [(shown(word), _why(word) or "belongs to no argument") for word in words[at:end]]
+        else:
+            _put(name, [value] if equals else list(words[at + 1 : end]), given)
+        at = end
+
+
+def _is_name(word: str) -> bool:
+    return bool(re.match(r"--[A-Za-z]", word))
+
+
+def _put(name: str, values: list[str], given: Given) -> None:
+    row = by_name().get(name) or by_name().get(name.replace("_", "-"))
+    typed = shortened(" ".join([name, *map(shown, values)]), 70)
+    missing = next((why for value in values if (why := _why(value))), "")
+    if row is None:
+        given.unlisted.append(typed)
+        return
+    is_switch = row.default is False or row.stores is False
+    if missing and not is_switch:
+        given.unread.append((typed, missing))
+        return
+    if values and is_switch:  # `--bf16 $MORE`: the switch holds, and what else there would be is not known
+        given.unread.append((" ".join(map(shown, values)), missing or f"{name} takes no value"))
+        typed, values = name, []
+    read = tuple(_value(value) for value in values)
+    given.values[row.dest] = row.stores if not read else read[0] if len(read) == 1 else read
+    given.typed[row.dest] = typed
+
+
+def _why(word: str) -> str:
+    """Returns why a word can't be read: the variables in it that have no value."""
+    names = unknown_in(word)
+    if not names:
+        return ""
+    numbered = [name for name in names if name.isdigit() or name in "@#"]
+    if numbered:
+        return f"${numbered[0]} is an argument of the script: give it after the script's name"
+    commands = [name for name in names if name[0] in "$`"]
+    if commands:
+        return f"{commands[0]} would have to be run"
+    return f"{names[0]} has no value: add --set {names[0]}=..."
+
+
+def _value(text: str) -> Any:
+    """A number, a list of numbers, or text."""
+    text = text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if re.fullmatch(r"[\[\]()\d,+* ]+", text) and "[" in text:
+        try:
+            return evaluate(text)
+        except (ValueError, SyntaxError, TypeError):
+            return text
+    return text
+
+
+def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
+    """Returns the arguments in a launch script, in a file of arguments, or in a YAML file.
+
+    Raises:
+      UserError: it can't be read, or starts no run of Megatron-LM that mtjax has.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise UserError(f"{path} has {path.stat().st_size} bytes: that is no launch script")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not text"
+        raise UserError(f"{path} can't be read: {reason}") from e
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(text, path)
+    return from_script(text, str(path), positional, variables)
+
+
+def _from_yaml(text: str, path: Path) -> Given:
+    """Returns the arguments in a YAML file, whatever mappings they are in: `--num-layers: 12`, or `num_layers: 12`."""
+    yaml: Any = require("yaml", "dev")
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise UserError(f"{path} is not YAML: {str(e).splitlines()[0]}") from e
+    given = Given(str(path))
+    for name, value in _flat(found):
+        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        if isinstance(value, bool):
+            row = by_name().get(option)
+            by_attribute = by_dest().get(name)  # `add_bias_linear: false` is what --disable-bias-linear stores
+            if row is not None and value:
+                _put(option, [], given)
+            elif row is None and by_attribute is not None:
+                given.values[name], given.typed[name] = value, f"{name}: {str(value).lower()}"
+        elif isinstance(value, list):
+            _put(option, [str(item) for item in value], given)
+        elif value is not None and option in by_name():
+            _put(option, str(value).split() if name.startswith("--") else [str(value)], given)
+    return given
+
+
+def _flat(found: Any) -> Iterable[tuple[str, Any]]:
+    for name, value in found.items() if isinstance(found, dict) else ():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield str(name), value
+
+
+def from_script(text: str, source: str, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
+    """Returns the arguments that a script starts Megatron-LM with.
+
+    Raises:
+      UserError: it starts no run of Megatron-LM that mtjax has.
+    """
+    script = Script(text, source, positional, dict(variables))
+    if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
+        script.lines = [Line([word for line in script.lines for word in line.words], 1)]
+    counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
+    most = max((count for count, _ in counted), default=0)
+    if most < 2:
+        raise UserError(f"{source} has no command with arguments of Megatron-LM, such as --num-layers")
+    started = [line for count, line in counted if count == most]
+    chosen = started[-1]
+    given = Given(source, notes=script.notes)
+    if len(started) > 1:
+        given.notes.append(f"{len(started)} commands start Megatron-LM; the one in line {chosen.line} is translated")
+    at = next((i for i, word in enumerate(chosen.words) if word.endswith(".py")), None)
+    first = next(i for i, word in enumerate(chosen.words) if word.partition("=")[0] in by_name())
+    program = Path(chosen.words[at]).stem if at is not None else ""
+    given.family = _family(program, source)
+    launcher = chosen.words[: first if at is None else at]
+    given.gpus = _processes(launcher, script.variables.values, given)
+    from_words(chosen.words[first if at is None else at + 1 :], given)
+    return given
+
+
+def _family(program: str, source: str) -> str:
+    if _OTHERS.fullmatch(program):
+        known = " and ".join(f"{name}.py" for name in PROGRAMS)
+        raise UserError(f"{source} starts {program}.py, and from-megatron translates {known}")
+    return PROGRAMS.get(program, "gpt")
+
+
+def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -> int | None:
+    """Returns how many processes a launcher starts: torchrun, srun, mpirun, or what the script's variables say."""
+    found: dict[str, str] = {}
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            found[name.lstrip("-").replace("_", "-")] = value if equals else following
+    is_torchrun = any(
+        Path(word).name in ("torchrun", "torch.distributed.run", "torch.distributed.launch") for word in launcher
+    )
+    pairs = [
+        ("nnodes", "nproc-per-node", is_torchrun),
+        ("nodes", "ntasks-per-node", False),
+        ("N", "ntasks-per-node", False),
+    ]
+    for nodes, each, has_defaults in pairs:
+        if (nodes in found and each in found) or (has_defaults and (nodes in found or each in found)):
+            return _product(given, found.get(nodes, "1"), found.get(each, "1"))
+    for name in ("np", "n", "ntasks"):
+        if name in found:
+            return _product(given, found[name])
+    if isinstance(size := values.get("WORLD_SIZE"), str) and size.isdigit():
+        return int(size)
+    nodes = next((values[name] for name in ("NNODES", "NUM_NODES", "SLURM_NNODES") if name in values), None)
+    each = next((values[name] for name in ("GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE") if name in values), None)
+    if isinstance(nodes, str) and isinstance(each, str):
+        return _product(given, nodes, each)
+    return _product(given, str(values["SLURM_NTASKS"])) if "SLURM_NTASKS" in values else None
+
+
+def _product(given: Given, *numbers: str) -> int | None:
+    """The product of numbers; None, with a note, where one is not known."""
+    product = 1
+    for number in numbers:
+        if not number.isdigit():
+            why = _why(number) or "it is no number"
+            given.unread.append((f"number of processes {shown(number)}", why))
+            return None
+        product *= int(number)
+    return product

@@ -1,0 +1,201 @@
+"""Words and operators of a bash script, with quotes kept apart, since they decide what is expanded and split."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from mtjax.errors import UserError
+
+Style = Literal["literal", "quoted", "plain"]
+"""literal: as it stands. quoted: variables are expanded. plain: expanded, and split at blanks."""
+
+
+class Part(NamedTuple):
+    """A piece of a word that has one kind of quotes."""
+
+    text: str
+    style: Style
+
+
+class Token(NamedTuple):
+    """A word, or an operator such as `&&`, a newline or `(`."""
+
+    parts: tuple[Part, ...]
+    operator: str
+    """"" for a word."""
+    line: int
+
+    @property
+    def raw(self) -> str:
+        """The word as typed, without its quotes."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def bare(self) -> str:
+        """A word without any quotes, as keywords are; "" for others."""
+        return self.raw if not self.operator and all(part.style == "plain" for part in self.parts) else ""
+
+
+_OPERATORS = (";;", "&&", "||", ";", "|", "&", "(", ")")
+_REDIRECT = re.compile(r"\d*(?:&>>?|>>|>&|>\||<&|<>|>|<)\s*")
+_HEREDOC = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1")
+_HERE_STRING = re.compile(r"\d*<<<\s*")
+
+
+def tokens(text: str, source: str) -> list[Token]:
+    """Returns the words and operators of a script, without comments and redirections.
+
+    Raises:
+      UserError: a quote or bracket is not closed; `source` names the script.
+    """
+    return list(_Lexer(text, source).run())
+
+
+class _Lexer:
+    def __init__(self, text: str, source: str) -> None:
+        self._text, self._source = text.replace("\r\n", "\n"), source
+        self._at = 0
+        self._heredocs: list[str] = []
+
+    def run(self) -> Iterator[Token]:
+        text = self._text
+        while self._at < len(text):
+            char = text[self._at]
+            if char == "\n":
+                yield Token((), "\n", self._line)
+                self._at += 1
+                self._skip_heredocs()
+            elif char in " \t":
+                self._at += 1
+            elif text.startswith("\\\n", self._at):
+                self._at += 2
+            elif char == "#":
+                self._at = self._end_of_line()
+            elif self._skip_redirect():
+                continue
+            elif operator := next((o for o in _OPERATORS if text.startswith(o, self._at)), ""):
+                yield Token((), operator, self._line)
+                self._at += len(operator)
+            else:
+                line = self._line
+                yield Token(tuple(self._word()), "", line)
+
+    @property
+    def _line(self) -> int:
+        return self._text.count("\n", 0, self._at) + 1
+
+    def _end_of_line(self) -> int:
+        end = self._text.find("\n", self._at)
+        return len(self._text) if end < 0 else end
+
+    def _skip_redirect(self) -> bool:
+        """Skips `> FILE`, `2>&1`, `<<EOF` and the like."""
+        if match := _HERE_STRING.match(self._text, self._at):
+            self._at = match.end()
+            list(self._word())
+            return True
+        if match := _HEREDOC.match(self._text, self._at):
+            self._heredocs.append(match[2])
+            self._at = match.end()
+            return True
+        if match := _REDIRECT.match(self._text, self._at):
+            self._at = match.end()
+            list(self._word())
+            return True
+        return False
+
+    def _skip_heredocs(self) -> None:
+        """Skips the texts that begin on the next line."""
+        for name in self._heredocs:
+            end = re.compile(rf"^\s*{name}\s*$", re.MULTILINE).search(self._text, self._at)
+            self._at = end.end() if end else len(self._text)
+        self._heredocs = []
+
+    def _word(self) -> Iterator[Part]:
+        """Yields the parts up to a blank or an operator."""
+        text, plain = self._text, ""
+        while self._at < len(text):
+            char = text[self._at]
+            if char in " \t\n;|&()<>":
+                break
+            if char == "'":
+                yield Part(plain, "plain")
+                plain = ""
+                end = self._closing("'", self._at + 1)
+                yield Part(text[self._at + 1 : end], "literal")
+                self._at = end + 1
+            elif char == '"':
+                yield Part(plain, "plain")
+                plain = ""
+                yield from self._double_quoted()
+            elif char == "\\":
+                if text[self._at + 1 : self._at + 2] != "\n":
+                    yield Part(plain, "plain")
+                    plain = ""
+                    yield Part(text[self._at + 1 : self._at + 2], "literal")
+                self._at += 2
+            else:
+                end = self._expansion_end(self._at)
+                plain += text[self._at : end]
+                self._at = end
+        yield Part(plain, "plain")
+
+    def _double_quoted(self) -> Iterator[Part]:
+        text, found = self._text, ""
+        start, self._at = self._at, self._at + 1
+        while self._at < len(text):
+            char = text[self._at]
+            if char == '"':
+                self._at += 1
+                yield Part(found, "quoted")
+                return
+            if char == "\\" and text[self._at + 1 : self._at + 2] in ('"', "\\", "$", "`", "\n"):
+                yield Part(found, "quoted")
+                found = ""
+                escaped = text[self._at + 1]
+                if escaped != "\n":
+                    yield Part(escaped, "literal")
+                self._at += 2
+            else:
+                end = self._expansion_end(self._at)
+                found += text[self._at : end]
+                self._at = end
+        self._at = start
+        raise UserError(f'{self._source}, line {self._line}: the quote " is not closed')
+
+    def _expansion_end(self, at: int) -> int:
+        """Returns the end of `$(...)`, `${...}` or a command in backquotes at a place, or the next character."""
+        text = self._text
+        if text.startswith("$(", at):
+            return self._matching("(", ")", at + 1)
+        if text.startswith("${", at):
+            return self._matching("{", "}", at + 1)
+        if text[at] == "`":
+            return self._closing("`", at + 1) + 1
+        return at + 1
+
+    def _matching(self, opened: str, closed: str, at: int) -> int:
+        depth, start, quote = 0, at, ""
+        while at < len(self._text):
+            char = self._text[at]
+            if char == "\\":
+                at += 1
+            elif quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char == opened:
+                depth += 1
+            elif char == closed:
+                depth -= 1
+                if not depth:
+                    return at + 1
+            at += 1
+        self._at = start
+        raise UserError(f"{self._source}, line {self._line}: {opened} is not closed")
+
+    def _closing(self, quote: str, at: int) -> int:
+        end = self._text.find(quote, at)
+        if end < 0:
+            raise UserError(f"{self._source}, line {self._line}: the quote {quote} is not closed")
+        return end

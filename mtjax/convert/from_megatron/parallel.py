@@ -1,0 +1,138 @@
+"""Mesh, pipeline, checkpoints and logs of a Megatron-LM run as our settings."""
+
+import math
+
+from mtjax.convert.from_megatron.translated import Translation
+from mtjax.errors import UserError
+from mtjax.theory.mesh import MeshShape
+
+_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def translate_mesh(to: Translation) -> MeshShape:
+    """Puts the mesh into a translation, and the batch, which depends on it; returns it.
+
+    Raises:
+      UserError: the numbers of GPUs and of parallel ranks don't fit each other.
+    """
+    tensor, stages, context, experts = (
+        to.get(f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    )
+    each = tensor * stages * context
+    gpus = to.given.gpus
+    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {each} GPUs"
+    if gpus is None:
+        gpus = each * experts
+        to.differs.append(f"--mesh: the number of GPUs is not known: taking {gpus}, one replica; add --gpus N")
+    if gpus % each:
+        raise UserError(
+            f"{to.given.source} starts {gpus} processes, and a replica of the model takes {degrees}: add --gpus N with"
+            f" a multiple of {each}"
+        )
+    replicas = gpus // each
+    if replicas % experts:
+        raise UserError(
+            f"{to.given.source} has {replicas} data-parallel ranks, which do not divide by --expert-model-parallel-size"
+            f" {experts}: expert-parallel ranks are a part of them in mtjax"
+        )
+    mesh = MeshShape(data=replicas // experts, stage=stages, context=context, expert=experts, model=tensor)
+    to.settings["mesh"] = str(mesh)
+    if "global_batch_size" not in to.settings and "microbatch_size" in to.settings:
+        to.set("global_batch_size", {"global_batch_size": to.settings["microbatch_size"] * replicas})
+    if "global_batch_size" not in to.settings:
+        raise UserError(f"{to.given.source}: --micro-batch-size and --global-batch-size are missing or can't be read")
+    return mesh
+
+
+def translate_layout(to: Translation, mesh: MeshShape) -> None:
+    """Puts pipeline schedule, ZeRO and methods of communication into a translation.
+
+    Raises:
+      UserError: layers don't divide into the virtual stages.
+    """
+    _pipeline(to, mesh)
+    if to.has("sequence_parallel") and to.get("tensor_model_parallel_size") == 1:
+        to.settings.pop("sequence_parallel")
+        to.needless["sequence_parallel"] = "Megatron ignores it without tensor parallelism, and it is left out here"
+    if to.has("use_distributed_optimizer"):
+        to.set("use_distributed_optimizer", {"zero": 1})
+    if to.has("use_megatron_fsdp"):
+        to.set("use_megatron_fsdp", {"zero": _SHARDED.get(to.get("data_parallel_sharding_strategy"), 0)})
+    if to.has("use_torch_fsdp2"):
+        to.set("use_torch_fsdp2", {"zero": 3})
+    if to.get("context_parallel_size") > 1:
+        kind = to.get("cp_comm_type")
+        is_gather = "allgather" in (kind if isinstance(kind, tuple) else (kind,))
+        to.set("cp_comm_type", {"context_method": "gather" if is_gather else "ring"})
+    if "capacity_factor" in to.settings:
+        to.needless["moe_token_dispatcher_type"] = "with --capacity-factor tokens are exchanged by all-to-all"
+    elif to.get("expert_model_parallel_size") > 1:
+        kind = to.given.values.get("moe_token_dispatcher_type", "allgather")
+        to.set("moe_token_dispatcher_type", {"expert_method": "gather" if kind == "allgather" else "exchange"})
+    size = to.given.values.get("expert_tensor_parallel_size")
+    if size == to.get("tensor_model_parallel_size"):
+        to.needless["expert_tensor_parallel_size"] = "as in mtjax"
+    if to.has("deterministic_mode"):
+        to.set("deterministic_mode", {"deterministic": True})
+    if to.has("check_weight_hash_across_dp_replicas_interval"):
+        steps = to.get("check_weight_hash_across_dp_replicas_interval")
+        to.set("check_weight_hash_across_dp_replicas_interval", {"check_replicas": steps})
+
+
+def _pipeline(to: Translation, mesh: MeshShape) -> None:
+    stages, layers = to.get("pipeline_model_parallel_size"), to.get("num_layers")
+    chunks = to.given.values.get("num_virtual_stages_per_pipeline_rank")
+    if (per_chunk := to.given.values.get("num_layers_per_virtual_pipeline_stage")) is not None:
+        if layers % (stages * per_chunk):
+            raise UserError(
+                f"{to.given.source}: --num-layers {layers} is not a multiple of --pipeline-model-parallel-size {stages}"
+                f" x --num-layers-per-virtual-pipeline-stage {per_chunk}"
+            )
+        chunks = layers // stages // per_chunk
+    if chunks is not None and chunks > 1:
+        to.settings |= {"schedule": "interleaved", "chunks": chunks}
+    ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    if any(end is not None for end in ends) and stages > 1:
+        inner = stages - sum(end is not None for end in ends)
+        left = layers - sum(end or 0 for end in ends)
+        if inner and left % inner:
+            raise UserError(f"{to.given.source}: {left} layers do not divide over the {inner} other pipeline stages")
+        middle = [left // inner] * inner if inner else []
+        first, last = ([] if end is None else [end] for end in ends)
+        to.settings["layers_per_stage"] = [*first, *middle, *last]
+    if mesh.has_stages and to.settings.get("recompute") == "full":
+        for setting in ("recompute_method", "recompute_num_layers"):
+            value = to.settings.pop(setting, None)
+            if value not in (None, "uniform", 1):
+                to.without[setting] = "with pipeline stages mtjax recomputes every layer by itself"
+
+
+def translate_output(to: Translation) -> None:
+    """Puts folders, checkpoints and logs into a translation, and options of the command line."""
+    save, load = to.given.values.get("save"), to.given.values.get("load")
+    if not to.has("save_interval"):
+        to.settings["checkpoint_every"] = 0
+        to.implied.add("checkpoint_every")
+    elif "keep_every" not in to.settings:
+        to.settings["keep_every"] = to.settings["checkpoint_every"]
+        to.implied.add("keep_every")  # Megatron keeps every checkpoint
+    if load is not None and load == save and not to.has("finetune"):
+        to.settings["resume"] = True
+        to.differs.append(
+            "--resume: continues from mtjax's own checkpoint in --out, if there is one; for a checkpoint of Megatron-LM"
+            f" see `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
+        )
+    elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
+        to.with_run.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
+    if to.has("non_persistent_save_interval"):
+        folder = to.given.values.get("non_persistent_local_ckpt_dir") or "LOCAL-DIR"
+        to.settings |= {"local_every": to.get("non_persistent_save_interval"), "local_checkpoints": str(folder)}
+    if to.has("wandb_project"):
+        to.with_run.append("--track wandb")
+    if to.has("profile"):
+        to.with_run.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
+    if to.has("distributed_timeout_minutes"):
+        minutes = to.get("distributed_timeout_minutes")
+        to.needless["distributed_timeout_minutes"] = (
+            f"a step that hangs is reported after --step-timeout ({math.ceil(minutes * 60)} for the same limit)"
+        )

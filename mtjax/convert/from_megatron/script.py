@@ -1,0 +1,320 @@
+"""What a bash script would run, read without running it: variables, arrays, conditions, functions, loops."""
+
+import contextlib
+import fnmatch
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mtjax.convert.from_megatron.conditions import Decided, decide, said
+from mtjax.convert.from_megatron.expand import Value, Variables, shown, unknown, unknown_in
+from mtjax.convert.from_megatron.lexer import Part, Token, tokens
+from mtjax.errors import UserError
+
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_SHELLS = ("bash", "sh", "zsh")
+_SEPARATORS = ("\n", ";", "&", "&&", "||", "|", ";;")
+_ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
+_DEEPEST = 20
+_MOST = 100_000
+"""Commands that are read: a script that has more is no launch script."""
+
+
+class Line(NamedTuple):
+    """A command that the script would run."""
+
+    words: list[str]
+    line: int
+
+
+class _Exit(Exception):
+    """The script ends itself."""
+
+
+class Script:
+    """Reads a script.
+
+    Args:
+      text: the script.
+      source: its name, for messages.
+      positional: its arguments, `$1` first.
+      variables: values that the caller gives.
+
+    Attributes:
+      lines: commands in the order in which they would run.
+      notes: what could not be decided, in words.
+      variables: values after the last command.
+    """
+
+    def __init__(self, text: str, source: str, positional: Sequence[str], variables: dict[str, str]) -> None:
+        self.lines: list[Line] = []
+        self.notes: list[str] = []
+        self._fixed = frozenset(variables)
+        values: dict[str, Value] = {**_scheduler(text), **variables}
+        self.variables = Variables(values, positional)
+        self._source, self._functions = source, {}
+        with contextlib.suppress(_Exit):
+            self._read(tokens(text, source), self.variables, 0)
+
+    def _read(self, found: list[Token], variables: Variables, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise UserError(f"{self._source}: functions and conditions are nested more than {_DEEPEST} deep")
+        at, status, joined = 0, True, "\n"
+        while at < len(found):
+            token = found[at]
+            if token.operator:
+                joined = token.operator if token.operator in ("&&", "||") else "\n"
+                at += 1
+                continue
+            is_skipped = (joined == "&&" and status is not True) or (joined == "||" and status is not False)
+            if token.bare in _ENDS:
+                end = _end_of(found, at)
+                if not is_skipped:
+                    self._compound(found[at : end + 1], variables, depth)
+                at, status = end + 1, True if not is_skipped else status
+                continue
+            if _is_function(found, at):
+                start = next(i for i in range(at, len(found)) if found[i].bare == "{")
+                name = found[at + 1].raw if token.bare == "function" else token.raw
+                end = _end_of(found, start)
+                self._functions[name] = found[start + 1 : end]
+                at = end + 1
+                continue
+            end = _end_of_command(found, at)
+            if not is_skipped:
+                status = self._command(found[at:end], variables, depth)
+            at = end
+
+    def _command(self, words: list[Token], variables: Variables, depth: int) -> Decided:
+        """Reads one command: assignments, a condition, a function, or one to remember. Returns its status."""
+        first = words[0].bare
+        if first == "!":
+            found = self._command(words[1:], variables, depth) if words[1:] else True
+            return None if found is None else not found
+        if first in ("[", "[[", "test"):
+            inner = words[1:] if first == "test" else words[1:-1]
+            return decide([word.operator or variables.text(word) for word in inner])
+        if first in ("true", ":", "false"):
+            return first != "false"
+        rest = words
+        if first in _DECLARES:  # declare -a NAME=(...)
+            rest = list(itertools.dropwhile(lambda word: word.raw.startswith("-"), words[1:]))
+        rest = self._assign(rest, variables)
+        if first in _DECLARES or not rest:
+            return True
+        fields = [field for word in rest if not word.operator for field in variables.fields(word)]
+        if not fields:
+            return True
+        if fields[0] == "exit":
+            raise _Exit
+        if fields[0] in ("source", "."):
+            self._note(words[0], f"{' '.join(map(shown, fields))}: that file is not read")
+        if fields[0] in self._functions:
+            self._read(self._functions[fields[0]], variables.with_arguments(fields[1:]), depth + 1)
+            return True
+        inner = _inner_script(fields)
+        if inner is not None:
+            read = [token._replace(line=words[0].line) for token in tokens(inner, self._source)]
+            self._read(read, variables, depth + 1)
+            return True
+        if len(self.lines) >= _MOST:
+            raise UserError(f"{self._source} has more than {_MOST} commands")
+        self.lines.append(Line(fields, words[0].line))
+        return True
+
+    def _assign(self, words: list[Token], variables: Variables) -> list[Token]:
+        """Makes the assignments that a command begins with; returns its other words."""
+        at = 0
+        while at < len(words):
+            match = _ASSIGNED.match(words[at].raw) if not words[at].operator else None
+            if not match or words[at].parts[0].style != "plain" or not _ASSIGNED.match(words[at].parts[0].text):
+                break
+            name, is_added = match[1], bool(match[2])
+            first = words[at].parts[0]
+            parts = (Part(first.text[match.end() :], "plain"), *words[at].parts[1:])
+            if at + 1 < len(words) and words[at + 1].operator == "(":
+                end = next((i for i in range(at + 2, len(words)) if words[i].operator == ")"), len(words))
+                inside = [word for word in words[at + 2 : end] if not word.operator]
+                value: Value = [field for word in inside for field in variables.fields(word)]
+                at = end
+            else:
+                value = variables.text(parts)
+            if name not in self._fixed:
+                variables.assign(name, value, append=is_added)
+            at += 1
+        return words[at:]
+
+    def _compound(self, found: list[Token], variables: Variables, depth: int) -> None:
+        """Reads `if`, `for`, `while`, `case` or `{`."""
+        kind, inner = found[0].bare, found[1:-1]
+        if kind == "{":
+            self._read(inner, variables, depth + 1)
+        elif kind == "if":
+            self._if(inner, found[0], variables, depth)
+        elif kind == "case":
+            self._case(inner, found[0], variables, depth)
+        else:
+            head, _, body = _parted(inner, "do")
+            words = [word for word in head if not word.operator]
+            if kind != "for":
+                self._note(found[0], f"the body of a {kind} loop is not read")
+            elif words:
+                values = [field for word in words[2:] for field in variables.fields(word)]
+                if len(values) > 1:
+                    self._note(
+                        found[0], f"of the loop over {words[0].raw}, the first value is taken: {shown(values[0])}"
+                    )
+                variables.assign(words[0].raw, values[0] if values else unknown(words[0].raw))
+                self._read(body, variables, depth + 1)
+
+    def _if(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        condition, _, rest = _parted(inner, "then")
+        while True:
+            body, keyword, rest = _parted(rest, "elif", "else")
+            holds = self._holds(condition, variables, depth)
+            if holds is None:
+                words = [word.operator or variables.text(word) for word in condition if word.operator != "\n"]
+                self._note(
+                    first, f"whether {said([w for w in words if w != ';'])} holds is not known: its branch is not read"
+                )
+            if holds:
+                self._read(body, variables, depth + 1)
+                return
+            if keyword == "else":
+                self._read(rest, variables, depth + 1)
+                return
+            if keyword != "elif":
+                return
+            condition, _, rest = _parted(rest, "then")
+
+    def _holds(self, condition: list[Token], variables: Variables, depth: int) -> Decided:
+        """Whether a list of commands, joined by && and ||, ends well."""
+        at, holds, joined = 0, True, ""
+        while at < len(condition):
+            token = condition[at]
+            if token.operator:
+                joined = token.operator if token.operator in ("&&", "||") else joined if token.operator == "(" else ""
+                if token.operator == "(":
+                    return None  # (( ... ))
+                at += 1
+                continue
+            end = _end_of_command(condition, at)
+            is_skipped = (joined == "&&" and holds is False) or (joined == "||" and holds is True)
+            if not is_skipped:
+                found = self._status(condition[at:end], variables, depth)
+                if joined == "&&" and holds is None:
+                    holds = False if found is False else None
+                elif joined == "||" and holds is None:
+                    holds = True if found else None
+                else:
+                    holds = found
+            at = end
+        return holds
+
+    def _status(self, words: list[Token], variables: Variables, depth: int) -> Decided:
+        """Of a command in a condition: what only a machine can tell is not known."""
+        named = words[1].bare if words[0].bare == "!" and words[1:] else words[0].bare
+        is_decided = named in ("[", "[[", "test", "true", "false", ":")
+        return self._command(words, variables, depth) if is_decided else None
+
+    def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        value = variables.text(inner[0])
+        if unknown_in(value):
+            self._note(first, f"case {shown(value)} is not known: none of its branches is read")
+            return
+        rest = inner[2:]
+        while rest:
+            at = next((i for i, token in enumerate(rest) if token.operator == ")"), len(rest))
+            patterns = [variables.text(token) for token in rest[:at] if not token.operator]
+            end = next((i for i in range(at, len(rest)) if rest[i].operator == ";;"), len(rest))
+            if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
+                self._read(rest[at + 1 : end], variables, depth + 1)
+                return
+            rest = rest[end + 1 :]
+
+    def _note(self, token: Token, text: str) -> None:
+        self.notes.append(f"line {token.line}: {text}")
+
+
+def _scheduler(text: str) -> dict[str, str]:
+    """Returns Slurm's variables, from the directives of a script."""
+    found = dict(re.findall(r"^#SBATCH\s+--([\w-]+)[= ](\S+)", text, re.MULTILINE))
+    found |= {
+        {"N": "nodes", "n": "ntasks"}[k]: v for k, v in re.findall(r"^#SBATCH\s+-([Nn])\s*(\d+)", text, re.MULTILINE)
+    }
+    gpus = found.get("gpus-per-node") or found.get("gres", "").rpartition("gpu:")[2]
+    values = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), found.get("nodes", "")),
+        "SLURM_GPUS_ON_NODE": gpus.rpartition(":")[2],
+        "SLURM_NTASKS_PER_NODE": found.get("ntasks-per-node", ""),
+        "SLURM_NTASKS": found.get("ntasks", ""),
+    }
+    return {"PWD": ".", **{name: value for name, value in values.items() if value.isdigit()}}
+
+
+def _is_function(found: list[Token], at: int) -> bool:
+    following = [token.operator for token in found[at + 1 : at + 3]]
+    return found[at].bare == "function" or (following == ["(", ")"] and bool(re.fullmatch(r"\w+", found[at].bare)))
+
+
+def _end_of_command(found: list[Token], at: int) -> int:
+    """Returns where a command ends; inside [[ ]] and an array's brackets nothing ends it."""
+    is_test = found[at].bare == "[["
+    depth = 0
+    for i in range(at, len(found)):
+        token = found[i]
+        if token.operator == "(":
+            depth += 1
+        elif token.operator == ")":
+            depth -= 1
+        elif is_test and token.bare == "]]":
+            is_test = False
+        elif token.operator in _SEPARATORS and not is_test and depth <= 0:
+            return i
+    return len(found)
+
+
+def _starts(found: list[Token], at: int) -> bool:
+    """Whether a command begins at a token: keywords elsewhere are words."""
+    return (
+        not at or found[at - 1].operator != "" or found[at - 1].bare in ("then", "else", "elif", "do", "if", "{", "!")
+    )
+
+
+def _end_of(found: list[Token], at: int) -> int:
+    """Returns the place of the keyword that ends the one at a place."""
+    depth = 0
+    for i in range(at, len(found)):
+        word = found[i].bare
+        if not word or not (_starts(found, i) or i == at):
+            continue
+        depth += word in _ENDS
+        depth -= word in _ENDS.values()
+        if not depth:
+            return i
+    return len(found) - 1
+
+
+def _parted(found: list[Token], *keywords: str) -> tuple[list[Token], str, list[Token]]:
+    """Returns what stands before the first of some keywords, that keyword, and what comes after it."""
+    depth = 0
+    for i, token in enumerate(found):
+        if not token.bare or not _starts(found, i):
+            continue
+        if not depth and token.bare in keywords:
+            return found[:i], token.bare, found[i + 1 :]
+        depth += token.bare in _ENDS
+        depth -= token.bare in _ENDS.values()
+    return found, "", []
+
+
+def _inner_script(fields: list[str]) -> str | None:
+    """Returns the script in `bash -c SCRIPT` and `eval SCRIPT`, also behind a launcher."""
+    if fields[0] == "eval":
+        return " ".join(fields[1:])
+    for i, word in enumerate(fields[:-2]):
+        if word.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-\w*c", fields[i + 1]):
+            return " ".join([*fields[:i], fields[i + 2]])
+    return None

@@ -1,0 +1,147 @@
+"""Batches, schedules, precision and data of a Megatron-LM run as our settings."""
+
+from pathlib import Path
+from typing import Any
+
+from mtjax.convert.from_megatron.translated import Translation
+from mtjax.errors import UserError
+from mtjax.migrate.megatron import OF_MODEL, TABLE
+
+_TEXTS = ("out", "cache_dir")
+"""Settings that are text even where it looks like a number."""
+_SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *_SENTENCEPIECE)
+
+
+def translate_plain(to: Translation) -> None:
+    """Copies what has the same value here, outside the network; a default only where the setting has one of its own."""
+    for row in TABLE:
+        value = to.get(row.dest)
+        if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
+            to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
+    to.settings["split"] = str(to.settings["split"]).replace(" ", "")
+    if isinstance(to.get("split"), tuple):
+        to.settings["split"] = ",".join(str(share).strip(",") for share in to.get("split"))
+    if to.settings.get("valid_batches") == 0:  # Megatron's way to say: no validation
+        to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
+
+
+def translate_schedule(to: Translation) -> None:
+    """Puts batches, steps, learning rates and weight decay into a translation.
+
+    Raises:
+      UserError: sizes of batches are missing, or both steps and samples are given.
+    """
+    batch = to.settings["global_batch_size"]
+    if to.has("train_iters") and to.has("train_samples"):
+        raise UserError(f"{to.given.source} gives --train-iters and --train-samples: give one of them")
+    if to.has("rampup_batch_size"):
+        to.set("rampup_batch_size", {"rampup_batch_size": list(to.get("rampup_batch_size"))})
+        to.differs.append(
+            "--rampup-batch-size: mtjax's schedules count steps, Megatron's samples: while batches are small, mtjax's"
+            " learning rate moves on faster for the same number of samples"
+        )
+    for dest, setting in (
+        ("lr_decay_samples", "decay_steps"),
+        ("lr_warmup_samples", "warmup_steps"),
+        ("lr_wsd_decay_samples", "wsd_decay_steps"),
+    ):
+        if to.get(dest):
+            to.set(dest, {setting: max(1, round(to.get(dest) / batch))})
+            if to.get(dest) % batch:
+                steps = to.settings[setting]
+                to.differs.append(f"--{setting.replace('_', '-')} {steps}: {to.get(dest)} samples, rounded to steps")
+    if to.has("lr_warmup_fraction"):
+        steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
+        to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
+    if to.settings.get("decay_style") != "WSD":
+        to.settings.pop("wsd_decay_style", None)
+    if to.has("end_weight_decay"):
+        to.set("end_weight_decay", {"weight_decay": to.get("end_weight_decay")})
+    for dest, what in (("lr", "learning rate"), ("train_iters", "number of steps")):
+        if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
+            name = f"--{dest.replace('_', '-')}"
+            to.differs.append(f"{name} could not be read or is missing: the {what} is mtjax's default")
+
+
+def translate_precision(to: Translation) -> None:
+    """Puts types, recompute and attention into a translation."""
+    dtype = next(
+        (to_dtype for dest, to_dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if to.has(dest)), "float32"
+    )
+    to.set(next((dest for dest in ("bf16", "fp16") if to.has(dest)), "bf16"), {"compute_dtype": dtype})
+    if dtype != "float16":
+        for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            to.settings.pop(setting, None)
+    if to.has("grad_reduce_in_bf16"):
+        to.set("grad_reduce_in_bf16", {"gradient_wire_dtype": "bfloat16"})
+    if to.has("recompute_activations"):
+        to.set("recompute_activations", {"recompute": "selective"})
+    if to.settings.get("recompute") != "full":
+        for setting in ("recompute_method", "recompute_num_layers"):
+            to.settings.pop(setting, None)
+    backend = to.given.values.get("attention_backend")
+    if backend in ("unfused", "local"):
+        to.set("attention_backend", {"attention": "xla"})
+    for row in TABLE:
+        if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
+            if to.get(row.dest) in row.same:
+                to.needless.setdefault(row.dest, "as in mtjax")
+            else:
+                to.drop(row.dest)
+
+
+def translate_data(to: Translation) -> None:
+    """Puts corpora and tokenizer into a translation."""
+    for dest, setting in (
+        ("data_path", "data"),
+        ("train_data_path", "train_data"),
+        ("valid_data_path", "valid_data"),
+        ("test_data_path", "test_data"),
+    ):
+        if to.has(dest):
+            value = to.get(dest)
+            to.set(dest, {setting: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)})
+    if "split" not in to.given.values:
+        to.settings.pop("split", None)  # Megatron's default is mtjax's
+    tokenizer = _tokenizer(to)
+    if tokenizer is not None:
+        to.set("tokenizer_type", {"tokenizer": tokenizer})
+        to.implied.discard("tokenizer")
+
+
+def _tokenizer(to: Translation) -> str | None:
+    """Returns KIND:PATH; None, with the reason, where mtjax has no such tokenizer."""
+    kind, model = to.given.values.get("tokenizer_type"), to.given.values.get("tokenizer_model")
+    vocabulary = to.given.values.get("vocab_file")
+    if kind == "GPT2BPETokenizer" or (kind is None and to.has("merge_file")):
+        return _gpt2(to, vocabulary)
+    if kind in _SENTENCEPIECE and model is not None:
+        return f"sentencepiece:{model}"
+    if kind == "HuggingFaceTokenizer" and model is not None:
+        path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
+        to.differs.append(
+            f"--tokenizer hf:{path}: a file on disk; download a name on the hub with `hf download {model}`"
+        )
+        return f"hf:{path}"
+    if str(kind).startswith("BertWordPiece") and vocabulary is not None:
+        return f"bert:{vocabulary}"
+    if kind == "NullTokenizer":
+        to.drop("tokenizer_type", "text has a tokenizer, by default one trained on it")
+    elif kind is not None and kind not in _KINDS and not str(kind).startswith("BertWordPiece"):
+        to.drop("tokenizer_type", "give --tokenizer KIND:PATH; the kinds are gpt2, bert, hf and sentencepiece")
+    return None
+
+
+def _gpt2(to: Translation, vocabulary: Any) -> str | None:
+    """GPT-2's, of two files in one folder, which have names that mtjax knows."""
+    if vocabulary is None:
+        return None
+    folder = Path(str(vocabulary)).parent
+    names = [Path(str(name)).name for name in (vocabulary, to.given.values.get("merge_file") or "merges.txt")]
+    if names not in (["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]):
+        to.differs.append(
+            f"--tokenizer gpt2:{folder}: the files there must be named vocab.json and merges.txt, not"
+            f" {' and '.join(names)}"
+        )
+    return f"gpt2:{folder}"

@@ -1,0 +1,105 @@
+"""From arguments of Megatron-LM to a run of mtjax."""
+
+from functools import cache
+from typing import get_args, get_type_hints
+
+from mtjax.config import Config
+from mtjax.convert.from_megatron.given import Given
+from mtjax.convert.from_megatron.model import translate_model
+from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh, translate_output
+from mtjax.convert.from_megatron.training import (
+    translate_data,
+    translate_plain,
+    translate_precision,
+    translate_schedule,
+)
+from mtjax.convert.from_megatron.translated import Translation
+from mtjax.errors import UserError
+from mtjax.migrate.megatron import by_dest
+from mtjax.theory.mesh import MeshShape
+
+
+def translate(given: Given) -> tuple[Translation, MeshShape]:
+    """Returns the translation of a run, and its mesh.
+
+    Raises:
+      UserError: arguments are missing, of the wrong type, or contradict each other.
+    """
+    to = Translation(given)
+    _check_types(given)
+    translate_model(to)
+    translate_plain(to)
+    mesh = translate_mesh(to)
+    translate_schedule(to)
+    translate_precision(to)
+    translate_layout(to, mesh)
+    translate_data(to)
+    translate_output(to)
+    for dest in given.values:
+        row = by_dest()[dest]
+        if dest in to.without or dest in to.needless:
+            continue
+        is_default = given.values[dest] == row.default or (row.same is not None and given.values[dest] in row.same)
+        if row.status == "default":
+            to.needless[dest] = row.note
+        elif row.status == "none" and is_default:
+            to.needless[dest] = "Megatron's default, and as in mtjax"
+        elif row.status == "none":
+            to.drop(dest)
+    return to, mesh
+
+
+_SIZES = frozenset(
+    {
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
+        *("seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by"),
+        *("micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
+        *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "non_persistent_save_interval"),
+        *("check_weight_hash_across_dp_replicas_interval", "distributed_timeout_minutes", "num_experts"),
+        *("moe_ffn_hidden_size", "moe_router_topk"),
+    }
+)
+"""Attributes of arguments that are whole numbers above 0."""
+_COUNTS = frozenset({"lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"})
+_FRACTIONS = frozenset({"lr_warmup_fraction"})
+
+
+def _check_types(given: Given) -> None:
+    """Checks that an argument which is a number is one.
+
+    Raises:
+      UserError: one is not.
+    """
+    for dest, value in given.values.items():
+        is_whole = type(value) is int
+        is_number = is_whole or type(value) is float
+        default = by_dest()[dest].default
+        wanted = ""
+        if dest in _SIZES:
+            wanted = "" if is_whole and value > 0 else "a whole number above 0"
+        elif dest in _COUNTS:
+            wanted = "" if is_whole and value >= 0 else "a whole number"
+        elif dest in _FRACTIONS:
+            wanted = "" if is_number and 0 <= value <= 1 else "a number from 0 to 1"
+        elif dest == "rampup_batch_size":
+            is_ramp = isinstance(value, tuple) and len(value) == 3 and all(type(item) is int for item in value)
+            wanted = "" if is_ramp else "three whole numbers: START INCREMENT SAMPLES"
+        elif dest == "moe_aux_loss_coeff" and isinstance(value, tuple):
+            wanted = "" if all(type(item) in (int, float) for item in value) else "numbers"
+        elif (type(default) in (int, float) and dest != "moe_layer_freq") or _is_number(by_dest()[dest].setting):
+            wanted = "" if is_number else "a number"
+        if wanted:
+            raise UserError(f"{given.source}: {given.typed.get(dest, dest)}: must be {wanted}")
+
+
+@cache
+def _numbers() -> frozenset[str]:
+    """Settings that are numbers."""
+    hints = [field for section in get_type_hints(Config).values() for field in get_type_hints(section).items()]
+    return frozenset(name for name, hint in hints if {int, float} & {hint, *get_args(hint)})
+
+
+def _is_number(setting: str | None) -> bool:
+    return setting in _numbers()

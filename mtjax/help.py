@@ -1,0 +1,182 @@
+"""The options of a command, read from its dataclasses, and what `--help` shows of them."""
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+HELP = ("-h", "--help")
+"""Words that ask for help."""
+HELP_ALL = "--help-all"
+"""The word that asks for all options where `--help` shows some."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option, or a positional argument, of a command."""
+
+    name: str
+    """As typed: `--hidden-size`, or `PREFIX` of a positional argument."""
+    field: str
+    """The name of its dataclass field."""
+    group: str
+    """Name of the section that it belongs to."""
+    kind: str
+    """What is typed behind it, in words: N, TEXT, {gpt,llama}; "" for a switch."""
+    default: Any
+    """None where there is none, or where the text says what holds then."""
+    text: str
+    """What it does."""
+
+    @property
+    def spelling(self) -> str:
+        """How it is typed: `--hidden-size N`, `--bias/--no-bias`."""
+        if self.kind:
+            return f"{self.name} {self.kind}"
+        return f"{self.name}/--no-{self.name[2:]}" if self.name.startswith("--") and self.default else self.name
+
+
+def dataclass_of(hint: Any) -> type:
+    """Returns the dataclass in a type that tyro reads, without its marks."""
+    return _plain(hint)[0]
+
+
+def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Option]:
+    """Yields the options of a dataclass in order; fields that are dataclasses themselves are groups.
+
+    Args:
+      cls: the dataclass.
+      values: an instance that has the defaults; those of the class when None.
+      group: name of the group.
+    """
+    texts, hints = _docstrings(cls), get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        kind, marks = _plain(hints[field.name])
+        default = getattr(values, field.name) if values is not None else _default(field)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from options_of(kind, default, field.name)
+            continue
+        keys = ("name", "metavar", "help")
+        told = {key: value for mark in marks for key in keys if (value := getattr(mark, key, None))}
+        is_positional = tyro.conf.Positional in marks
+        name = f"--{told.get('name', field.name).replace('_', '-')}"
+        metavar = told.get("metavar") or _kind(kind)
+        if is_positional:
+            name, metavar = told.get("metavar") or field.name.upper(), ""
+        text = told.get("help") or texts.get(field.name, "")
+        yield Option(name, field.name, group, metavar, default, " ".join(text.split()))
+
+
+def names_of(options: Sequence[Option]) -> set[str]:
+    """All options as they may be typed, switches also with `--no-`."""
+    named = [option for option in options if option.name.startswith("--")]
+    return {option.name for option in named} | {f"--no-{o.name[2:]}" for o in named if not o.kind} | {"--help"}
+
+
+def show_help(
+    prog: str, description: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None = None
+) -> str:
+    """The text of `--help`.
+
+    Args:
+      prog: the command as typed.
+      description: what it does.
+      options: all of them.
+      common: headings and the options that stand below each, by their field's name; all options by group when None.
+        Options of the command itself, which belong to no section of the config, are always shown.
+    """
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    positional = [option for option in options if not option.name.startswith("--")]
+    usage = " ".join([prog, *(f"[{option.name}]" for option in positional), "[OPTIONS]"])
+    parts = [f"usage: {usage}", description.strip()]
+    groups: dict[str, list[Option]] = {}
+    by_field = {option.field: option for option in options}
+    if common is None:
+        for option in options:
+            groups.setdefault(f"{option.group} options" if option.group else "options", []).append(option)
+    else:
+        own = [option for option in options if option.group in ("", "command")]
+        groups = {"options": own} | {
+            heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
+        }
+    parts += [
+        "\n".join([f"{heading}:", *(_lines(option, width) for option in shown)])
+        for heading, shown in groups.items()
+        if shown
+    ]
+    more = len(options) - sum(map(len, groups.values()))
+    if more:
+        parts.append(f"`{prog} {HELP_ALL}` shows {more} more options.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(option: Option, width: int) -> str:
+    """An option and what it does, in as many lines as that takes."""
+    text, default = option.text, "on" if option.default is True else option.default
+    if (option.kind or default == "on") and default not in (None, (), ""):
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        text += f" Default: {f'{shown:g}' if isinstance(shown, float) else shown}."
+    indent = " " * 6
+    body = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return f"  {option.spelling}\n{body}"
+
+
+def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without `Annotated` and `| None`, and what `Annotated` says."""
+    marks: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *found = get_args(hint)
+        marks = tuple(found)
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    if NoneType in get_args(hint) and len(kinds) == 1:
+        return kinds[0], marks
+    return hint, marks
+
+
+def _kind(hint: Any) -> str:
+    """What is typed for a value of this type, as a person reads it; "" for a switch."""
+    names = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+    if hint in names:
+        return names[hint]
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, get_args(hint))) + "}"
+    if get_origin(hint) is tuple:
+        members = get_args(hint)
+        if members[1:] == (...,):
+            return f"{_kind(members[0])} ..."
+        return " ".join(map(_kind, members))
+    return " or ".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType) or "TEXT"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@cache
+def _docstrings(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass, and of those that it inherits."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):  # a class made at run time has no source
+            continue
+        assert isinstance(node, ast.ClassDef)
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[field.target.id] = str(below.value.value)
+    return found

@@ -1,0 +1,60 @@
+"""The table of Megatron-LM's arguments: what mtjax has for each."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from mtjax.migrate.argument import Argument, Sections
+from mtjax.migrate.model_arguments import MODEL
+from mtjax.migrate.system_arguments import SYSTEM
+from mtjax.migrate.training_arguments import TRAINING
+
+SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM}
+TABLE: tuple[Argument, ...] = tuple(row for rows in SECTIONS.values() for row in rows)
+OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
+"""Attributes of the arguments of the network."""
+
+
+@cache
+def by_name() -> Mapping[str, Argument]:
+    """Argument as typed, `--lr` -> its row."""
+    return {name: row for row in TABLE for name in row.names}
+
+
+@cache
+def by_dest() -> Mapping[str, Argument]:
+    """The attribute that Megatron saves an argument under, `lr` -> its row."""
+    return {row.dest: row for row in TABLE}
+
+
+def default_of(dest: str) -> Any:
+    """Megatron's default of an argument."""
+    return by_dest()[dest].default
+
+
+def supported(prefix: str = "") -> dict[str, tuple[Any, ...]]:
+    """Arguments of the network whose value must be one of these for mtjax to have the model.
+
+    Args:
+      prefix: only arguments that begin with it.
+    """
+    return {
+        row.dest: row.same
+        for row in TABLE
+        if row.dest in OF_MODEL and row.same is not None and row.dest.startswith(prefix)
+    }
+
+
+def markdown() -> str:
+    """Returns the table as docs/migrate.md has it."""
+    parts = []
+    for heading, rows in SECTIONS.items():
+        lines = [f"### {heading}", "", "| Megatron-LM | mtjax | |", "|---|---|---|"]
+        for row in rows:
+            names = ", ".join(f"`{name}`" for name in row.names)
+            is_option = row.equal.startswith(("--", "mtjax "))
+            equal = (f"`{row.equal}`" if is_option else row.equal) if row.status == "equal" else row.status
+            note = row.note.replace("|", "\\|")
+            lines.append(f"| {names} | {equal} | {note} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,197 @@
+"""Megatron-LM's arguments of the network: rows of the table. Names and defaults: its megatron/training/arguments.py."""
+
+from mtjax.migrate.argument import Sections, always, equal, none, off, same
+
+_LAYOUT = (
+    same("--num-layers --encoder-num-layers", "num_layers"),
+    same("--hidden-size", "hidden_size"),
+    same(
+        "--ffn-hidden-size",
+        "mlp_size",
+        note="Megatron's default with --swiglu is 8/3 x hidden size, rounded down to a multiple of 64; mtjax's is 4 x",
+    ),
+    same("--num-attention-heads", "num_heads"),
+    equal("--group-query-attention", "--num-kv-heads N", "N is --num-query-groups", default=False),
+    same("--num-query-groups", "num_kv_heads", default=1, note="only with --group-query-attention"),
+    same("--kv-channels", "head_dim"),
+    same("--seq-length --encoder-seq-length", "sequence_length"),
+    equal(
+        "--max-position-embeddings",
+        "--sequence-length N",
+        "mtjax has as many learned positions as --sequence-length; RoPE needs no such number",
+    ),
+    none("--decoder-seq-length", "only of T5"),
+    none("--decoder-num-layers", "only of T5"),
+    equal(
+        "--position-embedding-type",
+        "--position",
+        "learned_absolute is learned; mrope, relative and none have no equal in a GPT",
+        default="learned_absolute",
+        same=("learned_absolute", "rope", None),
+    ),
+    equal("--use-rotary-position-embeddings", "--position rope", default=False),
+    off(always("--no-position-embedding", "follows from --position rope"), "add_position_embedding"),
+    same("--rotary-base", "rope_theta", default=10_000),
+    none("--rotary-percent", "RoPE rotates all of each head", default=1.0, same=(1.0, 1, None)),
+    none("--rotary-interleaved", "RoPE rotates the two halves of a head", default=False, same=(False, None)),
+    equal("--rotary-seq-len-interpolation-factor", "--rope-scaling linear --rope-factor N"),
+    equal(
+        "--use-rope-scaling",
+        "--rope-scaling llama3",
+        "Llama 3.1's numbers: factors 1 and 4, original length 8,192",
+        default=False,
+    ),
+    same("--rope-scaling-factor", "rope_factor", default=8.0, note="only with --use-rope-scaling"),
+    none("--no-rope-freq", "every layer has RoPE", same=(None,)),
+    none("--mrope-section", "only of multimodal models"),
+    none("--window-size", "attention sees the entire sequence", same=(None,)),
+    none("--window-attn-skip-freq", "attention sees the entire sequence in every layer"),
+    none("--softmax-type", "attention uses the usual softmax", default="vanilla", same=("vanilla", None)),
+)
+_KINDS = (
+    equal(
+        "--normalization",
+        "--norm rmsnorm",
+        "LayerNorm is layernorm",
+        default="LayerNorm",
+        same=("LayerNorm", "RMSNorm", None),
+    ),
+    same("--norm-epsilon --layernorm-epsilon", "norm_epsilon", default=1e-5),
+    none(
+        "--apply-layernorm-1p",
+        "norm weights are stored as they are, not minus 1: the same network at the start of training; checkpoints that"
+        " have it can't be converted",
+        default=False,
+        same=(False, None),
+    ),
+    none(
+        "--apply-residual-connection-post-layernorm",
+        "the residual connection starts before the norm",
+        default=False,
+        same=(False, None),
+    ),
+    equal("--swiglu", "--activation swiglu", default=False),
+    equal(
+        "--openai-gelu",
+        "--activation gelu",
+        "the tanh approximation; Megatron's fused GELU with biases is this too",
+        default=False,
+    ),
+    off(
+        equal("--no-bias-gelu-fusion", "--activation gelu_exact", "without the fusion Megatron computes GELU exactly"),
+        "bias_gelu_fusion",
+    ),
+    none("--squared-relu", "the activation stays GELU", default=False, same=(False, None)),
+    none("--quick-geglu", "the activation stays GELU", default=False, same=(False, None)),
+    off(
+        equal("--disable-bias-linear", "--no-bias", "also no biases of query, key and value"),
+        "add_bias_linear",
+    ),
+    none("--add-qkv-bias", "no biases of query, key and value alone (Qwen2)", default=False),
+    equal("--untie-embeddings-and-output-weights", "--no-tie-embeddings", default=False),
+    equal("--qk-layernorm", "--qk-norm", "RMS norm only, so with --normalization RMSNorm", default=False),
+    none("--qk-l2-norm", "no L2 norm of queries and keys", default=False, same=(False, None)),
+    same(
+        "--make-vocab-size-divisible-by",
+        "vocab_multiple",
+        default=128,
+        note="Megatron multiplies it by the tensor-parallel size; mtjax takes the multiple itself, whatever the mesh,"
+        " and leaves the padding out of the loss",
+    ),
+    same("--vocab-size", "vocab_size", note="Megatron's NullTokenizer adds one token, the end of document"),
+    none("--padded-vocab-size", "set --vocab-size and --vocab-multiple"),
+    same("--hidden-dropout", "hidden_dropout", default=0.1),
+    same("--attention-dropout", "attention_dropout", default=0.1, note="flash attention needs 0"),
+    same("--init-method-std", "init_std", default=0.02),
+    none("--embedding-init-method-std", "embeddings start with the standard deviation of --init-std"),
+    none("--init-method-xavier-uniform", "weights start normally distributed", default=False),
+    none("--fp32-residual-connection", "the residual stream has the type of --compute-dtype", default=False),
+    none(
+        "--apply-query-key-layer-scaling",
+        "the same numbers, without the protection of fp16 from overflow",
+        default=False,
+    ),
+    none("--multi-latent-attention", "no multi-latent attention (DeepSeek-V2)", default=False, same=(False, None)),
+    none("--mtp-num-layers", "no multi-token prediction", same=(None, 0)),
+    none("--mtp-loss-scaling-factor", "no multi-token prediction", default=0.1),
+    none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),
+    none("--spec", "the layers are mtjax's own"),
+    off(equal("--bert-no-binary-head", "--no-sentence-order", "of BERT"), "bert_binary_head"),
+)
+_EXPERTS = (
+    same("--num-experts", "num_experts"),
+    same("--moe-router-topk", "experts_top_k", default=2),
+    same("--moe-ffn-hidden-size", "expert_size", note="--ffn-hidden-size when not given, in both"),
+    same("--moe-shared-expert-intermediate-size", "shared_expert_size"),
+    equal(
+        "--moe-layer-freq",
+        "--first-dense-layers N or --moe-every N",
+        "experts in all layers, in all after the first ones, or in the last of every N",
+        default=1,
+    ),
+    equal(
+        "--moe-aux-loss-coeff",
+        "--balance-loss N",
+        "computed per sample, as Megatron's seq_aux_loss; its default aux_loss takes all tokens of a microbatch of the"
+        " tensor- and context-parallel group, so the same coefficient balances less strictly there",
+        default=0.0,
+    ),
+    equal(
+        "--moe-router-load-balancing-type",
+        "--balance-loss N",
+        "always per sample; none is --balance-loss 0, sinkhorn has no equal",
+        default="aux_loss",
+    ),
+    same("--moe-z-loss-coeff", "router_z_loss"),
+    same("--moe-input-jitter-eps", "router_jitter"),
+    same("--moe-router-score-function", "router_score", default="softmax", same=("softmax", "sigmoid", None)),
+    equal(
+        "--moe-router-pre-softmax",
+        "--no-router-normalize",
+        "softmax over all experts instead of the chosen ones",
+        default=False,
+    ),
+    same("--moe-router-topk-scaling-factor", "router_scale"),
+    same("--moe-router-num-groups", "expert_groups"),
+    same("--moe-router-group-topk", "expert_groups_kept"),
+    equal("--moe-router-enable-expert-bias", "--router-bias", default=False),
+    same("--moe-router-bias-update-rate", "router_bias_rate", default=0.001, note="only with --router-bias"),
+    same(
+        "--moe-expert-capacity-factor",
+        "capacity_factor",
+        note="counted per sample here and per microbatch in Megatron, and the last tokens are dropped, not the least"
+        " probable ones: the same factor drops other tokens",
+        same=(None, -1, -1.0),
+    ),
+    none(
+        "--moe-token-drop-policy", "over capacity the last tokens of a sample are dropped (position)", default="probs"
+    ),
+    none("--moe-pad-expert-input-to-capacity", "inputs of experts are not padded", default=False),
+    equal("--moe-token-dispatcher-type", "--expert-method", "allgather is gather; alltoall and flex are exchange"),
+    always("--moe-grouped-gemm", "experts of a rank are always one grouped matmul", default=False),
+    always("--moe-use-legacy-grouped-gemm", "experts of a rank are always one grouped matmul", default=False),
+    always("--moe-router-dtype", "routers always compute in float32"),
+    always("--moe-permute-fusion", "up to XLA", default=False),
+    always("--moe-router-fusion", "up to XLA", default=False),
+    always("--moe-per-layer-logging", "the log has each layer's expert load", default=False),
+    none("--moe-layer-recompute", "use --recompute selective or full", default=False),
+    none("--moe-shared-expert-overlap", "the shared expert is not overlapped by hand; XLA schedules it", default=False),
+    none(
+        "--overlap-moe-expert-parallel-comm", "expert-parallel communication is overlapped by XLA only", default=False
+    ),
+    none("--moe-enable-deepep", "tokens are exchanged by XLA's collectives", default=False),
+    none("--moe-router-topk-limited-devices", "experts of all ranks may be chosen; see --expert-groups", same=(None,)),
+    none("--moe-shared-expert-gate", "the shared expert has no gate", same=(False, None)),
+    none("--moe-apply-probs-on-input", "experts' outputs are weighted, not their inputs", same=(False, None)),
+    none("--moe-latent-size", "experts read the hidden states themselves", same=(None,)),
+    none("--moe-extended-tp", "experts have the tensor parallelism of the other layers", same=(False, None)),
+    none("--moe-use-upcycling", "no upcycling of a dense model", default=False),
+    none(
+        "--moe-router-force-load-balancing", "routers choose experts by their scores, also in benchmarks", default=False
+    ),
+)
+MODEL: Sections = {
+    "Layers, attention, positions": _LAYOUT,
+    "Norms, activation, vocabulary, initialization": _KINDS,
+    "Mixture of experts": _EXPERTS,
+}

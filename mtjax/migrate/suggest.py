@@ -1,0 +1,44 @@
+"""What to type instead of an option that a command does not have: by meaning first, then by spelling."""
+
+import re
+from collections.abc import Collection
+
+from mtjax.errors import nearest, shortened
+from mtjax.migrate.megatron import by_name
+from mtjax.migrate.other_tools import OTHERS
+
+_N = re.compile(r"(?<![A-Z])N(?![A-Z])")
+"""The place of a value in the text of a row."""
+
+
+def advice(option: str, value: str | None, known: Collection[str]) -> str:
+    """Returns what follows "no option is called --x": the option that means the same, or the nearest in spelling.
+
+    Args:
+      option: as typed: `--lr`.
+      value: what was typed after it, None for nothing.
+      known: options of the command, as typed.
+    """
+    name = option.replace("_", "-").lower()
+    row = by_name().get(name)
+    for text in OTHERS.get(name.removeprefix("--"), ()):
+        if _has(text, known):
+            return f": use {_with(text, value)}"
+    if row is None or "--num-layers" not in known:  # a command that trains nothing
+        return nearest(option, known)
+    if row.status == "default":
+        return f", and mtjax needs none: {row.note}"
+    if row.status == "none":
+        return f", and mtjax has no equal: {row.note}"
+    note = f" ({_with(row.note, value)})" if row.note else ""
+    return f": use {_with(row.equal, value)}{note}" if _has(row.equal, known) else nearest(option, known)
+
+
+def _has(text: str, known: Collection[str]) -> bool:
+    """Whether a command has the options that a text begins with; one without any is a sentence for all."""
+    options = re.findall(r"--[\w-]+", text.partition(" or ")[0])
+    return not options or options[0] in known
+
+
+def _with(text: str, value: str | None) -> str:
+    return text if value is None else _N.sub(lambda _: shortened(value), text)

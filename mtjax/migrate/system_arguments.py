@@ -1,0 +1,172 @@
+"""Megatron-LM's arguments of parallelism, checkpoints and logs: rows of the table."""
+
+from mtjax.migrate.argument import Sections, always, equal, none, off, same
+
+_PARALLEL = (
+    equal("--tensor-model-parallel-size", "--mesh model=N", "N-way tensor parallel", default=1),
+    equal("--pipeline-model-parallel-size", "--mesh stage=N", "N pipeline stages", default=1),
+    equal("--context-parallel-size", "--mesh context=N", "N-way context parallel", default=1),
+    equal(
+        "--expert-model-parallel-size", "--mesh expert=N", "N-way expert parallel, a part of data parallel", default=1
+    ),
+    none("--expert-tensor-parallel-size", "experts have the tensor parallelism of the other layers (--mesh model=N)"),
+    equal(
+        "--num-layers-per-virtual-pipeline-stage",
+        "--schedule interleaved --chunks V",
+        "it counts layers: V = layers / pipeline stages / N",
+    ),
+    equal(
+        "--num-virtual-stages-per-pipeline-rank",
+        "--schedule interleaved --chunks N",
+        "virtual stages per pipeline stage",
+    ),
+    equal("--decoder-first-pipeline-num-layers", "--layers-per-stage A,B,..."),
+    equal("--decoder-last-pipeline-num-layers", "--layers-per-stage A,B,..."),
+    none("--pipeline-model-parallel-layout", "see --layers-per-stage"),
+    none("--account-for-embedding-in-pipeline-split", "see --layers-per-stage", default=False),
+    none("--account-for-loss-in-pipeline-split", "see --layers-per-stage", default=False),
+    none(
+        "--microbatch-group-size-per-virtual-pipeline-stage", "chunks take turns after as many microbatches as stages"
+    ),
+    equal(
+        "--cp-comm-type",
+        "--context-method",
+        "p2p is ring, allgather is gather; a2a has no equal",
+        default="p2p",
+        same=("p2p", "allgather", ("p2p",), ("allgather",), None),
+    ),
+    none("--hierarchical-context-parallel-sizes", "one ring of all context-parallel ranks"),
+    same(
+        "--sequence-parallel", "sequence_parallel", note="Megatron ignores it without tensor parallelism", default=False
+    ),
+    equal("--use-distributed-optimizer", "--zero 1", default=False),
+    equal("--use-megatron-fsdp", "--zero 3", "as --data-parallel-sharding-strategy says", default=False),
+    equal(
+        "--data-parallel-sharding-strategy",
+        "--zero",
+        "no_shard is 0, optim 1, optim_grads 2, optim_grads_params 3",
+        default="no_shard",
+    ),
+    equal("--use-torch-fsdp2", "--zero 3", default=False),
+    none("--num-distributed-optimizer-instances", "optimizer state is sharded over all data-parallel ranks", same=(1,)),
+    always("--overlap-grad-reduce", "on (--overlap)", default=False),
+    always("--overlap-param-gather", "on (--overlap)", default=False),
+    always("--overlap-param-gather-with-optimizer-step", "up to XLA", default=False),
+    always("--overlap-p2p-communication-warmup-flush", "on (--overlap)", default=False),
+    none(
+        "--tp-comm-overlap",
+        "tensor-parallel communication is not split into pieces that overlap with matmuls",
+        default=False,
+    ),
+    none("--tp-comm-overlap-cfg", "no such overlap"),
+    *(always(f"--ddp-{name}", "XLA combines collectives") for name in ("num-buckets", "bucket-size")),
+    always("--ddp-average-in-collective", "gradients are averaged", default=False),
+    always("--ddp-pad-buckets-for-high-nccl-busbw", "XLA combines collectives", default=False),
+    always("--defer-embedding-wgrad-compute", "up to XLA", default=False),
+    always("--use-nccl-ub", "up to XLA's flags", default=False),
+    always(
+        "--use-tp-pp-dp-mapping",
+        "tensor-parallel ranks are always neighbours; data is the outermost axis",
+        default=False,
+    ),
+    always("--high-priority-stream-groups", "up to XLA"),
+    always("--nccl-communicator-config-path", "NCCL's environment variables hold for mtjax too"),
+    always("--distributed-backend", "NCCL on GPUs, Gloo on CPUs", same=("nccl", None)),
+    equal(
+        "--distributed-timeout-minutes",
+        "--peer-timeout SECONDS, --step-timeout SECONDS",
+        "a lost process is noticed within --peer-timeout, 30 s; a step that hangs after --step-timeout",
+        default=10,
+    ),
+    always("--local-rank", "processes find their numbers by Slurm, MPI or Kubernetes"),
+    always("--use-cpu-initialization", "weights do not depend on the mesh", default=False),
+    none("--data-parallel-random-init", "all ranks start with the same weights", default=False),
+    always("--disable-gloo-process-groups", "not needed", default=False),
+    equal("--deterministic-mode", "--deterministic", default=False),
+    equal("--check-weight-hash-across-dp-replicas-interval", "--check-replicas N", "computes a step twice, too"),
+)
+_CHECKPOINTS = (
+    same("--save", "out", note="the folder of the run: checkpoints, logs and config.toml"),
+    equal("--load", "--resume", "where it is the folder of --save; otherwise --init-from a converted checkpoint"),
+    equal("--finetune", "--init-from DIR", "weights of --load, a new optimizer, step 0", default=False),
+    equal("--no-load-optim", "--init-from DIR", default=False),
+    equal("--no-load-rng", "--init-from DIR", default=False),
+    equal("--pretrained-checkpoint", "--init-from DIR", "after mtjax convert --from megatron:N"),
+    same("--save-interval --persistent-save-interval", "checkpoint_every"),
+    same("--save-retain-interval", "keep_every", note="mtjax also keeps the newest --keep-last checkpoints"),
+    equal("--non-persistent-save-interval", "--local-every N", "with --local-checkpoints DIR"),
+    none("--non-persistent-ckpt-type", "see --local-checkpoints"),
+    none("--ckpt-step", "resume from the newest; --init-from takes one of a run's checkpoints"),
+    none("--no-save-optim", "checkpoints have the optimizer's state", default=False),
+    always("--no-save-rng", "random numbers follow from the seed and the step", default=False),
+    equal(
+        "--ckpt-format",
+        "mtjax convert",
+        "runs save mtjax's own format; see Checkpoints for which of Megatron's formats can be read",
+        default="torch_dist",
+    ),
+    always("--async-save", "checkpoints are always written in the background", default=False),
+    always("--use-persistent-ckpt-worker", "checkpoints are always written in the background", default=False),
+    always("--ckpt-fully-parallel-save", "every rank writes its own part", default=False),
+    always("--ckpt-fully-parallel-load", "every rank reads its own part", default=False),
+    always("--ckpt-assume-constant-structure", "not needed", default=False),
+    always("--dist-ckpt-strictness", "a checkpoint of another model is always refused"),
+    always("--auto-detect-ckpt-format", "mtjax convert recognises the format", default=False),
+    always("--use-checkpoint-args", "mtjax convert takes the model from the checkpoint", default=False),
+    none("--exit-on-missing-checkpoint", "--resume starts from step 0 where there is no checkpoint", default=False),
+)
+_ENDS = (
+    always("--exit-signal-handler", "SIGTERM always saves and ends the run", default=False),
+    none("--exit-duration-in-mins", "let the scheduler send SIGTERM before the time is up, as examples/slurm.sh does"),
+    none("--exit-interval", "set --steps"),
+    always("--adlr-autoresume", "see mtjax launch --restarts", default=False),
+    always("--inprocess-restart", "see mtjax launch --restarts", default=False),
+    always("--rerun-mode", "see --check-replicas"),
+    off(
+        always("--no-check-for-nan-in-loss-and-grad", "a step whose loss or gradient is not finite changes nothing"),
+        "check_for_nan_in_loss_and_grad",
+    ),
+    none("--check-for-spiky-loss", "only losses that are not finite are noticed", default=False),
+    always("--manual-gc", "Python's collector is kept from running during steps", default=False),
+    always("--manual-gc-interval", "Python's collector is kept from running during steps"),
+    always("--empty-unused-memory-level", "XLA plans memory before the run"),
+    none("--skip-train", "use mtjax evaluate", default=False),
+)
+_LOGS = (
+    same("--log-interval", "log_every", default=100),
+    same("--eval-interval", "valid_every", default=1000),
+    same("--eval-iters", "valid_batches", default=100),
+    none("--full-validation", "a validation has --valid-batches batches", default=False),
+    always("--tensorboard-dir", "TensorBoard events are always in the folder of --out"),
+    *(
+        always(f"--{name}", "TensorBoard events are always in the folder of --out")
+        for name in (
+            *("tensorboard-log-interval", "tensorboard-queue-size", "log-timers-to-tensorboard"),
+            *("log-memory-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-world-size-to-tensorboard"),
+        )
+    ),
+    equal("--wandb-project", "mtjax train --track wandb"),
+    equal("--wandb-exp-name", "mtjax train --track wandb", "the run's folder is its name"),
+    always("--wandb-save-dir", "in the folder of --out"),
+    always("--wandb-entity", "wandb's environment variable WANDB_ENTITY"),
+    always("--log-throughput", "the log always has tokens/s, TFLOP/s and MFU", default=False),
+    always("--log-progress", "metrics.jsonl always has the progress", default=False),
+    none("--log-params-norm", "it is not logged", default=False),
+    none("--log-num-zeros-in-grad", "it is not logged", default=False),
+    none("--timing-log-level", "no timers inside a step: see --profile"),
+    none("--timing-log-option", "no timers inside a step: see --profile"),
+    always("--logging-level", "not needed"),
+    always("--no-one-logger", "not needed", default=False),
+    equal("--profile", "mtjax train --profile FIRST:LAST", default=False),
+    equal("--profile-step-start", "mtjax train --profile FIRST:LAST", default=10),
+    equal("--profile-step-end", "mtjax train --profile FIRST:LAST", default=12),
+    always("--profile-ranks", "the first process is traced"),
+    always("--use-pytorch-profiler", "jax's profiler", default=False),
+    none("--record-memory-history", "see mtjax inspect for memory by moment", default=False),
+)
+SYSTEM: Sections = {
+    "Parallelism": _PARALLEL,
+    "Checkpoints": _CHECKPOINTS,
+    "How a run ends": _ENDS,
+    "Validation and logs": _LOGS,
+}

@@ -1,0 +1,444 @@
+"""Launch scripts of Megatron-LM, read without running them, and the configs they become."""
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtjax import cli, config
+from mtjax.convert.from_megatron.expand import shown
+from mtjax.convert.from_megatron.script import Script
+from mtjax.theory.divisibility import check_config
+from mtjax.theory.mesh import parse_mesh
+
+SCRIPTS = Path(__file__).parent / "megatron_scripts"
+GPT3 = ["ckpt", "logs", "gpt2/vocab.json", "gpt2/merges.txt", "corpus_text_document"]
+
+TANGLED = r"""
+X=3 # a comment
+A=(--a 1  # another
+   "--b 2" --c "$X y")
+A+=("--d" $X)
+B=()
+if [[ "$X" == "3" ]] || [[ -z "$Q" ]]; then
+  B+=("--e '9,1'"); else B+=(--no); fi
+if [ $X -gt 4 ]; then C=big; elif [[ $X == [23] && -n $X ]]; then C="in between"; else C=small; fi
+[ -z "$FOO" ] && FOO=bar
+[ -n "$FOO" ] || FOO=wrong
+OPT=" --l $((X*2+1)) \
+  --m ${Y:-"d e"} "
+OPT="$OPT --z ${1} \$5"
+OPT+=" --last ${#A[@]}"
+say() { echo "$1"; B+=("--said" "$1"); }
+say 'hi  there'
+case $X in 1) Z=1;; [23]) Z=two ;; *) Z=no;; esac
+for i in 4; do OPT+=" --i$i"; done
+if ! [ -d . ]; then exit 1; fi
+cat <<EOF > /dev/null
+ junk ' junk --junk
+EOF
+export W="a 'b' c"
+declare -a D=(p "q r")
+readonly K=7
+torchrun --n ${#A[@]} prog.py ${A[*]} "${A[@]}" ${B[@]} $OPT "${B[@]}" "$Z" $Z"$C" "${D[@]}" $K ${W} "$W" '$X' \
+  "x${X}y"z ${A[1]} "" --w=$W 2>&1 | cat
+"""
+
+
+def bash_words(script: str, arguments: list[str], folder: Path) -> list[str]:
+    """What bash gives to torchrun, without a variable of this environment."""
+    text = 'torchrun() { printf "%s\\0" "$@"; }\n' + script
+    path = folder / "run.sh"
+    path.write_text(text)
+    environment = {"PATH": "/usr/bin:/bin"}
+    ended = subprocess.run(
+        ["bash", str(path), *arguments], cwd=folder, capture_output=True, text=True, check=True, env=environment
+    )
+    return ended.stdout.rpartition("hi  there\n")[2].split("\0")[:-1]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", ["tangled", "gpt3_175b", "llama3_8b_fp8"])
+def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
+    text = TANGLED if name == "tangled" else (SCRIPTS / f"{name}.sh").read_text()
+    arguments = GPT3 if name == "gpt3_175b" else ["one"]
+    (tmp_path / "pretrain_gpt.py").touch()
+    script = Script(text, name, arguments, {})
+    found = next(line.words for line in script.lines if line.words[0] == "torchrun")
+    wanted = [word.replace(str(tmp_path), ".") for word in bash_words(text, arguments, tmp_path)]
+    assert [shown(word) for word in found[1:]] == wanted
+    assert not script.notes
+
+
+def test_what_is_not_known_is_named() -> None:
+    text = """
+if command -v nvidia-smi; then X=1; fi
+while read line; do echo $line; done < hosts
+for lr in 1 2; do echo $lr; done
+case $KIND in a) X=2;; esac
+source env.sh
+torchrun a.py --p $DATA/x --q $(hostname) --r `date +%s` --s ${A%x} --t $2 --u $((N + 1))
+"""
+    script = Script(text, "s", ["one"], {})
+    words = " ".join(map(shown, script.lines[-1].words))
+    assert words == "torchrun a.py --p $DATA/x --q $(hostname) --r `date +%s` --s ${A%x} --t $2 --u $N"
+    assert [note.partition(":")[0] for note in script.notes] == ["line 2", "line 3", "line 4", "line 5", "line 6"]
+
+
+def test_variables_of_the_caller_win_over_those_of_the_script() -> None:
+    script = Script("X=1\nX+=2\ntorchrun $X ${Y:-5}", "s", [], {"X": "8", "Y": "9"})
+    assert script.lines[-1].words == ["torchrun", "8", "9"]
+
+
+def translated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
+    """The TOML's tables, and what is told."""
+    assert cli.main(["from-megatron", *words]) == 0
+    captured = capsys.readouterr()
+    run = config.from_dict(tomllib.loads(captured.out))
+    config.validate(run)
+    check_config(run, parse_mesh(run.parallel.mesh))
+    return tomllib.loads(captured.out), captured.err
+
+
+def part(told: str, heading: str) -> list[str]:
+    """The arguments below a heading."""
+    lines = told.partition(f"{heading}:\n")[2].splitlines()
+    return [line.split()[0].rstrip(":") for line in lines[: next((i for i, x in enumerate(lines) if x[0] != " "), 99)]]
+
+
+NONE, DEFAULT, UNREAD = (
+    "no equal in mtjax, and what changes",
+    "on by default in mtjax, or not needed",
+    "could not be read",
+)
+
+
+def test_gpt3_175b(capsys: pytest.CaptureFixture[str]) -> None:
+    tables, told = translated(capsys, str(SCRIPTS / "gpt3_175b.sh"), *GPT3)
+    assert tables == {
+        "model": {
+            "family": "gpt",
+            "num_layers": 96,
+            "hidden_size": 12288,
+            "num_heads": 96,
+            "sequence_length": 2048,
+            "init_std": 0.006,
+        },
+        "parallel": {"mesh": "data=8,stage=16,model=8"},
+        "data": {"data": "corpus_text_document", "tokenizer": "gpt2:gpt2", "split": "949,50,1"},
+        "optimizer": {
+            "learning_rate": 6e-5,
+            "min_learning_rate": 6e-6,
+            "warmup_steps": 430,  # 0.001 x 430,000
+            "decay_steps": 430_000,
+            "decay_style": "cosine",
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "weight_decay": 0.1,
+            "clip_grad_norm": 1.0,
+        },
+        "training": {
+            "steps": 500_000,
+            "global_batch_size": 1536,
+            "rampup_batch_size": [16, 16, 5859375],
+            "microbatch_size": 1,
+            "compute_dtype": "float16",
+        },
+        "output": {
+            "out": "ckpt",
+            "resume": True,
+            "log_every": 100,
+            "valid_every": 1000,
+            "valid_batches": 10,
+            "checkpoint_every": 10_000,
+            "keep_every": 10_000,
+        },
+    }
+    assert part(told, DEFAULT) == ["--tensorboard-dir"]
+    assert NONE not in told
+    assert "--rampup-batch-size: mtjax's schedules count steps" in told
+    assert "--vocab-multiple 1024" in told  # mtjax's own default: nothing to write
+
+
+def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    tables, told = translated(capsys, str(SCRIPTS / "llama3_8b_fp8.sh"), "ckpt", "logs", "llama3", "corpus")
+    assert tables["model"] == {
+        "family": "gpt",  # layer norms, as the script has them
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "mlp_size": 14336,
+        "sequence_length": 8192,
+        "vocab_size": 128256,
+        "vocab_multiple": 128,
+        "position": "rope",
+        "rope_theta": 1e6,
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_std": 0.0134,
+    }
+    assert tables["parallel"] == {"mesh": "8x1", "zero": 1, "gradient_wire_dtype": "bfloat16"}
+    assert tables["data"] == {
+        "data": "corpus",
+        "tokenizer": "hf:llama3/tokenizer.json",
+        "split": "99,1,0",
+        "cache_dir": "./cache_llama3_8b_fp8",
+    }
+    optimizer = tables["optimizer"]
+    assert (optimizer["warmup_steps"], optimizer["decay_steps"]) == (30_518, 15_228_271)  # samples / 128
+    assert tables["training"] == {
+        "global_batch_size": 128,
+        "train_samples": 1953125000,
+        "microbatch_size": 1,
+        "compute_dtype": "bfloat16",
+    }
+    assert part(told, NONE) == [
+        *("--apply-layernorm-1p", "--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-format"),
+        *("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"),
+    ]
+    needless = part(told, DEFAULT)
+    assert {"--overlap-grad-reduce", "--manual-gc", "--sequence-parallel", "--rotary-percent"} <= set(needless)
+    assert "--profile 4:6" in told
+
+
+def test_without_its_arguments_a_script_says_which_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    tables, told = translated(capsys, str(SCRIPTS / "gpt3_175b.sh"), "--set", "DATA=/data/c")
+    assert tables["data"]["data"] == "/data/c"
+    assert "out" not in tables["output"]
+    assert part(told, UNREAD) == ["--vocab-file", "--merge-file", "--save", "--load", "--tensorboard-dir"]
+    assert "--vocab-file $3       $3 is an argument of the script" in told
+    mock, told = translated(capsys, str(SCRIPTS / "llama3_8b_fp8.sh"))
+    assert mock["model"]["vocab_size"] == 128257  # NullTokenizer adds the end of document
+    assert {"--mock-data", "--tokenizer-type", "--tiktoken-pattern"} <= set(part(told, NONE))
+
+
+SMALL = ["--num-layers", "8", "--hidden-size", "96", "--num-attention-heads", "4", "--seq-length", "32"]
+SMALL += ["--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "100"]
+
+
+def small(capsys: pytest.CaptureFixture[str], *words: str, gpus: int = 8) -> tuple[dict[str, Any], str]:
+    tables, told = translated(capsys, "--gpus", str(gpus), "--", *SMALL, *words)
+    return {name: value for table in tables.values() for name, value in table.items()}, told
+
+
+def test_defaults_of_megatron_are_written_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of megatron/training/arguments.py; what has the same default here is left out."""
+    found, _ = small(capsys)
+    assert found | {"vocab_multiple": 128} == {
+        "family": "gpt",
+        "num_layers": 8,
+        "hidden_size": 96,
+        "num_heads": 4,
+        "sequence_length": 32,
+        "vocab_multiple": 128,
+        "mesh": "8x1",
+        "learning_rate": 1e-3,
+        "min_learning_rate": 0.0,
+        "warmup_steps": 0,
+        "decay_style": "linear",
+        "steps": 100,
+        "global_batch_size": 16,
+        "microbatch_size": 2,
+        "compute_dtype": "float32",
+        "log_every": 100,
+        "valid_batches": 100,
+        "checkpoint_every": 0,
+    }
+    llama = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"]
+    found, _ = small(capsys, *llama, "--untie-embeddings-and-output-weights")
+    assert (found["family"], found["hidden_dropout"], found["attention_dropout"]) == ("llama", 0.1, 0.1)
+    assert found["mlp_size"] == 256  # 8/3 x 96, in multiples of 64, as Megatron computes it
+
+
+SETTINGS = {
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2": {"mesh": "data=2,stage=2,model=2"},
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2": {
+        "mesh": "data=4,stage=2,model=1",
+        "schedule": "interleaved",
+        "chunks": 2,  # it counts layers: 8 / 2 stages / 2
+    },
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4": {"chunks": 4},
+    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3": {"layers_per_stage": [3, 5]},
+    "--context-parallel-size 2 --cp-comm-type allgather": {
+        "mesh": "data=4,context=2,model=1",
+        "context_method": "gather",
+    },
+    "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall": {
+        "mesh": "data=2,expert=4,model=1",
+        "expert_method": "exchange",
+        "balance_loss": 0.0,
+    },
+    "--num-experts 4 --disable-bias-linear --moe-layer-freq ([0]*2+[1]*6) --moe-aux-loss-coeff 1e-2": {
+        "first_dense_layers": 2,
+        "balance_loss": 0.01,
+    },
+    "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64": {"vocab_multiple": 256},
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": {"zero": 2},
+    "--use-torch-fsdp2": {"zero": 3},
+    "--lr-warmup-fraction 0.1": {"warmup_steps": 10},
+    "--lr-decay-iters 50 --lr-warmup-fraction 0.1": {"warmup_steps": 5, "decay_steps": 50},
+    "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine": {
+        "decay_style": "WSD",
+        "wsd_decay_steps": 20,
+        "wsd_decay_style": "cosine",
+    },
+    "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1": {
+        "weight_decay_style": "linear",
+        "start_weight_decay": 0.01,
+        "weight_decay": 0.1,
+    },
+    "--recompute-activations": {"recompute": "selective"},
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 3": {
+        "recompute": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    },
+    "--fp16 --loss-scale 1024": {"compute_dtype": "float16", "loss_scale": 1024.0},
+    "--eval-iters 0": {"valid_every": 0},
+    "--data-path 0.3 a 0.7 b": {"data": "0.3 a 0.7 b"},
+    "--train-data-path a --valid-data-path b": {"train_data": "a", "valid_data": "b"},
+    "--tokenizer-type Llama2Tokenizer --tokenizer-model t.model": {"tokenizer": "sentencepiece:t.model"},
+    "--save a --save-interval 10 --save-retain-interval 50": {"checkpoint_every": 10, "keep_every": 50, "out": "a"},
+    "--seed 42 --deterministic-mode": {"seed": 42, "deterministic": True},
+    "--norm-epsilon 1e-6 --clip-grad 0.5 --adam-eps 1e-5": {
+        "norm_epsilon": 1e-6,
+        "clip_grad_norm": 0.5,
+        "epsilon": 1e-5,
+    },
+    "--reset-position-ids --eod-mask-loss": {"reset_position_ids": True, "eod_mask_loss": True},
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = small(capsys, *words.split())
+    assert {name: found.get(name) for name in SETTINGS[words]} == SETTINGS[words]
+
+
+TOLD = {
+    "--qk-l2-norm": (NONE, "--qk-l2-norm"),
+    "--window-size 128,0": (NONE, "--window-size"),
+    "--optimizer sgd": (NONE, "--optimizer"),
+    "--rotary-percent 0.5": (NONE, "--rotary-percent"),
+    "--rotary-percent 1.0": (DEFAULT, "--rotary-percent"),
+    "--optimizer adam": (DEFAULT, "--optimizer"),
+    "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
+    "--disable-bias-linear --add-qkv-bias": (NONE, "--add-qkv-bias"),
+    "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
+    "--lr-made-up 3": ("not in the table of arguments, and left out", "--lr-made-up"),
+    "--bf16 stray": (UNREAD, "stray"),
+}
+
+
+@pytest.mark.parametrize("words", TOLD)
+def test_what_does_not_carry_over_is_told(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    heading, name = TOLD[words]
+    assert name in part(small(capsys, *words.split())[1], heading)
+
+
+def test_a_run_that_mtjax_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["from-megatron", "--gpus", "4", "--", *SMALL, "--global-batch-size", "10"]) == 0
+    assert "mtjax train refuses this run: global_batch_size 10" in capsys.readouterr().err
+
+
+WRONG = {
+    "": "nothing to translate: give a launch script",
+    "missing.sh": "missing.sh can't be read: No such file or directory",
+    "-- --num-layers 3": "--hidden-size, --num-attention-heads, --seq-length missing",
+    "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be a whole number",
+    "--gpus 3 SCRIPT": "starts 3 processes, and a replica of the model takes tensor 8 x pipeline 16 x context 1 = 128",
+    "--set X SCRIPT": "--set X is not NAME=VALUE",
+    "t5.sh": "starts pretrain_t5.py, and from-megatron translates pretrain_gpt.py and pretrain_bert.py",
+    "empty.sh": "has no command with arguments of Megatron-LM",
+    "quote.sh": 'quote.sh, line 2: the quote " is not closed',
+    "deep.sh": "nested more than 20 deep",
+    "grown.sh": "the variable X grows beyond",
+    "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
+    "SMALL --lr": "--lr: must be a number",
+    "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
+    "SMALL --rampup-batch-size 16": "must be three whole numbers: START INCREMENT SAMPLES",
+    "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
+    "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
+    "SMALL --lr-decay-style bogus": "decay_style = 'bogus' is not one of",
+    "SMALL --train-samples 5": "gives --train-iters and --train-samples",
+    "SMALL --lr-warmup-iters 200 --lr-decay-iters 100": "decay_steps 100 must be above warmup_steps 200",
+    "SMALL --num-layers 7 --num-layers-per-virtual-pipeline-stage 2": "7 is not a multiple",
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG.items())
+def test_wrong_input_is_one_sentence(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
+    Path("empty.sh").write_text("echo hello\n")
+    Path("quote.sh").write_text('X=1\nY="open\n')
+    Path("deep.sh").write_text("f() { f; }\nf\n")
+    Path("grown.sh").write_text("X=" + "x" * 1000 + "\n" + 'X="$X$X$X$X"\n' * 12)
+    words = words.replace("SCRIPT", str(SCRIPTS / "gpt3_175b.sh")).replace("SMALL", f"-- {' '.join(SMALL)}")
+    assert cli.main(["from-megatron", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_the_file_is_new_and_can_be_trained_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    words = ["from-megatron", str(SCRIPTS / "gpt3_175b.sh"), *GPT3, "--output", str(path)]
+    assert cli.main(words) == 0
+    assert f"next    mtjax train --config {path}" in capsys.readouterr().out
+    assert config.load(path).training.rampup_batch_size == (16, 16, 5859375)
+    assert cli.main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_other_files_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML, as Megatron's tests have it, and lines of arguments; both say what the arguments themselves say."""
+    wanted, _ = translated(capsys, "--gpus", "8", "--", *SMALL, "--disable-bias-linear", "--bf16")
+    pairs = list(zip(SMALL[::2], SMALL[1::2], strict=True))
+    lines = tmp_path / "arguments.txt"
+    lines.write_text(
+        "".join(f"{name} {value}\n" for name, value in pairs) + "--disable-bias-linear\n--bf16 # a comment\n"
+    )
+    yaml = tmp_path / "model.yaml"
+    pairs += [("--disable-bias-linear", "true"), ("--bf16", "true")]
+    rows = "".join(f"  {name}: {value}\n" for name, value in pairs)
+    yaml.write_text(f"ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n{rows}")
+    for path in (lines, yaml):
+        assert translated(capsys, "--gpus", "8", str(path))[0] == wanted
+
+
+LAUNCHERS = {
+    "torchrun --nproc_per_node=4 --nnodes 2 PROGRAM": 8,
+    "torchrun --nproc-per-node 4 PROGRAM": 4,
+    "python -m torch.distributed.launch --nproc_per_node 8 PROGRAM": 8,
+    "srun --nodes=2 --ntasks-per-node=4 python PROGRAM": 8,
+    "mpirun -np 16 python PROGRAM": 16,
+    "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nsrun bash -c 'python PROGRAM'": 32,
+    "#SBATCH -N 4\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 PROGRAM": 32,
+    "GPUS_PER_NODE=8\nNNODES=2\nWORLD_SIZE=$((GPUS_PER_NODE * NNODES))\n./launch PROGRAM": 16,
+}
+
+
+@pytest.mark.parametrize("text", LAUNCHERS)
+def test_the_launcher_gives_the_number_of_gpus(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text.replace("PROGRAM", f"pretrain_gpt.py {' '.join(SMALL)}"))
+    tables, _ = translated(capsys, str(path))
+    assert tables["parallel"]["mesh"] == f"{LAUNCHERS[text]}x1"
+
+
+def test_without_a_launcher_one_replica_is_taken_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tables, told = translated(capsys, "--", *SMALL, "--tensor-model-parallel-size", "2")
+    assert tables["parallel"]["mesh"] == "1x2"
+    assert "the number of GPUs is not known" in told

@@ -1,0 +1,45 @@
+"""What is said about weights that are not there, or of a network that mtjax does not have."""
+
+from pathlib import Path
+
+import pytest
+
+from mtjax import cli
+from mtjax.convert.families.registry import FAMILIES, family_of_config
+from mtjax.convert.saved_model import parse_named
+from mtjax.convert.stream import check_folder, understood
+from mtjax.errors import UserError
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2", "phi3"])
+def test_a_network_that_mtjax_lacks_has_no_neighbour(name: str) -> None:
+    """Names that are spelled alike are other networks."""
+    if name in FAMILIES:
+        pytest.skip("mtjax has it")
+    with pytest.raises(UserError) as refused:
+        family_of_config({"model_type": name}, "config.json")
+    said = str(refused.value)
+    assert said.startswith(f"config.json: model_type '{name}' is not supported; supported are gpt2, ")
+    assert "did you mean" not in said
+
+
+def test_a_name_of_the_hub_is_answered_with_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", "--from", "hf:gpt2", "--to", "mtjax:new"]) == 2
+    advice = "hf: takes a local folder. Download it with `hf download gpt2 --local-dir gpt2`"
+    assert capsys.readouterr().err == f"error: gpt2 does not exist. {advice}\n"
+    with pytest.raises(UserError, match="--local-dir SmolLM2-135M`, then use --init-from hf:SmolLM2-135M"):
+        parse_named("HuggingFaceTB/SmolLM2-135M", "--init-from")
+    for path in ("a/b/c", "/nowhere", "../a"):
+        with pytest.raises(UserError, match=f"{Path(path)} does not exist$"):
+            check_folder(Path(path), "hf")
+
+
+def test_what_a_file_lacks_is_named() -> None:
+    with (
+        pytest.raises(UserError, match="config.json does not describe .*: it is missing n_embd"),
+        understood("config.json"),
+    ):
+        raise KeyError("n_embd")
