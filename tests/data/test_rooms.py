@@ -10,10 +10,11 @@ from tests.test_architecture import imports_of, module_of, within
 ROOM = Path(mtjax.data.__file__).parent
 FILES = sorted(ROOM.rglob("*.py"))
 
-SHARED = {"cache", "progress"}
+SHARED = {"cache", "progress", "json_lines"}
 ARROWS = {
     "cache": set(),
     "progress": set(),
+    "json_lines": set(),
     "tokens": SHARED,
     "corpus": SHARED | {"tokens"},
     "samples": SHARED | {"tokens", "corpus"},

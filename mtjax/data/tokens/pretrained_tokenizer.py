@@ -19,7 +19,6 @@ QWEN2_PATTERN = (
 )
 """How Qwen2 cuts text into words; numbers digit by digit."""
 END = "<|endoftext|>"
-Defaults = Mapping[str, str | None]
 
 
 def build_pretrained(folder: Path) -> tuple[Tokenizer, str | None]:
