@@ -227,10 +227,6 @@ def check_experts(config: Config) -> None:
     check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: leave out lora_rank")
-    if model.head != "language":
-        raise UserError(
-            f"num_experts is {count}, which is for models of language, and head is {model.head}: leave it out"
-        )
     if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
         raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
 
