@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.models.families.bert import BERT
 from mtjax.models.families.gpt import GPT
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.mesh import make_mesh
@@ -105,7 +106,8 @@ def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
 
 
 def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Next tokens, a fifth of them masked; with documents of four tokens on average where these are kept apart."""
+    """Next tokens, a fifth of them masked; with documents of four tokens on average where these are kept apart, and of
+    random length where samples have padding, whose tokens are as random as the others."""
     size, length = config.training.global_batch_size, config.model.sequence_length
     text = random.integers(0, config.model.vocab_size, (size, length + 1)).astype(np.int32)
     batch = {
@@ -118,7 +120,11 @@ def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarr
         first = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
         batch["segment_ids"] = begins.cumsum(axis=1).astype(np.int32)
         batch["position_ids"] = (np.arange(length) - first).astype(np.int32)
-    return {name: batch[name] for name in GPT.batch_arrays(config)}
+    is_text = np.arange(length) < random.integers(length // 4, length + 1, (size, 1))
+    if (names := GPT.batch_arrays(config)).keys() >= {"padding_mask"}:
+        batch["padding_mask"] = is_text.astype(np.int32)
+        batch["loss_mask"] *= is_text
+    return {name: batch[name] for name in names}
 
 
 def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
@@ -130,7 +136,7 @@ def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndar
     order = random.permuted(np.broadcast_to(place, (size, length)), axis=1)
     guessed = np.where(place < real, order, length).argsort(axis=1).argsort(axis=1) < wanted
     text = random.integers(0, config.model.vocab_size, (size, length))
-    return {
+    batch = {
         "tokens": np.where(place < real, text, 0).astype(np.int32),
         "token_types": ((place >= real // 2) & (place < real)).astype(np.int32),
         "padding_mask": (place < real).astype(np.int32),
@@ -138,6 +144,7 @@ def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndar
         "loss_mask": guessed.astype(np.float32),
         "sentence_order": random.integers(0, 2, size).astype(np.int32),
     }
+    return {name: batch[name] for name in BERT.batch_arrays(config)}
 
 
 def batch_of(program: Program, step: int) -> dict[str, jax.Array]:

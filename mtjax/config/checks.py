@@ -232,10 +232,6 @@ def check_experts(config: Config) -> None:
     check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
-    if model.head != "language":
-        raise UserError(
-            f"num_experts is {count}, and experts only work with head language, not {model.head}: remove num_experts"
-        )
     if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
         raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
 

@@ -19,7 +19,7 @@ from mtjax.inspect import hlo
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.command import console_for
-from mtjax.inspect.compiled import MemoryStats, memory_of
+from mtjax.inspect.compiled import MemoryStats, compile_for, memory_of
 from mtjax.inspect.dump import write
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Row, table
@@ -51,6 +51,8 @@ class DecodingReport:
     text: str
     """The optimized program as HLO text."""
     compile_seconds: float
+    note: str | None = None
+    """How it was compiled, where not as it is run."""
 
     @property
     def rows(self) -> list[Row]:
@@ -101,7 +103,7 @@ def inspect_decoding(
             f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
         )
     start = time.perf_counter()
-    compiled = decoder.lower_step(sequences, length).compile()
+    compiled, note = compile_for(target, decoder.lower_step(sequences, length))
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
@@ -113,7 +115,7 @@ def inspect_decoding(
     verdict = check(collectives, required, _landmarks(decoder, sequences), is_gpu=target.is_gpu)
     sizes = (sequences, length, symbols)
     sent = (contract, tuple(collectives), verdict)
-    return DecodingReport(config, shape, target, *sizes, *sent, memory_of(compiled), text, seconds)
+    return DecodingReport(config, shape, target, *sizes, *sent, memory_of(compiled), text, seconds, note)
 
 
 def _landmarks(decoder: Decoder, sequences: int) -> Landmarks:
@@ -131,6 +133,8 @@ def show(report: DecodingReport, console: Console) -> None:
         f"mesh {report.mesh.in_words}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
         highlight=False,
     )
+    if report.note:
+        console.print(f"note    {report.note}", highlight=False)
     console.print(collectives_table(report.rows))
     console.print(contract_table(report))
     for note in contract_notes(report):

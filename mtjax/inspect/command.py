@@ -71,7 +71,10 @@ class Job:
     def inspect(self, run_config: Config) -> Report:
         """Compiles and reports."""
         run_config, teacher = self.taught(run_config)
-        return inspect(run_config, self.target, self.contract, self.time_on, teacher)
+        report = inspect(run_config, self.target, self.contract, self.time_on, teacher)
+        if report.step.note:
+            self.console.print(f"note    {report.step.note}", highlight=False)
+        return report
 
     def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
         """One report, or two side by side."""

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 
 from mtjax.config import Config
 from mtjax.config.sizes import expert_capacity
-from mtjax.errors import UserError, install_extra
+from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.targets import Target
 from mtjax.models.kernels.grouped import Blocks
@@ -20,6 +21,11 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
+
+NO_TILES = "Couldn't find output tile sizes"
+"""What XLA says where it finds no way to cut a product for a kernel of its own (Triton), with no GPU to try on."""
+OWN_KERNELS = "xla_gpu_enable_triton_gemm"
+"""Whether XLA makes such kernels for products; without, all are cuBLAS's."""
 
 EXPERTS_SCOPE = "experts"
 """Named scope of what ranks do with tokens and experts of each other."""
@@ -54,6 +60,8 @@ class CompiledStep:
     memory: MemoryStats
     trace_seconds: float
     compile_seconds: float
+    note: str | None = None
+    """How it was compiled, where not with the run's own options."""
 
     @property
     def mesh(self) -> MeshShape:
@@ -89,15 +97,12 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
     """Compiles the train step of an existing program, as in `train --inspect`.
 
     Raises:
-      UserError: its attention kernel is cuDNN's, which is not installed.
+      UserError: its attention kernel is cuDNN's, which is not installed, or XLA can't compile it.
     """
     start = time.perf_counter()
     lowered = _lower(program)
     traced = time.perf_counter()
-    with warnings.catch_warnings():
-        # Programs for absent devices can't be loaded from jax's cache, and jax warns of it each time.
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
-        compiled = lowered.compile()
+    compiled, note = compile_for(target, lowered, program.xla.options)
     done = time.perf_counter()
     text = compiled.as_text()
     assert text is not None
@@ -113,6 +118,48 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
         memory=memory_of(compiled),
         trace_seconds=traced - start,
         compile_seconds=done - traced,
+        note=note,
+    )
+
+
+def compile_for(
+    target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, str | None]:
+    """Compiles a program for a target, if need be without XLA's own kernels for products.
+
+    Args:
+      target: what it is lowered for.
+      lowered: the program.
+      options: the compiler options with which it was lowered.
+
+    Returns:
+      The compiled program; and a sentence where it could not be compiled with these options alone, otherwise None.
+
+    Raises:
+      UserError: XLA can't compile it.
+    """
+    with warnings.catch_warnings():
+        # Programs for absent devices can't be loaded from jax's cache, and jax warns of it each time.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
+        try:
+            return lowered.compile(), None
+        except jax.errors.JaxRuntimeError as e:
+            if not target.is_gpu or NO_TILES not in str(e):
+                raise _refused(target, e) from e
+        try:
+            compiled = lowered.compile(compiler_options={**(options or {}), OWN_KERNELS: False})
+        except jax.errors.JaxRuntimeError as e:
+            raise _refused(target, e) from e
+    return compiled, (
+        f"XLA finds no tiles for a product of this program in a kernel of its own; it was compiled with {OWN_KERNELS} "
+        "off, so that all products are cuBLAS's"
+    )
+
+
+def _refused(target: Target, error: Exception) -> UserError:
+    return UserError(
+        f"XLA could not compile the program for {target.name}: {first_line(error, 300)}; try another "
+        "--microbatch-size, --mesh or --attention, or another version of jax (MTJAX_DEBUG=1 shows all that XLA said)"
     )
 
 
@@ -138,6 +185,8 @@ def _lower(program: Program) -> jax.stages.Lowered:
     try:
         return program.lower_step()
     except RuntimeError as e:
+        if isinstance(e, jax.errors.JaxRuntimeError):
+            raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
         if "cuDNN not found" not in str(e):
             raise
         raise UserError(

@@ -23,6 +23,9 @@ def show_program(program: Program, console: Console, teacher: Model | None = Non
     Returns:
       The report; `report.verdict.holds` says whether the program keeps its contract.
     """
-    result = report(compile_program(program, running_target(program.mesh)), teacher=teacher)
+    step = compile_program(program, running_target(program.mesh))
+    if step.note:
+        console.print(f"note    {step.note}", highlight=False)
+    result = report(step, teacher=teacher)
     text.show(result, console)
     return result

@@ -22,6 +22,7 @@ from mtjax.sharding.gradients import distributed_losses, distributed_output
 from mtjax.sharding.records import dotted, parameter_records, places, unsplit_names
 from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
+from mtjax.sharding.schedules.order import Order
 from mtjax.sharding.schedules.schedule import Schedule
 from mtjax.sharding.schedules.staged import Staged
 from mtjax.sharding.vocab import LossOptions
@@ -188,7 +189,7 @@ class Placed:
             partial(forward_timetable, stages, chunks=chunks),
             self.config.training.microbatch_size,
             keeps_inputs=self.config.training.recompute == "full",
-            in_order=self.shape.shares_samples and self.mesh.devices.flat[0].platform == "cpu",
+            order=Order(is_needed=self.mesh.devices.flat[0].platform == "cpu"),
         )
 
     @property

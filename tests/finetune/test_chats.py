@@ -86,6 +86,7 @@ def test_a_packed_sequence_keeps_conversations_apart():
         "labels": [2, 3, 4, 6, 7, 0, 0, 0],
         "position_ids": [0, 1, 2, 0, 1, 0, 0, 0],
         "segment_ids": [0, 0, 0, 1, 1, 2, 2, 2],
+        "padding_mask": [1, 1, 1, 1, 1, 0, 0, 0],
         "loss_mask": [0, 1, 1, 1, 1, 0, 0, 0],
     }
 

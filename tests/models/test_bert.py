@@ -51,6 +51,26 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
         assert np.abs(np.asarray(here) - np.asarray(there)).mean() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("2x2", {}),
+        pytest.param("data=1,stage=2,model=2", {"microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.long),
+    ],
+)
+def test_without_the_order_the_loss_is_that_of_the_masked_tokens(mesh, settings):
+    plain = {"sentence_order": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    program = bert(mesh, **plain, **settings)
+    assert set(program.batch_names) == {n for n in bert("1x1").batch_names if n != "sentence_order"}
+    _, found = run_steps(program, 2)
+    parameters, batch = initial_state(program).parameters, batch_of(program, 0)
+    sums = program.evaluate(parameters, batch)
+    assert set(sums) == {"masked_lm"} and float(sums["masked_lm"][1]) == np.asarray(batch["loss_mask"]).sum()
+    np.testing.assert_allclose(found[0]["loss"], sums["masked_lm"][0] / sums["masked_lm"][1], rtol=1e-6)
+    _, known = run_steps(bert("1x1", **plain), 2)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in known], rtol=1e-5)
+
+
 def test_the_loss_is_the_sum_of_two_means():
     program = bert("2x4")
     parameters, batch = initial_state(program).parameters, batch_of(program, 0)

@@ -12,7 +12,7 @@ from flax import nnx
 from mtjax.config import validate
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError
-from mtjax.models.context import Context
+from mtjax.models.context import Context, Padding
 from mtjax.models.kernels import grouped
 from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS, Experts
 from mtjax.sharding.axes import use_rules
@@ -49,11 +49,11 @@ def mixer_of(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (config.model, graph, state), nnx.to_pure_dict(state)
 
 
-def apply(static: Any, parameters: Any, x: Any) -> tuple[Any, Any]:
+def apply(static: Any, parameters: Any, x: Any, context: Context = Context()) -> tuple[Any, Any]:  # noqa: B008
     """What the mixer adds to the stream, and its report."""
     _, graph, state = static
     nnx.replace_by_pure_dict(state, parameters)
-    return nnx.merge(graph, state)(x, Context(), None)
+    return nnx.merge(graph, state)(x, context, None)
 
 
 def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
@@ -135,6 +135,42 @@ def test_output_report_and_gradients_are_those_of_every_expert_on_every_token(se
         np.testing.assert_allclose(found, value, atol=1e-5 * np.abs(value).max(), err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [DEEPSEEK | {"capacity_factor": 0.5}, pytest.param(SOFTMAX, marks=pytest.mark.long)],
+    ids=["deepseek with a capacity", "softmax"],
+)
+def test_padding_counts_nowhere(settings):
+    """What a padded sample reports, and what its text gets, is that of the text alone, by numpy's float64; wherever the
+    padding stands, whatever it is, and however much there is of it."""
+    random = np.random.default_rng(3)
+    lengths, size = (5, 12, 16), 16
+    is_text = np.zeros((3, size), bool)
+    for sample, length in enumerate(lengths):
+        is_text[sample, random.permutation(size)[:length]] = True
+    x, of_out = random.normal(size=(2, 3, size, 16)).astype(np.float32)
+    with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
+        static, parameters = mixer_of(settings)
+        context = Context(padding=Padding(jnp.asarray(is_text), jnp.asarray(lengths, jnp.int32)))
+
+        def loss(p: Any, x: Any) -> tuple[Any, Any]:
+            out, report = apply(static, p, x, context)
+            text_only = jnp.where(is_text[..., None], out * of_out, 0).sum()
+            return text_only + report[BALANCE_LOSS].sum() + report[Z_LOSS].sum(), (out, report)
+
+        (of_p, of_x), (out, report) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((of_p, of_x)))
+    assert not np.asarray(of_x)[~is_text].any()
+    numbers = jax.tree.map(np.float64, parameters)
+    for sample, text in enumerate(is_text):
+        known, known_report = dense(static[0], numbers, x[sample, text][None].astype(np.float64), np)
+        np.testing.assert_allclose(out[sample, text], known[0], atol=1e-5 * np.abs(known).max())
+        assert set(report) == set(known_report)
+        for name, value in known_report.items():
+            np.testing.assert_allclose(report[name][sample], value[0], rtol=1e-5, err_msg=name)
+    assert "capacity_factor" not in settings or np.asarray(report[LOST]).sum() > 0
+
+
 def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
     rows = grouped.Blocks("swiglu", 8).rows
     assert [rows(pairs) for pairs in (16, 8 * 8 * 64, 8 * 8 * 65, 10**9)] == [8, 64, 64, 1024]
@@ -147,7 +183,6 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "family": "bert"}, "num_experts is 4, which is for gpt and llama, and family is bert"),
         ({"num_experts": 4, "family": "t5"}, "num_experts is 4, which is for gpt and llama, and family is t5"),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
-        ({"num_experts": 4, "head": "classification"}, "num_experts is 4, and experts only work with head language"),
         ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
         ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
         ({"num_experts": 4, "expert_groups_kept": 2}, "expert_groups_kept 2 is above expert_groups 1"),

@@ -4,11 +4,12 @@ routers."""
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtjax.config import validate
-from mtjax.models.context import Context
+from mtjax.models.context import Context, Padding
 from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, Router
 from mtjax.sharding.axes import use_rules
 from tests.models.test_experts import RULES, SOFTMAX, apply, mixer_of
@@ -71,6 +72,34 @@ def test_output_balance_loss_and_gradients_are_mixtrals():
     close(of_x, read.grad.numpy(), "gradient of the stream")
     for name, value in as_theirs(of_p).items():
         close(value, theirs.get_parameter(name).grad.numpy(), name)
+
+
+def test_balance_loss_and_load_of_padded_text_are_mixtrals():
+    """With an attention mask, as transformers leaves padding out."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    x = np.random.default_rng(4).normal(size=(1, 24, 16)).astype(np.float32)
+    is_text = (np.arange(24) < 17)[None]
+    with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
+        static, parameters = mixer_of(SOFTMAX)
+        context = Context(padding=Padding(jnp.asarray(is_text), jnp.asarray([17], jnp.int32)))
+
+        def loss(p):
+            report = apply(static, p, x, context)[1]
+            return report[BALANCE_LOSS].sum(), report
+
+        gradients, report = jax.jit(jax.grad(loss, has_aux=True))(parameters)
+    count = static[0].num_experts
+    weight = torch.tensor(np.asarray(parameters["router"]["weight"]), requires_grad=True)
+    logits = torch.tensor(x[0]) @ weight
+    mask = torch.tensor(is_text.astype(np.int64))
+    known = modeling_mixtral.load_balancing_loss_func((logits,), count, CHOSEN, mask)
+    known.backward()
+    np.testing.assert_allclose(CHOSEN * report[BALANCE_LOSS][0], known.item(), rtol=1e-5)
+    chosen = logits.softmax(-1).topk(CHOSEN).indices.numpy()[is_text[0]]
+    np.testing.assert_array_equal(report[LOAD][0], np.bincount(chosen.ravel(), minlength=count))
+    theirs = weight.grad.numpy() / CHOSEN
+    np.testing.assert_allclose(gradients["router"]["weight"], theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 GROUPS = {"num_experts": 24, "experts_top_k": 5, "expert_groups": 6, "expert_groups_kept": 3, "router_scale": 2.5}

@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS
 from mtjax.train.watch.expert_load import load_entries, load_in_words
-from tests.tiny import batch_of, initial_state, program_of
+from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
 from tests.train.test_stages import PLAIN, by_name
 
 EXPERTS: dict[str, Any] = {
@@ -43,6 +43,9 @@ CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 
 DENSE: dict[str, Any] = {"num_layers": 3, "first_dense_layers": 1}
 """Two layers with experts behind one with an MLP."""
+
+PADDED: dict[str, Any] = {"task": "chat"}
+"""Samples of chats, which end in padding."""
 
 TURNS: dict[str, Any] = {"num_layers": 6, "moe_every": 3}
 """Two layers with experts, each behind two with an MLP."""
@@ -94,6 +97,34 @@ CASES: list[Any] = [
         marks=pytest.mark.exhaustive,
     ),
 ]
+PADDING: list[Any] = [
+    pytest.param(
+        "data=2,expert=2,model=2",
+        DEEPSEEK | PADDED,
+        {
+            "expert_method": "exchange",
+            "sequence_parallel": True,
+            "zero": 3,
+            "microbatch_size": 1,
+            "recompute": "selective",
+        },
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,context=2,expert=2,model=2",
+        CAPACITY | PADDED,
+        {"sequence_parallel": True, "zero": 2, "recompute": "full", "microbatch_size": 2},
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=2",
+        CAPACITY | PADDED,
+        {"sequence_parallel": True, "zero": 1, "recompute": "full"},
+        marks=pytest.mark.long,
+    ),
+    pytest.param("2x2", PADDED, {"zero": 2, "recompute": "none"}, marks=pytest.mark.exhaustive),
+]
+"""Padding is in no report, and takes no place of an expert from text."""
 STAGES: list[Any] = [
     pytest.param(
         "data=1,stage=2,expert=2,model=2",
@@ -220,7 +251,7 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
     return results(program_of("1x1", **dict(model)))
 
 
-@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *STAGES, *MIXED, *CONTEXT, *PRODUCT])
+@pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PADDING, *STAGES, *MIXED, *CONTEXT, *PRODUCT])
 def test_steps_are_those_of_one_device(mesh, model, settings):
     model = EXPERTS | model
     known = one_device(tuple(model.items()))
@@ -228,7 +259,9 @@ def test_steps_are_those_of_one_device(mesh, model, settings):
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
     layers = model.get("num_layers", 2) // model.get("moe_every", 1) - model.get("first_dense_layers", 0)
-    assert known[f"{LOAD} 0"].sum() == layers * 8 * 16 * model.get("experts_top_k", 2)
+    batch = host_batch(tiny_config(**model), 0)
+    text = batch["padding_mask"].sum() if "padding_mask" in batch else 8 * 16
+    assert known[f"{LOAD} 0"].sum() == layers * text * model.get("experts_top_k", 2)
     assert ("capacity_factor" in model) == (known.get(f"{LOST} 0", np.zeros(1)).sum() > 0)
     if "biases" in known:
         assert {-1, 0, 1} >= set(np.unique(np.round(known["biases"] / 0.05))) - {-2, 2}

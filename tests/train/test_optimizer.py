@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from mtjax.theory.layout import is_decayed
 from mtjax.train.optimizer import make_optimizer
 from tests.tiny import program_of, records_like, tiny_config
 
@@ -28,6 +29,33 @@ def test_only_matrices_decay():
         "stack.layers.mlp_norm.bias": False,
         "stack.layers.mlp_norm.scale": False,
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"family": "llama", "num_kv_heads": 4, "num_experts": 4, "shared_expert_size": 16, "router_score": "sigmoid"}
+        | {"router_bias": True, "qk_norm": True, "mlp_size": 48},
+        {"family": "bert"},
+        {"family": "t5", "decoder_sequence_length": 8},
+        {"family": "gpt", "lora_rank": 2},
+    ],
+    ids=["experts", "bert", "t5", "lora"],
+)
+def test_what_has_two_dimensions_and_is_no_bias_decays(settings):
+    """Megatron's rule, by the dimensions that a parameter has in a layer."""
+    for record in jax.tree.leaves(program_of("1x1", **settings).records):
+        has_two = len(record.used_axes) > 1 and not record.name.endswith(".bias")
+        assert is_decayed(record.axes) == has_two, record.name
+
+
+def test_a_table_of_relative_positions_decays():
+    """Its update without a gradient is minus the rate times the decay."""
+    config = tiny_config(learning_rate=0.1, min_learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    parameters = {"table": jnp.ones((8, 4))}
+    optimizer = make_optimizer(config, records_like({"table": ("buckets", "heads")}, parameters))
+    updates, _ = optimizer.update({"table": jnp.zeros((8, 4))}, optimizer.init(parameters), parameters)
+    np.testing.assert_allclose(updates["table"], -0.05, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1.0, 0.01, 0.0], ids=["clipped", "not clipped", "zero"])

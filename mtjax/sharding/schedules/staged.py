@@ -28,8 +28,9 @@ from mtjax.sharding.parameters import differentiable, with_parts, zeros_like_par
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.schedules.adding import AddsUp, accumulated, accumulating
 from mtjax.sharding.schedules.kept import Kept, Linearize, Recomputed, Residuals, in_slots, put_in_slot, take_from_slot
+from mtjax.sharding.schedules.order import Order
 from mtjax.sharding.schedules.schedule import CutModel, Sums
-from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked, zero_behind
+from mtjax.sharding.schedules.send import from_one_stage, packed, send, unpacked
 from mtjax.sharding.zero import gather_once, materialize_outside_stacks, wrap_for_use
 from mtjax.theory.rules import STAGE
 from mtjax.theory.timetable import Half, Phase, Timetable
@@ -48,15 +49,15 @@ class Staged:
     """Samples that a rank takes at a time in evaluation; all at once when None, or where they don't divide."""
     keeps_inputs: bool
     """Whether stages keep the input of a chunk alone, and compute it again."""
-    in_order: bool = False
-    """Whether a half begins behind what was sent before it. XLA for CPUs tells permutes apart by their devices alone,
-    all of the mesh: where chunks have permutes of their own, those that run at the same time would be taken for one."""
+    order: Order
+    """In which collectives run: by data, where the runtime keeps none (`mtjax.sharding.schedules.order`)."""
 
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
         wrapped = self.apart(reduction.records, reduction.wrap(parameters))
-        run = _Run(model, reduction.records, wrapped, _microbatches(batch, self.training.microbatches), self.training)
-        return run.gradients(keeps_inputs=self.keeps_inputs, in_order=self.in_order)
+        microbatches = _microbatches(batch, self.training.microbatches)
+        run = _Run(model, reduction.records, wrapped, microbatches, self.training, self.order)
+        return run.gradients(keeps_inputs=self.keeps_inputs)
 
     def apart(self, records: Tree, wrapped: Tree) -> Tree:
         """As `Schedule.apart` says: a chunk's layers are in a loop."""
@@ -75,7 +76,7 @@ class Staged:
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
         wrapped = gather_once(records, wrap_for_use(records, parameters))
-        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count))
+        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count), self.order)
 
 
 def _microbatches(batch: Tree, count: int) -> Tree:
@@ -92,6 +93,8 @@ class _Turn(NamedTuple):
     """The last one, which nothing reads, where the turn does not count."""
     counts: Array
     """Whether this stage has work in this half."""
+    zero: Array | int
+    """0, as `Order.zero` has it: not known before the half may begin."""
 
 
 def _with_own(losses: Sums, own: Sums, counts: Array | bool = True) -> Sums:
@@ -123,9 +126,12 @@ class _Carry(NamedTuple):
 class _Run:
     """A timetable at work on one rank's parameters and microbatches."""
 
-    def __init__(self, model: CutModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable) -> None:
-        self.model, self.records, self.wrapped, self.table = model, records, wrapped, table
+    def __init__(
+        self, model: CutModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
+    ) -> None:
+        self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
         self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
+        self.begun = order.zero(wrapped, microbatches)
         self.sections = len(model.sections)
         self.chunks = table.chunks // self.sections
         self.parts = differentiable(wrapped)
@@ -139,11 +145,12 @@ class _Run:
         none = self._no_losses()
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
-            (wire, losses), turn = carry, self._turn(row)
-            wire, losses = self._through_chunk(unpacked(wire, self.wire), turn, losses)
+            (wire, losses), turn = carry, self._turn(row, carry)
+            wire, losses = self._through_chunk(self._arrived(wire, turn), turn, losses)
             left = lambda losses: _with_own(losses, self._left(wire, turn))  # noqa: E731
-            losses = on_stage(self._leaves(turn) & turn.counts, left, lambda losses: losses, losses)
-            return (self._send(packed(wire), 1), losses), None
+            last = self.order.when(self._leaves(turn) & turn.counts, wire, losses)
+            losses = on_stage(last, left, lambda losses: losses, losses)
+            return (self._send(packed(self.order.behind(wire, losses)), 1), losses), None
 
         (_, losses), _ = lax.scan(tick, (packed(self.wire), none), self._rows(self.table.forward))
         return losses
@@ -153,8 +160,8 @@ class _Run:
         count = jax.tree.leaves(self.microbatches)[0].shape[0]
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
-            (wire, out), turn = carry, self._turn(row)
-            wire, _ = self._through_chunk(unpacked(wire, self.wire), turn, {})
+            (wire, out), turn = carry, self._turn(row, carry[0])
+            wire, _ = self._through_chunk(self._arrived(wire, turn), turn, {})
             last = self._leaves(turn) & turn.counts
             new = jax.tree.map(lambda a: a.astype(jnp.float32), wire)
             return (self._send(packed(wire), 1), put_in_slot(out, jnp.where(last, turn.microbatch, count), new)), None
@@ -170,31 +177,30 @@ class _Run:
         """The wire behind a chunk, and losses with what its layers add to them."""
 
         def of_section(section: int, wire: Tree, losses: Sums) -> tuple[Tree, Sums]:
-            wire, own = self._chunk(section, self.parts, self._entered(section, wire, turn), turn)
+            start = self._entered(section, wire, turn)
+            wire, own = self._chunk(section, self.order.behind(self.parts, start), start, turn)
             return wire, _with_own(losses, own, turn.counts)
 
         return self._in_section(turn, of_section, wire, losses)
 
     # --- losses and gradients
 
-    def gradients(self, *, keeps_inputs: bool, in_order: bool) -> tuple[Sums, Tree]:
+    def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
         """Of all microbatches."""
         sums = zeros_like_parts(self.parts)
         wires = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.wire)
         forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
         kept: Kept = Recomputed()
         if not keeps_inputs:
-            linearize = self._linearize(sums, self._turn(forward[0]))
+            linearize = self._linearize(sums, self._turn(forward[0]), self.parts)
             kept = Residuals.of(self.sections, self.table.slots, self.wire, linearize)
         carry = _Carry(packed(self.wire), packed(self.wire), wires, kept.empty(), sums, self._no_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
-            carry, _ = lax.scan(partial(self._tick, kept, phase, in_order), carry, rows)
-        return carry.losses, carry.sums
+            carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
+        return self.order.behind((carry.losses, carry.sums), carry)
 
-    def _tick(
-        self, kept: Kept, phase: Phase, in_order: bool, carry: _Carry, rows: tuple[Array, Array]
-    ) -> tuple[_Carry, None]:
+    def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
         """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward.
 
         Between the halves each waits for the other, or XLA might compute the backward half first, have both under way
@@ -202,17 +208,18 @@ class _Run:
         which activations travel, needs the gradients.
         """
         if phase.backward:
-            carry = carry._replace(gradient=self._send(carry.gradient, -1))
+            gradient = self.order.behind(carry.gradient, carry.sums, carry.losses)
+            carry = carry._replace(gradient=self._send(gradient, -1))
         if phase.forward:
-            turn = self._turn(rows[0], (carry.wire, carry.gradient) if in_order else None)
-            forward, arrived = partial(self._forward, kept, turn, carry.sums), unpacked(carry.wire, self.wire)
+            turn = self._turn(rows[0], (carry.wire, carry.gradient))
+            forward, arrived = partial(self._forward, kept, turn, carry.sums), self._arrived(carry.wire, turn)
             wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
             out, gradient = lax.optimization_barrier((packed(wire), carry.gradient))
             carry = carry._replace(gradient=gradient, wire=self._send(out, 1), wires=wires, kept=arrays)
         if phase.backward:
-            turn = self._turn(rows[1], (carry.wire, carry.gradient) if in_order else None)
+            turn = self._turn(rows[1], (carry.wire, carry.gradient))
             backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
-            arrived = unpacked(carry.gradient, self.wire)
+            arrived = self._arrived(carry.gradient, turn)
             gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
@@ -222,14 +229,15 @@ class _Run:
     ) -> tuple[Tree, Tree, Tree]:
         """The forward half of a chunk: what it puts out, and what is kept."""
         start = self._entered(section, wire, turn)
+        parts = self.order.behind(self.parts, start)
         wires = put_in_slot(wires, turn.slot, start if section == 0 else wire)
         skips = isinstance(kept, Recomputed) and not context_axes()
         if skips and section == self.sections - 1:
             # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
             # Not where ranks share samples: all devices take part in a permute, whichever of them it is between.
-            chunk = lambda: self._chunk(section, self.parts, start, turn)[0]  # noqa: E731
+            chunk = lambda: self._chunk(section, parts, start, turn)[0]  # noqa: E731
             return on_stage(self._leaves(turn), lambda: start, chunk), wires, arrays
-        (out, _), arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        (out, _), arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn, parts))
         return out, wires, arrays
 
     def _backward(
@@ -246,18 +254,20 @@ class _Run:
         """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
         wire = take_from_slot(wires, turn.slot)
         start = wire if section == 0 else self._entered(section, wire, turn)
-        (out, own), pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn))
+        parts, order = self.order.behind(self.parts, start), self.order
+        (out, own), pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn, parts))
         losses = _with_own(losses, own, turn.counts)
         gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
         if section == self.sections - 1:
             leave = partial(self._leave_backward, out, turn)
             unchanged = lambda *values: values  # noqa: E731
-            last = self._leaves(turn) & turn.counts
+            last = order.when(self._leaves(turn) & turn.counts, out, own, pull)
             gradient, sums, losses = on_stage(last, leave, unchanged, gradient, sums, losses)
+            pull = order.behind(pull, gradient, sums, losses)
         gradients, gradient = pull((gradient, _of_losses(own, turn.counts)))
         sums = accumulated(self.records, sums, gradients, self._in_stack(section))
         enter = partial(self._enter_backward, section, wire, turn)
-        first = self._enters(section, turn) & turn.counts
+        first = order.when(self._enters(section, turn) & turn.counts, gradient, sums)
         gradient, sums = on_stage(first, enter, lambda *values: values, gradient, sums)
         return gradient, sums, losses
 
@@ -288,11 +298,11 @@ class _Run:
     def _left(self, wire: Tree, turn: _Turn, parts: Tree = None) -> Sums:
         return self.model.leave(self._parameters(self.parts if parts is None else parts), wire, turn.part)
 
-    def _linearize(self, sums: Tree, turn: _Turn) -> Linearize:
-        """Of chunks; gradients of stacks come out added to `sums`."""
+    def _linearize(self, sums: Tree, turn: _Turn, parts: Tree) -> Linearize:
+        """Of chunks with these parameters; gradients of stacks come out added to `sums`."""
         chunk = self._chunk
         return lambda section, start: jax.vjp(
-            lambda parts, start: chunk(section, parts, start, turn, sums), self.parts, start
+            lambda parts, start: chunk(section, parts, start, turn, sums), parts, start
         )
 
     def _parameters(self, parts: Tree, sums: Tree = None, section: int = 0) -> Tree:
@@ -316,7 +326,7 @@ class _Run:
         """Zeros."""
         part, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.wire)[0]
         zero = jnp.zeros((), jnp.int32)
-        first = _Turn(part, zero, zero, zero, zero > 0)
+        first = _Turn(part, zero, zero, zero, zero > 0, 0)
 
         def losses() -> Sums:
             of_layers = [self._chunk(i, self.parts, self.wire, first)[1] for i in range(self.sections)]
@@ -334,10 +344,11 @@ class _Run:
         return jnp.asarray(np.asarray(rows, np.int32))
 
     def _turn(self, row: Array, after: Tree = None) -> _Turn:
-        """A row of the timetable, not read before the wires `after` are there."""
-        microbatch, chunk, slot, counts = row[self.stage] + (0 if after is None else zero_behind(after))
+        """A row of the timetable; in order, it is not read before the arrays `after` are there."""
+        zero = self.begun + self.order.zero(after)
+        microbatch, chunk, slot, counts = row[self.stage] + zero
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
-        return _Turn(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0)
+        return _Turn(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)
 
     def _enters(self, section: int, turn: _Turn) -> Array:
         """Whether a turn's chunk is the first of a section."""
@@ -359,6 +370,10 @@ class _Run:
             other = turn.chunk // self.chunks != section
             state = on_stage(other, lambda *unchanged: unchanged, partial(run, section), *state)
         return state
+
+    def _arrived(self, wire: Tree, turn: _Turn) -> Tree:
+        """A wire as a turn reads it."""
+        return unpacked(self.order.waiting(wire, turn.zero), self.wire)
 
     def _send(self, wire: Tree, by: int) -> Tree:
         return send(wire, by, wraps=self.table.chunks > 1)

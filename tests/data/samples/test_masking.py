@@ -75,6 +75,20 @@ def test_a_bert_sample_is_made_of_its_documents_sentences(bert, corpus):
             assert places[0] < places[1]
 
 
+def test_without_the_order_a_bert_sample_is_one_run_as_the_text_has_it(corpus, tokenizer):
+    """As Megatron's without a classification head: no pair, and documents of one sentence count."""
+    samples = BertDataset(corpus, (0, 300), COUNT, tokenizer, BertOptions(128, sentence_order=False))
+    for i in range(300):
+        sample, (begin, end, target) = samples[i], samples.runs[i].tolist()
+        used = int(sample["padding_mask"].sum())
+        tokens = originals(sample)[:used]
+        assert tokens[0] == samples.cls and np.flatnonzero(tokens == samples.sep).tolist() == [used - 1]
+        assert used - 2 <= target and not sample["token_types"].any() and "sentence_order" not in sample
+        text = np.concatenate([corpus[s] for s in range(begin, end)])
+        starts = np.flatnonzero(text[: len(text) - used + 3] == tokens[1])
+        assert any((text[at : at + used - 2] == tokens[1:-1]).all() for at in starts)
+
+
 def test_any_sample_can_be_made_alone(bert, corpus, tokenizer):
     alone = BertDataset(corpus, (0, 300), COUNT, tokenizer, BertOptions(128))
     for name, value in alone[777].items():
