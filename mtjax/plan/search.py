@@ -95,8 +95,8 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Why no plan is possible on a mesh, whatever the microbatch; None where one is."""
-    shares = chunk_shares(anatomy, mesh.stage, math.inf).get(1)
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, schedule="1f1b", chunks=1)
+    shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
     plainest = replace(plainest, layers_per_stage=shares)
     return next(problems(anatomy.model, plainest), None)
 

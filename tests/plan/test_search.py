@@ -219,9 +219,10 @@ def test_a_model_of_80_layers_on_48_gpus():
     run = config.load("llama3-70b")
     shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())
     space = Space(recomputes=("full",), zeros=(1,), sequence=(True,), chunks=(1,))
-    best = best_plan(shape, base, 48, DGX_H100, space).best
-    assert best.plan.mesh == MeshShape(data=2, stage=3, model=8)
-    assert best.plan.layers_per_stage == (27, 27, 26) and best.memory.total < 50 * 2**30
+    fitting = {c.plan.mesh: c for c in best_plan(shape, base, 48, DGX_H100, space).fitting}
+    found = fitting[MeshShape(data=2, stage=3, model=8)]
+    assert found.plan.layers_per_stage == (27, 27, 26)
+    assert 27 * 3 / 80 <= max(c.plan.mesh.stage * max(c.plan.layers_per_stage) / 80 for c in fitting.values()) <= 1.25
 
 
 def plan_of(name: str, mesh: MeshShape, **settings) -> tuple[Anatomy, Plan]:
