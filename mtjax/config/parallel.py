@@ -42,7 +42,7 @@ class Parallel:
     overlap: bool = True
     """Ask XLA to overlap communication with computation (GPUs only)."""
     coordinator: str | None = None
-    """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes."""
+    """host:port of process 0, for several processes that were not started by torchrun, Slurm, MPI or Kubernetes."""
     num_processes: int | None = at_least(1, None, most=WIDTH)
     """Number of processes; goes with --coordinator."""
     process_id: int | None = at_least(0, None, most=WIDTH)

@@ -68,7 +68,7 @@ class Options:
     config: str | None = None
     """A config that describes the model in a megatron folder, if the folder does not."""
     coordinator: str | None = None
-    """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes."""
+    """host:port of process 0, for several processes that were not started by torchrun, Slurm, MPI or Kubernetes."""
     num_processes: int | None = at_least(1, None, most=WIDTH)
     """Number of processes; goes with --coordinator."""
     process_id: int | None = at_least(0, None, most=WIDTH)

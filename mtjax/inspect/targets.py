@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from mtjax.errors import UserError, install_extra
-from mtjax.sharding.mesh import attach_devices, has_gpu, make_mesh
+from mtjax.sharding.mesh import MAX_CPU_DEVICES, attach_devices, has_gpu, make_mesh
 from mtjax.theory import target as server_files
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
 from mtjax.theory.mesh import MeshShape
@@ -45,6 +45,11 @@ class Target:
           UserError: it can't be compiled for here, or not enough devices are attached.
         """
         if self.name in (CPU, ATTACHED):
+            if self.name == CPU and shape.size > MAX_CPU_DEVICES:
+                raise UserError(
+                    f"mesh {shape} has {shape.size} devices, and --target {CPU} compiles for at most "
+                    f"{MAX_CPU_DEVICES}: add --target h100x8, which compiles for GPUs and needs none"
+                )
             return attach_devices(shape)
         assert self.server is not None
         return make_mesh(shape, compile_only_devices(self.server, shape.size))

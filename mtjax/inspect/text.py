@@ -17,6 +17,7 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
+from mtjax.plan.units import si
 from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.contract import Contract
 from mtjax.theory.divisibility import problems
@@ -260,7 +261,7 @@ def time_lines(report: Report) -> str:
     flops = report.flops
     lines = [
         "[bold]Work of a step[/]",
-        f"  products {flops.counted / 1e12:,.3f} TFLOP compiled, {flops.formula / 1e12:,.3f} by formula "
+        f"  products {si(flops.counted, 'FLOP')} compiled, {si(flops.formula, 'FLOP')} by formula "
         f"({flops.difference:+.2%})"
         + (": XLA computes some of them again to save memory" if flops.difference > 0.01 else "")
         + (", with equal loads of all experts" if report.config.model.num_experts else ""),

@@ -9,8 +9,8 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.launch.devices import mesh_within, working_gpus
+from mtjax.sharding.launchers import find_launch
 from mtjax.sharding.mesh import MAX_CPU_DEVICES
-from mtjax.sharding.processes import several_expected
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.folder.run_folder import choose_folder
@@ -47,8 +47,11 @@ def launch(
     Raises:
       UserError: the run can't be started like this; nothing has been.
     """
-    if several_expected(config.parallel, environment):
-        raise UserError("mtjax launch starts the processes itself: leave out --coordinator, --num-processes and srun")
+    if (found := find_launch(config.parallel, environment)) is not None:
+        raise UserError(
+            f"mtjax launch starts the processes itself, and {found.source} names others: leave out --coordinator, "
+            "--num-processes, --process-id, and do not start it with srun, mpirun or torchrun"
+        )
     devices = gpus()
     mesh, size = _mesh(config, devices, processes)
     count = processes or _count(config, devices, environment)

@@ -11,6 +11,7 @@ from mtjax import config
 from mtjax.config import sizes
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
+from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import make_console, print_report
 from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
@@ -54,7 +55,7 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify, tau
     if options.gpus is not None or options.days is not None:
         plan = _search(console, anatomy, run_config, teacher, server, options, asked, source)
     else:
-        plan = _report(console, anatomy, _planned(run_config, teacher), server, options)
+        plan = _report(console, anatomy, run_config, _planned(run_config, teacher), server, options)
     if options.inference:
         print_inference(console, anatomy, server, plan.model_ways, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
@@ -81,11 +82,15 @@ def _imbalance(anatomy: Anatomy, options: Options) -> float:
     return min(options.expert_imbalance, max(anatomy.model.capacity_factor or math.inf, 1.0))
 
 
-def _report(console: Console, anatomy: Anatomy, planned: Plan, server: Server, options: Options) -> Plan:
+def _report(
+    console: Console, anatomy: Anatomy, run_config: config.Config, planned: Plan, server: Server, options: Options
+) -> Plan:
     """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
     plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
     print_report(console, anatomy, plan, server, options)
+    for hint in hints(anatomy, plan, server, run_config):
+        console.print(f"\nHint:  {hint}", soft_wrap=True)
     limit = options.usable * server.gpu.memory
     if fullest_stage(anatomy, plan).total > limit:
         with console.status(SEARCHING):

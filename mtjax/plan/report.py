@@ -57,7 +57,7 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
     """Everything about one plan."""
     console.print(f"[bold]{describe(plan)}[/], global batch {plan.global_batch_size}, on {plan.mesh.size} x ", end="")
     console.print(f"{server.gpu.description} ({server.name}, {server.gpus} in a server)")
-    console.print("source of every figure below: model (formulas; see docs/plan.md)", style="dim")
+    console.print("All figures are by formula: docs/plan.md", style="dim")
     parts = [
         parameter_table(anatomy, plan),
         flop_table(anatomy, plan),
@@ -77,26 +77,26 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
 
 def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Exact count, Megatron's formula, and what a GPU holds."""
-    result = table("Parameters", "", "count", "source")
-    result.add_row("whole model", f"{counts.parameters(anatomy):,}", MODEL)
+    result = table("Parameters", "", "count")
+    result.add_row("whole model", f"{counts.parameters(anatomy):,}")
     if chosen := anatomy.model.num_experts:
         name = f"met by a token: {anatomy.model.experts_top_k} of {chosen} experts"
-        result.add_row(name, f"{counts.active_parameters(anatomy):,}", MODEL)
-    result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}", MODEL)
+        result.add_row(name, f"{counts.active_parameters(anatomy):,}")
+    result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}")
     held = counts.fullest_counts(anatomy, plan).all
-    result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}", MODEL)
+    result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}")
     if teacher := teacher_of(plan):
-        result.add_row("the teacher's, which learns nothing", f"{counts.parameters(teacher.anatomy):,}", MODEL)
+        result.add_row("the teacher's, which learns nothing", f"{counts.parameters(teacher.anatomy):,}")
     return result
 
 
 def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
     """FLOPs per token and step, by convention."""
-    result = table("FLOPs of training", "", "per token", "per step", "source")
+    result = table("FLOPs of training", "", "per token", "per step")
 
     def row(name: str, per_sample: float) -> None:
         per_token = per_sample / anatomy.model.sequence_length
-        result.add_row(name, si(per_token, "FLOP"), si(per_sample * plan.global_batch_size, "FLOP"), MODEL)
+        result.add_row(name, si(per_token, "FLOP"), si(per_sample * plan.global_batch_size, "FLOP"))
 
     row("model, attention in full (MFU)", flops.model_flops(anatomy))
     row("model, causal half of attention", flops.model_flops(anatomy, causal=True))
@@ -110,7 +110,7 @@ def flop_table(anatomy: Anatomy, plan: Plan) -> Table:
 def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Memory of a GPU by component; stages run one program, and each needs the same."""
     name = "per GPU, on every stage" if plan.stages > 1 else "per GPU"
-    result = table("Memory", "", name, "source")
+    result = table("Memory", "", name)
     memory, p = stage_memory(anatomy, plan), plan.precision
     parts = {
         f"weights ({p.weights} bytes)": memory.weights,
@@ -125,7 +125,7 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
         "total": memory.total,
     }
     for part, size in parts.items():
-        result.add_row(part, gib(size), MODEL)
+        result.add_row(part, gib(size))
     limit = usable * server.gpu.memory
     fits = "fits" if memory.total <= limit else "does NOT fit"
     result.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
@@ -134,17 +134,18 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
 
 def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> Table:
     """Total memory under every ZeRO stage, recompute and sequence split, the rest as planned."""
-    result = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)), "source")
-    result.caption = f"* does not fit {percent(usable)} of the GPU's memory"
-    limit = usable * server.gpu.memory
+    result = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)))
+    limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
         for split in (False, True) if plan.model_ways > 1 else (False,):
             unrolled = plan.unrolled and recompute == "none"
             option = replace(plan, recompute=recompute, sequence_parallel=split)
             row = [replace(option, zero=zero, unrolled=unrolled and zero < 3) for zero in range(4)]
             sizes = [fullest_stage(anatomy, option) for option in row]
+            excessive |= any(size.total > limit for size in sizes)
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
-            result.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes), MODEL)
+            result.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes))
+    result.caption = f"* does not fit {percent(usable)} of the GPU's memory" if excessive else None
     return result
 
 
@@ -152,7 +153,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Collectives of a GPU and step."""
     result = table(
         "Traffic per GPU and step",
-        *("axis", "operation", "what", "count", "array", "sent", "alone", "source"),
+        *("axis", "operation", "what", "count", "array", "sent", "alone"),
         note="sent: with the ring factor, 2(n-1)/n of all-reduce, (n-1)/n of others; alone: time if nothing hides it",
     )
     machine = Machine(server, plan.element_bytes)
@@ -160,27 +161,27 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
         alone = transfer_time(c, anatomy, plan, machine)
         axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
-        result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone), MODEL)
+        result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(alone))
     if not result.row_count:
-        result.add_row("none", *[""] * 6, MODEL)
+        result.add_row("none", *[""] * 6)
     return result
 
 
 def experts_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """The ways in which tokens may come to other ranks' experts, as planned but for this."""
     note = "--expert-method; sent over the expert ways, by a rank with the mean load; the step with all else as planned"
-    result = table("Tokens to experts", "", "sent", "exposed", "step", "source", note=note)
+    result = table("Tokens to experts", "", "sent", "exposed", "step", note=note)
     for method in expert_methods(anatomy, plan):
         option = replace(plan, expert_method=method)
         time, sent = step_time(anatomy, option, server), traffic.sent_to_experts(anatomy, option)
         row = si(sent, "B"), seconds(time.expert_axis), seconds(time.total)
-        result.add_row(method + (" (planned)" if method == plan.expert_method else ""), *row, MODEL)
+        result.add_row(method + (" (planned)" if method == plan.expert_method else ""), *row)
     return result
 
 
 def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> Table:
     """Bandwidth that each axis needs for its communication to stay under a share of the compute time."""
-    result = table(f"Bandwidth demand for {percent(share)} exposed", "axis", "needs", "has", "source")
+    result = table(f"Bandwidth demand for {percent(share)} exposed", "axis", "needs", "has")
     compute = step_time(anatomy, plan, server).compute
     for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
@@ -188,21 +189,21 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
         has = server.link if ways <= inside else min(server.link, inside * server.network)
         where = "inside a server" if ways <= inside else f"between servers, {inside} of {ways} inside"
         needs = traffic.bandwidth_demand(sent, compute, share)
-        result.add_row(f"{traffic.axis_name(axis)} ({where})", si(needs, "B/s"), si(has, "B/s"), MODEL)
+        result.add_row(f"{traffic.axis_name(axis)} ({where})", si(needs, "B/s"), si(has, "B/s"))
     return result
 
 
 def time_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """Where a step's time goes."""
-    note = f"of the step: {accuracy_on(server).in_words} (mtjax plan --published)"
+    note = f"{accuracy_on(server).in_words} (mtjax plan --published)"
     if anatomy.model.num_experts:
         load = f"{plan.expert_imbalance:g} times the mean load on the rank that has most, for which the others wait"
         note += "\nexperts: " + (load if plan.expert_imbalance > 1 else "equal loads (--expert-imbalance)")
-    result = table("Time of a step", "", "seconds", "share", "source", note=note)
+    result = table("Time of a step", "", "seconds", "share", note=note)
     time = step_time(anatomy, plan, server)
     for name, value in time_parts(time).items():
-        result.add_row(name, seconds(value), percent(value / time.total), MODEL)
-    result.add_row("step", seconds(time.total), "", MODEL)
+        result.add_row(name, seconds(value), percent(value / time.total))
+    result.add_row("step", seconds(time.total), "")
     return result
 
 
@@ -238,7 +239,6 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         "bubble",
         "kept",
         "a chunk's layers",
-        "source",
         note=note,
     )
     layers = min(plan.layers_per_stage or (anatomy.model.num_layers // p,))
@@ -249,13 +249,13 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         counts = (p, m, v * sections)
         row = f"{num_ticks(*counts)}", percent(bubble(*counts)), f"{slots(schedule, *counts)}", f"{layers // v}"
         name = schedule + (f", {v} chunks" if v > 1 else "")
-        result.add_row(name + (" (planned)" if (schedule, v) == (plan.schedule, plan.chunks) else ""), *row, MODEL)
+        result.add_row(name + (" (planned)" if (schedule, v) == (plan.schedule, plan.chunks) else ""), *row)
     return result
 
 
 def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> Table:
     """Speed, utilisation, days and cost."""
-    result = table("Summary", "", "", "source")
+    result = table("Summary", "", "")
     accuracy = accuracy_on(server)
     time, gpus = step_time(anatomy, plan, server, MTJAX), plan.mesh.size
     peak = Machine(server, plan.element_bytes).peak
@@ -269,24 +269,24 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
 
     rate = useful / time.total / gpus
     least, most = accuracy.around(time.total)
-    result.add_row("step", f"{seconds(time.total)} ({seconds(least)} to {seconds(most)})", MODEL)
-    result.add_row("tokens/s", f"{tokens / time.total:,.0f} ({tokens / time.total / gpus:,.0f} per GPU)", MODEL)
-    result.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}", MODEL)
-    result.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}", MODEL)
-    result.add_row("HFU, attention in full", share(done), MODEL)
+    result.add_row("step", f"{seconds(time.total)} ({seconds(least)} to {seconds(most)})")
+    result.add_row("tokens/s", f"{tokens / time.total:,.0f} ({tokens / time.total / gpus:,.0f} per GPU)")
+    result.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}")
+    result.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}")
+    result.add_row("HFU, attention in full", share(done))
     bound = flops.amdahl_speedup(options.serial_share, plan.data_ways)
     efficiency = percent(bound / plan.data_ways)
     serial = f"{100 * options.serial_share:g}% serial"
-    result.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}", MODEL)
+    result.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}")
     if options.tokens:
         took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY
         between = " to ".join(days(end) for end in accuracy.around(length))
-        result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", f"{days(length)} ({between})", MODEL)
+        result.add_row(f"{si(options.tokens, 'tokens')} = {took:,} steps", f"{days(length)} ({between})")
         rule = flops.training_days(counts.active_parameters(anatomy), options.tokens, gpus, rate)
-        result.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule), MODEL)
+        result.add_row("rule of thumb, 6 FLOPs per parameter and token at this speed", days(rule))
         if options.price is not None:
             money = flops.cost(gpus, length, options.price)
             between = " to ".join(f"{end:,.0f}" for end in accuracy.around(money))
-            result.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f} ({between})", MODEL)
+            result.add_row(f"cost at {options.price:g} per GPU and hour", f"{money:,.0f} ({between})")
     return result

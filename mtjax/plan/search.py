@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import groupby
 
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
@@ -15,6 +16,7 @@ from mtjax.theory.memory import Memory, fullest_stage
 from mtjax.theory.mesh import MeshShape, meshes_within, shared_ways
 from mtjax.theory.plans import ExpertMethod, Plan, Recompute
 from mtjax.theory.software import MTJAX, Software
+from mtjax.theory.stages import balanced_layers
 from mtjax.theory.timing import StepTime, step_time
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -30,6 +32,8 @@ class Space:
     max_stages: int = 64
     chunks: tuple[int, ...] | None = None
     """Chunks of a stage's layers; all numbers that divide them when None."""
+    uneven: float = 1.25
+    """Layers of the fullest stage over the mean, at most: stages in lock step wait for the fullest one."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -81,7 +85,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
         if model > server.gpus:
             continue
         for stage in divisors(gpus // model):
-            if stage > space.max_stages:
+            if stage > space.max_stages or not chunk_shares(anatomy, stage, space.uneven):
                 continue
             shape = MeshShape(data=gpus // model // stage, stage=stage, model=model)
             for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
@@ -92,6 +96,8 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Why no plan is possible on a mesh, whatever the microbatch; None where one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, schedule="1f1b", chunks=1)
+    shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
+    plainest = replace(plainest, layers_per_stage=shares)
     return next(problems(anatomy.model, plainest), None)
 
 
@@ -116,8 +122,8 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     Of schedules it leaves out GPipe: with the bubble of 1F1B it keeps more.
     """
     base = replace(base, mesh=mesh)
-    fitting = chunk_counts(anatomy, base.stages)
-    allowed = [n for n in fitting if space.chunks is None or n in space.chunks]
+    fitting = chunk_shares(anatomy, base.stages, space.uneven)
+    allowed = {n: shares for n, shares in fitting.items() if space.chunks is None or n in space.chunks}
     per_rank = base.global_batch_size // base.data_ways
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
@@ -127,7 +133,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.model_ways > 1 else (False,):
                 for zero in space.zeros if base.zero_ways > 1 else (0,):
-                    for chunks in allowed:
+                    for chunks, shares in allowed.items():
                         plan = replace(
                             base,
                             microbatch_size=microbatch,
@@ -136,6 +142,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             zero=zero,
                             schedule="interleaved" if chunks > 1 else "1f1b",
                             chunks=chunks,
+                            layers_per_stage=shares,
                         )
                         yield from (replace(plan, expert_method=method) for method in expert_methods(anatomy, plan))
 
@@ -147,10 +154,32 @@ def expert_methods(anatomy: Anatomy, plan: Plan) -> tuple[ExpertMethod, ...]:
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
-    """Numbers of chunks that divide a stage's layers of every section; 1 without stages."""
+    """Numbers of chunks that divide a stage's layers of every section, where stages have equal shares; 1 without."""
     if stages == 1:
         return [1]
     return divisors(math.gcd(*(sum(stack.layers for stack in section) // stages for section in anatomy.sections)))
+
+
+@cache
+def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> dict[int, tuple[int, ...] | None]:
+    """Numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all are equal.
+
+    Equal shares alone where the stages divide the layers of every section; else shares as equal as they can be, which
+    sections of different lengths don't have.
+
+    Args:
+      anatomy: the model.
+      stages: of the pipeline.
+      uneven: layers of the fullest stage over the mean, at most.
+    """
+    counts = {sum(stack.layers for stack in section) for section in anatomy.sections}
+    if all(count % stages == 0 for count in counts):
+        return dict.fromkeys(chunk_counts(anatomy, stages))
+    if len(counts) > 1:
+        return {}
+    (layers,) = counts
+    shares = {chunks: balanced_layers(layers, stages, chunks) for chunks in divisors(layers)}
+    return {n: each for n, each in shares.items() if each and max(each) * stages <= uneven * layers}
 
 
 def search(
@@ -184,6 +213,8 @@ def best_plan(
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
     found = search(anatomy, base, gpus, server, space, software)
+    if not found.fitting:
+        found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf), software)
     if found.fitting:
         return found
     near = nearest_feasible(anatomy, base, gpus, server, space, software)
@@ -275,8 +306,8 @@ def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[
         data * stage * context * model
         for data in divisors(base.global_batch_size)
         for context in shared_ways(anatomy.model.sequence_length)
-        for stage in divisors(anatomy.model.num_layers)
-        if stage <= space.max_stages
+        for stage in range(1, space.max_stages + 1)
+        if chunk_shares(anatomy, stage, space.uneven)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
     }
@@ -298,4 +329,13 @@ def describe(plan: Plan) -> str:
         parts.append(f"gradients sent in {plan.gradient_wire}")
     if plan.stages > 1:
         parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
+    if plan.layers_per_stage is not None:
+        parts.append(f"layers {_in_runs(plan.layers_per_stage)}")
     return ", ".join(parts)
+
+
+def _in_runs(numbers: tuple[int, ...]) -> str:
+    """27,27,26; of many stages 2x3 + 60x2."""
+    if len(numbers) <= 4:
+        return ",".join(map(str, numbers))
+    return " + ".join(f"{len(list(run))}x{number}" for number, run in groupby(numbers))

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
+from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import show, table, time_parts
 from mtjax.plan.search import Candidate, Found, describe, rejections
@@ -29,6 +30,8 @@ def print_search(
     tables.append(rejected_table(anatomy, found.best, server))
     show(console, *(t for t in tables if t.row_count))
     console.print()
+    for hint in hints(anatomy, found.best.plan, server, run):
+        console.print(f"Hint:  {hint}", soft_wrap=True)
     console.print(f"Train it:  {train_command(found.best.plan, run, source)}", soft_wrap=True)
 
 
@@ -47,7 +50,7 @@ def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options)
     lengths = ["days"] if options.tokens else []
     price, tokens = options.price, options.tokens or 1e9
     costs = [f"cost of {si(tokens, '')}tokens"] if price is not None else []
-    note = f"source: model; the fastest of each mesh and recompute; {accuracy_on(server).in_words}"
+    note = f"by formula, the fastest of each mesh and recompute; {accuracy_on(server).in_words}"
     result = table(title, "plan", "step", "MFU", "memory", *lengths, *costs, "what takes most", note=note)
     for candidate in of_different_kinds(found.fitting):
         row = [describe(candidate.plan), seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
@@ -76,9 +79,9 @@ def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:
 
 
 def reasons(candidate: Candidate) -> str:
-    """What takes most of the plan's time besides products and attention."""
+    """What takes most of the plan's time besides the products with weights."""
     time = candidate.time
-    losses = {k: v for k, v in time_parts(time).items() if k not in ("products", "attention")}
+    losses = {k: v for k, v in time_parts(time).items() if k != "products"}
     return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(losses.items())[:3])
 
 
@@ -112,17 +115,21 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     """
     is_finetuned = run.finetuning.task != "none" or run.finetuning.teacher is not None
     words = ["mtjax finetune" if is_finetuned else "mtjax train", f"--config {shlex.quote(source)}"]
-    chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size}
-    chosen |= {"zero": plan.zero, "sequence_parallel": plan.sequence_parallel, "recompute": plan.recompute}
-    chosen |= {"expert_method": plan.expert_method}
+    chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size, "zero": plan.zero}
+    chosen |= {"recompute": plan.recompute}
+    always = set(chosen) | ({"sequence_parallel"} if plan.model_ways > 1 else set())
+    chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_method": plan.expert_method}
     chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
     for group, fields in asked.items():
         for name, value in fields.items():
-            if name in ("mesh", "microbatch_size") or value != shipped[group].get(name):
+            if name in always or value != shipped[group].get(name):
                 words.append(_option(name, value))
         words += [_option(name, None) for name in shipped[group] if name not in fields]
+    if not is_finetuned:  # names that stand for the reader's own files
+        words += [] if run.data.data else ["--data CORPUS.jsonl"]
+        words += [] if run.data.tokenizer else ["--tokenizer TOKENIZER"]
     return " ".join(words)
 
 
@@ -131,4 +138,6 @@ def _option(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     words = value if isinstance(value, list | tuple) else [value]
+    if name == "layers_per_stage" and value is not None:
+        words = [",".join(map(str, words))]
     return " ".join([f"--{flag}", *(shlex.quote(str(word)) for word in words)])

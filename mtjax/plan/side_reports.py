@@ -5,7 +5,7 @@ from rich.table import Table
 
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
-from mtjax.plan.report import MODEL, show, table
+from mtjax.plan.report import show, table
 from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
 from mtjax.theory.anatomy import Anatomy
@@ -22,10 +22,10 @@ def print_inference(console: Console, anatomy: Anatomy, server: Server, model_wa
 
 def weights_table(anatomy: Anatomy, server: Server) -> Table:
     """Weights by precision."""
-    result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them", "source")
+    result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them")
     for precision in inference.WEIGHT_BYTES:
         size = inference.weight_bytes(anatomy, precision)
-        result.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}", MODEL)
+        result.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}")
     flops = inference.flops_per_token(anatomy)
     result.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({parameters(anatomy):,})"
     return result
@@ -46,7 +46,6 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
         "prefill",
         "per token",
         "tokens/s (predicted)",
-        "source",
     )
     result = table(title, *heads, note=note)
     lengths = sorted({context // 4 or 1, context})
@@ -64,7 +63,6 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",
-                MODEL,
             )
     return result
 

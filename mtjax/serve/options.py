@@ -59,8 +59,8 @@ class Options:
     drain_seconds: float = seconds(30.0)
     """For what is under way at SIGTERM; then it is cut off."""
     coordinator: str | None = None
-    """host:port of process 0, for several processes that were not started by Slurm, MPI or Kubernetes. Clients ask
-    process 0 (--host, --port)."""
+    """host:port of process 0, for several processes that were not started by torchrun, Slurm, MPI or Kubernetes.
+    Clients ask process 0 (--host, --port)."""
     num_processes: int | None = at_least(1, None, most=WIDTH)
     """Number of processes, which share the mesh; goes with --coordinator."""
     process_id: int | None = at_least(0, None, most=WIDTH)

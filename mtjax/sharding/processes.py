@@ -1,18 +1,36 @@
-"""Several processes as one run: `jax.distributed` from Slurm, MPI or Kubernetes, or from the command line."""
+"""Several processes as one run: joins this process to `jax.distributed`, as `mtjax.sharding.launchers` found."""
 
+import contextlib
+import errno
 import os
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import clusters  # asks Slurm, MPI and Kubernetes for the coordinator; has no public name
 
 from mtjax.config import Parallel
 from mtjax.errors import UserError, first_line
+from mtjax.sharding.launchers import JAX_PORT, Launch, check_library, find_launch
 
 START_TIMEOUT = 300
-"""Seconds that process 0 waits for the others to appear."""
+"""Seconds that process 0 waits for the others to appear, and the others for process 0 and the name of its host."""
+NAME_TIMEOUT = 30
+"""Seconds that process 0 waits until its own host's name has an address."""
 HEARTBEAT_TIMEOUT = 3600
 """Seconds after which jax ends a run that lost a process, with a stack. Training has a quicker watch of its own."""
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+LAST_PORT = 65535
+LOCAL_VARIABLES = (
+    ("torchrun", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    ("Slurm", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+"""By launcher: number of processes on this host, and which of them this is; a launcher inside another comes first."""
 
 
 def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> int:
@@ -22,49 +40,133 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
       How many processes take part; 1 when nothing says that there are several.
 
     Raises:
-      UserError: --coordinator, --num-processes and --process-id are not given together or don't fit, or a
-        process did not appear in time.
+      UserError: what says how they find each other is incomplete or contradictory, the coordinator's address can't be
+        used, or a process did not appear in time.
     """
-    if any(v is not None for v in (parallel.coordinator, parallel.num_processes, parallel.process_id)):
-        return _from_options(parallel)
-    launcher, count = detect_launcher(environment)
-    if count == 1:
+    launch = find_launch(parallel, environment)
+    if launch is None:
         return 1
-    method = "mpi4py" if launcher == "MPI" else None
-    _initialize(local_device_ids=local_devices(environment), cluster_detection_method=method)
-    return jax.process_count()
+    check_library(launch)
+    devices = local_devices(environment)
+    coordinator, count, process, devices = _asked(launch, devices)
+    host, port = parse_address(coordinator, "--coordinator" if parallel.coordinator else launch.source)
+    if process == 0:
+        _check_port(environment.get(BIND_ADDRESS) or f"[::]:{port}", coordinator)
+    _await_name(host, coordinator, NAME_TIMEOUT if process == 0 else START_TIMEOUT)
+    _initialize(
+        coordinator_address=coordinator,
+        num_processes=count,
+        process_id=process,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",  # everything is known
+    )
+    return count
 
 
 def several_expected(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether options or a launcher say that there are other processes."""
-    given = (parallel.coordinator, parallel.num_processes, parallel.process_id)
-    return any(v is not None for v in given) or detect_launcher(environment)[1] != 1
+    """Whether options or a launcher say that there are other processes.
+
+    Raises:
+      UserError: what they say is incomplete or contradictory.
+    """
+    return find_launch(parallel, environment) is not None
 
 
-def detect_launcher(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The launcher that started this process, and how many it started: ("Slurm", 64), or ("", 1)."""
-    counts = {
-        "Slurm": "SLURM_STEP_NUM_TASKS",  # of this srun; SLURM_NTASKS is set in a plain batch script too
-        "Open MPI": "OMPI_COMM_WORLD_SIZE",
-        "MPI": "PMI_SIZE",
-    }
-    for launcher, variable in counts.items():
-        count = environment.get(variable, "1")
-        if count.isdigit() and int(count) > 1:
-            return launcher, int(count)
-    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        return "Kubernetes", -1  # the Job knows the number; jax.distributed asks it
-    return "", 1
+def parse_address(address: str, source: str) -> tuple[str, int]:
+    """Host and port of an address; an IPv6 host stands in brackets.
+
+    Raises:
+      UserError: it is not host:port; names `source`, which gave it.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        raise UserError(f"{source} gives the address {address!r}, which should be HOST:PORT, say {_example(address)}")
+    if not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
+        raise UserError(f"{source} gives the address {address!r}, whose port should be a number from 1 to {LAST_PORT}")
+    return host.strip("[]"), int(port)
 
 
-def _from_options(parallel: Parallel) -> int:
-    count, process = parallel.num_processes, parallel.process_id
-    if parallel.coordinator is None or count is None or process is None:
-        raise UserError("--coordinator HOST:PORT, --num-processes N and --process-id I go together: give all three")
-    if not 0 <= process < count:
-        raise UserError(f"--process-id {process} is not one of --num-processes {count}: it runs from 0 to {count - 1}")
-    _initialize(coordinator_address=parallel.coordinator, num_processes=count, process_id=process)
-    return count
+def _example(address: str) -> str:
+    host = address.strip(":[]") or "localhost"
+    return f"[{host}]:12345" if ":" in host else f"{host}:12345"
+
+
+def _asked(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, list[int] | None]:
+    """The coordinator's address, number of processes, number of this one and its GPUs; the launcher says the rest."""
+    if launch.method is None:
+        assert launch.coordinator is not None and launch.process is not None, "only a launcher may be asked"
+        return launch.coordinator, launch.count, launch.process, devices
+    method = None if launch.method == "kubernetes" else launch.method
+    count = None if launch.count == -1 else launch.count
+    try:
+        found: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            launch.coordinator, count, launch.process, devices, method, START_TIMEOUT
+        )
+    except Exception as e:  # whatever the launcher's library raises
+        raise UserError(f"{launch.source} does not say how the processes find each other: {first_line(e)}") from e
+    if None in found[:3]:
+        raise UserError(
+            f"{launch.source} does not say how the processes find each other: give --coordinator, --num-processes and "
+            "--process-id"
+        )
+    return found
+
+
+def _check_port(bind_address: str, coordinator: str) -> None:
+    """Checks that process 0 can listen where jax's coordination service will: where it can't, C++ ends the process.
+
+    Raises:
+      UserError: it can't.
+    """
+    host, port = parse_address(bind_address, BIND_ADDRESS)
+    for family in (socket.AF_INET6, socket.AF_INET):
+        with contextlib.suppress(socket.gaierror):
+            name = "0.0.0.0" if host == "::" and family == socket.AF_INET else host
+            address = socket.getaddrinfo(name, port, family, socket.SOCK_STREAM)[0][4]
+            try:
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    # As gRPC does, which then may listen where a connection of an earlier run has just been closed.
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                    probe.bind(address)
+                    probe.listen()
+                    return
+            except OSError as e:
+                if family == socket.AF_INET6 and not _in_use(e):
+                    continue  # a machine without IPv6
+                reason = "another program listens there" if _in_use(e) else first_line(e)
+                raise UserError(
+                    f"process 0 can't listen at port {port} of the coordinator's address {coordinator}: {reason}; "
+                    f"take another port in all processes (under a launcher with {JAX_PORT})"
+                ) from e
+
+
+def _in_use(error: OSError) -> bool:
+    return error.errno == errno.EADDRINUSE
+
+
+def _await_name(host: str, coordinator: str, timeout: float) -> None:
+    """Waits until the coordinator's host has an address: on Kubernetes a name appears with its pod.
+
+    Raises:
+      UserError: it has none in time.
+    """
+    start, told = time.monotonic(), False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (socket.gaierror, UnicodeError) as e:
+            if time.monotonic() - start >= timeout:
+                raise UserError(
+                    f"the host of the coordinator's address {coordinator} has no address here after {timeout:.0f} s: "
+                    f"{first_line(e)}"
+                ) from e
+        if not told:
+            print(f"waiting up to {timeout:.0f} s for an address of the host {host!r}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(min(1.0, timeout))
 
 
 def _initialize(**options: object) -> None:
@@ -79,10 +181,30 @@ def _initialize(**options: object) -> None:
 
 
 def local_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the host when it has one process; None lets jax give each process its own."""
-    per_host = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", ""))
-    if not (per_host == "1" or per_host.startswith("1(")):
-        return None
+    """The GPUs of this process among those of its host: all when it is the host's only process, else one.
+
+    None leaves it to jax, which takes all unless the launcher says which.
+
+    Raises:
+      UserError: there are more processes on this host than it has GPUs.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return list(range(count)) or None
+    present = [names for names in LOCAL_VARIABLES if environment.get(names[1])]
+    if not present:
+        return None
+    launcher, of_host, of_process = present[0]
+    processes = environment[of_host]
+    if processes == "1" or processes.startswith("1("):
+        return list(range(count)) or None
+    if visible and count == 1:
+        return [0]  # the launcher shows each process its own GPU alone
+    rank = environment.get(of_process, "")
+    if count == 0 or not rank.isdecimal():
+        return None
+    if int(rank) >= count:
+        raise UserError(
+            f"{launcher} started process {rank} of this machine ({of_process}), which has {count} GPUs, one for each "
+            f"process: start at most {count} processes on a machine"
+        )
+    return [int(rank)]

@@ -21,7 +21,7 @@ class Accuracy:
     @property
     def in_words(self) -> str:
         """Where a range comes from, for a caption."""
-        return f"{self.least:.2f} to {self.most:.2f} of the time predicted took {self.runs}"
+        return f"{self.runs} took {self.least:.2f} to {self.most:.2f} times the predicted time"
 
 
 V100 = Accuracy(0.81, 1.67, "twelve published runs on V100")

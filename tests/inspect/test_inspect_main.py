@@ -179,3 +179,10 @@ def test_decoding_is_inspected_too(capsys, tmp_path):
         assert code == 2 and why in err
     code, _, err = run(capsys, "--generate", "--config", "bert-tiny", "--vocab-size", "250")
     assert code == 2 and "does not write text" in err
+
+
+def test_a_mesh_too_large_for_cpus_is_sent_to_the_target_of_gpus(capsys):
+    assert main(["--config", "gpt2-8.3b"]) == 2
+    assert "mesh 64x8 has 512 devices, and --target cpu compiles for at most 256: add --target h100x8" in (
+        capsys.readouterr().err
+    )

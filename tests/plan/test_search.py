@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+import shlex
 
 import pytest
 
-from mtjax import config
+from mtjax import cli, config
 from mtjax.errors import UserError
 from mtjax.plan import search
+from mtjax.plan.hints import zero_hint
+from mtjax.plan.report import choice_table
 from mtjax.plan.search import Space, best_plan, gpus_within
 from mtjax.plan.search_report import of_different_kinds, train_command
 from mtjax.theory import memory, timing
@@ -15,8 +18,10 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
-from mtjax.theory.mesh import MeshShape
+from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plans import Plan
+from mtjax.theory.stages import balanced_layers
+from mtjax.train.__main__ import Options as TrainOptions
 
 SHAPE = gpt(6, 1536, 12, 1024, 51_200)
 BASE = Plan(MeshShape(), 24, 1)
@@ -31,6 +36,14 @@ def test_the_ten_best_differ_in_kind():
         assert candidate == next(c for c in found if (c.plan.mesh, c.plan.recompute) == kind)  # the fastest of its kind
 
 
+def shares_of(layers: int, stages: int, chunks: int) -> tuple[int, ...] | None:
+    """Layers of each stage: equal, or by one chunk more on those in the middle; at most 1.25 times the mean."""
+    if layers % stages == 0:
+        return (layers // stages,) * stages if layers % (stages * chunks) == 0 else None
+    shares = balanced_layers(layers, stages, chunks)
+    return shares if shares and max(shares) <= 1.25 * layers / stages else None
+
+
 def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> dict[tuple, float]:
     """Every combination by nested loops over all numbers, kept when everything divides and fits."""
     found = {}
@@ -38,7 +51,7 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
     for data, stage, model in itertools.product(numbers, numbers, numbers):
         if data * stage * model != gpus or model > server.gpus:
             continue
-        if shape.model.num_heads % model or shape.model.num_layers % stage or 51_200 % model:
+        if shape.model.num_heads % model or stage > shape.model.num_layers or 51_200 % model:
             continue
         for micro in range(1, base.global_batch_size + 1):
             if base.global_batch_size % (data * micro):
@@ -48,7 +61,8 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
             ):
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue
-                if shape.model.num_layers % (stage * chunks):
+                per_stage = shares_of(shape.model.num_layers, stage, chunks)
+                if per_stage is None:
                     continue
                 is_power = micro & (micro - 1) == 0
                 if not is_power and micro != base.global_batch_size // data:
@@ -63,6 +77,7 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     zero,
                     schedule,
                     chunks,
+                    per_stage if len(set(per_stage)) > 1 else None,
                 )
                 if memory.fullest_stage(shape, plan).total <= limit:
                     key = (data, stage, model, micro, recompute, split, zero, chunks)
@@ -70,7 +85,7 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
     return found
 
 
-@pytest.mark.parametrize("gpus", [1, 6, 8, 12])
+@pytest.mark.parametrize("gpus", [1, 5, 6, 8, 12])
 @pytest.mark.parametrize("server", [DGX_H100, DGX_2H], ids=lambda s: s.name)
 def test_against_brute_force(gpus, server):
     small = dataclasses.replace(server, gpu=dataclasses.replace(server.gpu, memory=6 * 2**30))
@@ -168,3 +183,65 @@ def test_ranks_do_not_share_short_samples(tokens):
     run = config.replace(config.load("llama3-8b"), vocab_size=128_256, sequence_length=tokens, global_batch_size=8)
     found = search.meshes(anatomy_of(run.model), Plan.of(run, MeshShape()), 16, DGX_H100, Space())
     assert {mesh.context for mesh in found} == {1}
+
+
+def test_uneven_shares_are_taken_where_nothing_else_fits():
+    """Four layers on three stages: one has twice the others' work, more than the search tries at first."""
+    shape = gpt(4, 1536, 12, 1024, 51_200)
+    server = dataclasses.replace(DGX_H100, gpu=dataclasses.replace(DGX_H100.gpu, memory=3.5 * 2**30))
+    base = Plan(MeshShape(), 8, 1)
+    assert not search.search(shape, base, 3, server, Space(recomputes=("full",))).fitting
+    best = best_plan(shape, base, 3, server, Space(recomputes=("full",))).best
+    assert best.plan.mesh == MeshShape(stage=3) and best.plan.layers_per_stage == (1, 2, 1)
+
+
+def test_the_command_is_the_plan():
+    """Even where the config has other settings than the plan, which is parsed back from what is printed."""
+    run = config.replace(config.load("llama3-70b"), zero=0)
+    base = Plan.of(run, MeshShape(data=2, stage=3, model=8))
+    plan = dataclasses.replace(
+        base,
+        microbatch_size=1,
+        sequence_parallel=True,
+        recompute="none",
+        schedule="1f1b",
+        layers_per_stage=(27, 27, 26),
+    )
+    for chosen in (plan, dataclasses.replace(plan, sequence_parallel=False, zero=1, recompute="full")):
+        words = shlex.split(train_command(chosen, run, "llama3-70b"))
+        assert words[:2] == ["mtjax", "train"] and ("--sequence-parallel" in words) == chosen.sequence_parallel
+        assert words[-4:] == ["--data", "CORPUS.jsonl", "--tokenizer", "TOKENIZER"]
+        parsed = cli.parse(words[2:], "mtjax train", "", TrainOptions).config
+        assert Plan.of(parsed, parse_mesh(parsed.parallel.mesh)) == chosen
+
+
+def test_a_model_of_80_layers_on_48_gpus():
+    run = config.load("llama3-70b")
+    shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())
+    space = Space(recomputes=("full",), zeros=(1,), sequence=(True,), chunks=(1,))
+    fitting = {c.plan.mesh: c for c in best_plan(shape, base, 48, DGX_H100, space).fitting}
+    found = fitting[MeshShape(data=2, stage=3, model=8)]
+    assert found.plan.layers_per_stage == (27, 27, 26)
+    assert 27 * 3 / 80 <= max(c.plan.mesh.stage * max(c.plan.layers_per_stage) / 80 for c in fitting.values()) <= 1.25
+
+
+def plan_of(name: str, mesh: MeshShape, **settings) -> tuple[Anatomy, Plan]:
+    run = config.load(name)
+    return anatomy_of(run.model), dataclasses.replace(Plan.of(run, mesh), **settings)
+
+
+def test_what_zero_can_not_shard_is_said():
+    """No dimension of this model's parameters is divisible by 48: hidden_size is 2^13, mlp_size 2^12 x 7."""
+    settings = {"zero": 3, "global_batch_size": 768, "microbatch_size": 1, "sequence_parallel": False}
+    said = zero_hint(*plan_of("llama3-70b", MeshShape(data=48), **settings)) or ""
+    everything = 70_553_706_496 * 16 / 2**30  # float32 weights and gradients, and two moments
+    assert "ZeRO-3 shards none of 100.0% of a GPU's parameters" in said and f"{everything:,.2f} GiB" in said
+    assert zero_hint(*plan_of("llama3-70b", MeshShape(data=64), **settings)) is None
+
+
+@pytest.mark.parametrize(("mesh", "stars"), [(MeshShape(data=64, model=8), False), (MeshShape(data=512), True)])
+def test_a_star_is_explained_where_there_is_one(mesh, stars):
+    chosen = choice_table(*plan_of("gpt2-8.3b", mesh, microbatch_size=1), DGX_H100, 0.9)
+    cells = [cell for column in chosen.columns for cell in column.cells]
+    assert any("*" in str(cell) for cell in cells) == stars
+    assert chosen.caption == ("* does not fit 90.0% of the GPU's memory" if stars else None)

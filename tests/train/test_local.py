@@ -29,7 +29,12 @@ def test_a_machine_is_not_asked_for_thousands_of_processes(mesh):
 
 def test_a_process_that_was_started_starts_none():
     assert processes_needed(tiny_config(mesh="64x8", coordinator="h:1", num_processes=2, process_id=0), {}) == 1
-    assert processes_needed(tiny_config(mesh="64x8"), {"SLURM_STEP_NUM_TASKS": "8"}) == 1
+    assert (
+        processes_needed(
+            tiny_config(mesh="64x8"), {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+        )
+        == 1
+    )
 
 
 def test_processes_get_one_place_to_meet_and_numbers():

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import jax
+from jax._src import distributed  # the coordinator's address has no public name
 
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
@@ -175,7 +176,8 @@ class Peers:
     def _given_up(self) -> None:
         """Called where jax's client would abort this process."""
         if self.count == 1:
-            where = f" at {self._parallel.coordinator}" if self._parallel.coordinator else ""
+            coordinator = distributed.global_state.coordinator_address
+            where = f" at {coordinator}" if coordinator else ""
             print(
                 f"error: not all processes of this run met{where} within {START_TIMEOUT} s: "
                 "is each of them started, and can it reach the first one's host?",

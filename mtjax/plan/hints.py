@@ -1,0 +1,56 @@
+"""What a plan loses by a setting of its config, and what the user may do about it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mtjax import config
+from mtjax.config import Config
+from mtjax.plan.units import gib, percent, seconds
+from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.attention import choose_kernel
+from mtjax.theory.counts import fullest_counts
+from mtjax.theory.hardware import Server
+from mtjax.theory.plans import Plan
+from mtjax.theory.timing import step_time
+
+WORTH_SAYING = 0.02
+"""Share of the step's time, or of a GPU's parameters, from which on a hint is given."""
+
+
+def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
+    """Sentences about the plan of a config, the most expensive loss first."""
+    yield from filter(None, (flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan)))
+
+
+def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
+    """Says so where dropout on attention's probabilities is all that rules out flash attention."""
+    dropout = run.model.attention_dropout
+    without = config.replace(run, attention_dropout=0.0)
+    if plan.flash_attention or not dropout or choose_kernel(without, "gpu")[0] != "cudnn":
+        return None
+    now = step_time(anatomy, plan, server).total
+    fused = replace(plan, flash_attention=True, attention_dropout=False)
+    fused = replace(fused, recompute="none") if plan.recompute == "selective" else fused
+    then = step_time(anatomy, fused, server).total
+    if now - then < WORTH_SAYING * now:
+        return None
+    return (
+        f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities: with "
+        f"--attention-dropout 0 a step takes {seconds(then)} instead of {seconds(now)}"
+    )
+
+
+def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:
+    """Says which share of the parameters ZeRO leaves on every data rank, as none of their dimensions divides."""
+    if not plan.zero or plan.zero_ways == 1:
+        return None
+    held = fullest_counts(anatomy, plan)
+    if held.unsplit < WORTH_SAYING * held.all:
+        return None
+    states = held.unsplit * (plan.precision.weights + plan.precision.gradients + plan.precision.optimizer)
+    return (
+        f"ZeRO-{plan.zero} shards none of {percent(held.unsplit / held.all)} of a GPU's parameters, which have no "
+        f"dimension that is divisible by {plan.zero_ways} ranks: every GPU holds all of their weights, gradients and "
+        f"optimizer state, {gib(states)}; take a number of data ranks that divides hidden_size "
+        f"{anatomy.model.hidden_size}"
+    )

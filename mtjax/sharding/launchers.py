@@ -1,0 +1,244 @@
+"""Who started this process: what the command line, JAX's variables, torchrun, MPI, Slurm or Kubernetes say about it.
+
+A source counts when it names several processes. The first of this order is used:
+
+1. the command line: --coordinator, --num-processes, --process-id
+2. JAX's variables: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+3. torchrun's variables, which Kubernetes training operators set too: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
+4. Open MPI (mpirun runs inside a Slurm job, not the other way round), Slurm, another MPI
+5. a Kubernetes Job
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
+
+from mtjax.config import Parallel
+from mtjax.errors import UserError
+
+JAX_ADDRESS, JAX_COUNT, JAX_PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+JAX_PORT = "JAX_COORDINATOR_PORT"
+"""Port of the coordinator under Slurm, MPI and torchrun; JAX's own name."""
+TORCH_HOST, TORCH_PORT, TORCH_PROCESS, TORCH_COUNT = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
+SLURM_COUNT, SLURM_TASKS, SLURM_PROCESS = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID"
+SLURM_NEEDS = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", SLURM_TASKS, SLURM_PROCESS, "SLURM_LOCALID")
+OPEN_MPI_COUNT, OPEN_MPI_PROCESS = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+OPEN_MPI_NEEDS = (OPEN_MPI_PROCESS, "OMPI_COMM_WORLD_LOCAL_RANK")
+OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
+"""Where Open MPI up to version 4 says how its first process is reached."""
+
+Method = Literal["slurm", "ompi", "mpi4py", "kubernetes"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a run, as one source names them."""
+
+    source: str
+    """In words, with the names of what was read."""
+    count: int
+    """Number of processes; -1 when the launcher must be asked."""
+    process: int | None = None
+    """Number of this process; None when the launcher must be asked."""
+    coordinator: str | None = None
+    """host:port of process 0; None when the launcher must be asked."""
+    method: Method | None = None
+    """How the launcher is asked."""
+    numbers_freely: bool = False
+    """Whether the numbers of its processes are unrelated to those of a launcher around it."""
+
+
+def find_launch(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """The processes that this one belongs to; None when it is the only one.
+
+    Raises:
+      UserError: a source is incomplete, has an impossible value, or contradicts another.
+    """
+    around = [found for found in (_open_mpi(environment), _slurm(environment), _mpi(environment)) if found]
+    for outer in around[1:]:
+        _check_agreement(around[0], outer, nested=True)
+    launcher = around[0] if around else _kubernetes(environment)
+    torch = _torchrun(environment, launcher)
+    jax = _jax_variables(environment, torch or launcher)
+    options = _options(parallel)
+    for i, inner in enumerate((options, jax, torch)):
+        for outer in (jax, torch)[i:]:
+            _check_agreement(inner, outer, nested=False)
+        _check_agreement(inner, launcher, nested=True)
+    return options or jax or torch or launcher
+
+
+def _check_agreement(inner: Launch | None, outer: Launch | None, *, nested: bool) -> None:
+    """Checks that two sources can describe the same run.
+
+    Args:
+      inner: the source that is preferred.
+      outer: the other one.
+      nested: whether the outer one may have started launchers, each of which started several processes.
+
+    Raises:
+      UserError: they can't.
+    """
+    if inner is None or outer is None or inner is outer or -1 in (inner.count, outer.count):
+        return
+    if inner.count != outer.count and not (nested and inner.count % outer.count == 0):
+        raise UserError(
+            f"{inner.source} says that the run has {inner.count} processes, and {outer.source} says {outer.count}: "
+            "make them equal, or unset one of them"
+        )
+    known = None not in (inner.process, outer.process) and not inner.numbers_freely
+    if known and inner.count == outer.count and inner.process != outer.process:
+        raise UserError(
+            f"{inner.source} says that this is process {inner.process}, and {outer.source} says {outer.process}: "
+            "make them equal, or unset one of them"
+        )
+
+
+def _options(parallel: Parallel) -> Launch | None:
+    coordinator, count, process = parallel.coordinator, parallel.num_processes, parallel.process_id
+    if coordinator is None and count is None and process is None:
+        return None
+    if coordinator is None or count is None or process is None:
+        raise UserError("--coordinator HOST:PORT, --num-processes N and --process-id I go together: give all three")
+    if not 0 <= process < count:
+        raise UserError(f"--process-id {process} is not one of --num-processes {count}: it runs from 0 to {count - 1}")
+    return Launch("the command line (--num-processes, --process-id)", count, process, coordinator)
+
+
+def _jax_variables(environment: Mapping[str, str], launcher: Launch | None) -> Launch | None:
+    """What JAX's variables say; a launcher gives those that are missing."""
+    coordinator = environment.get(JAX_ADDRESS)
+    count, process = _number(environment, JAX_COUNT, 1), _number(environment, JAX_PROCESS, 0)
+    if count == 1 or (coordinator is None and count is None and process is None):
+        return None
+    if count is None and process is None and launcher is not None:
+        return replace(launcher, coordinator=coordinator)
+    source = f"JAX's environment ({JAX_COUNT}, {JAX_PROCESS})"
+    values = {JAX_ADDRESS: coordinator, JAX_COUNT: count, JAX_PROCESS: process}
+    return _completed(Launch(source, count or -1, process, coordinator), values, launcher)
+
+
+def _torchrun(environment: Mapping[str, str], launcher: Launch | None) -> Launch | None:
+    """What torchrun's variables say; a launcher gives those that are missing.
+
+    MASTER_ADDR and MASTER_PORT alone say nothing: job scripts export them for other programs.
+    """
+    host, port = environment.get(TORCH_HOST), _number(environment, TORCH_PORT, 1)
+    count, process = _number(environment, TORCH_COUNT, 1), _number(environment, TORCH_PROCESS, 0)
+    if count == 1 or (count is None and process is None):
+        return None
+    # torchrun's agent keeps a server of its own at MASTER_PORT, so that jax's has to take another port.
+    has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    asked = _number(environment, JAX_PORT, 1)
+    served = asked or (None if port is None else port + has_agent)
+    bracketed = f"[{host}]" if host and ":" in host and not host.startswith("[") else host
+    coordinator = None if not host or served is None else f"{bracketed}:{served}"
+    source = f"torchrun's environment ({TORCH_COUNT}, {TORCH_PROCESS})"
+    values = {TORCH_HOST: host, TORCH_PORT: served, TORCH_PROCESS: process, TORCH_COUNT: count}
+    found = Launch(source, count or -1, process, coordinator, numbers_freely="TORCHELASTIC_RUN_ID" in environment)
+    return _completed(found, values, launcher)
+
+
+def _completed(found: Launch, values: Mapping[str, object], launcher: Launch | None) -> Launch:
+    """What variables say, with the numbers that are not set taken from the launcher.
+
+    Args:
+      found: what they say; -1 and None where they say nothing.
+      values: of each variable; None where it is not set.
+      launcher: of Slurm or MPI; None without one.
+
+    Raises:
+      UserError: something is missing still, or the process is not one of the run's.
+    """
+    missing = [name for name, value in values.items() if value is None]
+    if missing and launcher is not None:
+        count = launcher.count if found.count == -1 else found.count
+        process = launcher.process if found.process is None and launcher.count == count else found.process
+        coordinator = found.coordinator or launcher.coordinator
+        method = None if coordinator else launcher.method
+        found = replace(found, count=count, process=process, coordinator=coordinator, method=method)
+        if count != -1 and process is not None and (coordinator or method):
+            missing = []
+    if missing:
+        given, every = (", ".join(names) for names in ([n for n in values if n not in missing], values))
+        raise UserError(
+            f"the environment has {given}, but not {' or '.join(missing)}: set {every}, or unset all of them"
+        )
+    assert found.process is not None, "nothing is missing"
+    if found.process >= found.count:
+        raise UserError(f"{found.source} says that this is process {found.process} of {found.count}: it counts from 0")
+    return found
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Launch | None:
+    count = _number(environment, OPEN_MPI_COUNT, 1) or 1
+    if count == 1:
+        return None
+    _need(environment, "Open MPI", OPEN_MPI_COUNT, OPEN_MPI_NEEDS)
+    method: Method = "ompi" if OPEN_MPI_URI in environment else "mpi4py"
+    process = _number(environment, OPEN_MPI_PROCESS, 0)
+    return Launch(f"Open MPI ({OPEN_MPI_COUNT})", count, process, method=method)
+
+
+def _slurm(environment: Mapping[str, str]) -> Launch | None:
+    """The step of this srun: SLURM_NTASKS alone is set in a plain batch script too."""
+    count = _number(environment, SLURM_COUNT, 1) or 1
+    if count == 1:
+        return None
+    _need(environment, "Slurm", SLURM_COUNT, SLURM_NEEDS)
+    tasks = _number(environment, SLURM_TASKS, 1)
+    if tasks != count:
+        raise UserError(f"{SLURM_COUNT} is {count} and {SLURM_TASKS} is {tasks}: start all processes with one srun")
+    return Launch(f"Slurm ({SLURM_COUNT})", count, _number(environment, SLURM_PROCESS, 0), method="slurm")
+
+
+def _mpi(environment: Mapping[str, str]) -> Launch | None:
+    count = _number(environment, "PMI_SIZE", 1) or 1
+    process = _number(environment, "PMI_RANK", 0)
+    return None if count == 1 else Launch("MPI (PMI_SIZE)", count, process, method="mpi4py")
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Launch | None:
+    """The Job knows how many processes there are."""
+    if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
+        return None
+    return Launch("Kubernetes (JOB_COMPLETION_INDEX)", -1, method="kubernetes")
+
+
+def check_library(launch: Launch) -> None:
+    """Checks that the library is installed with which jax asks the launcher.
+
+    Raises:
+      UserError: it isn't.
+    """
+    library = {"mpi4py": "mpi4py", "kubernetes": "kubernetes"}.get(launch.method or "")
+    if library is not None and find_spec(library) is None:
+        raise UserError(
+            f"{launch.source} started several processes, which find each other through the library {library}: "
+            f"pip install {library}, or give --coordinator, --num-processes and --process-id"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, least: int) -> int | None:
+    """A variable's value; None where it is not set.
+
+    Raises:
+      UserError: it is no whole number, or less than `least`.
+    """
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"the environment variable {name} is {text!r}, and should be a whole number from {least}")
+    return int(text)
+
+
+def _need(environment: Mapping[str, str], launcher: str, seen: str, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        raise UserError(
+            f"the environment has {launcher}'s {seen}={environment[seen]}, but not {', '.join(missing)}: start every "
+            f"process with {launcher}, or unset {seen}"
+        )
