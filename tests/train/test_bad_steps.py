@@ -16,7 +16,7 @@ from mtjax.config import Training, replace, validate
 from mtjax.errors import UserError
 from mtjax.models.cut import Cut
 from mtjax.sharding.placement import shardings
-from mtjax.train import loop
+from mtjax.train import loop, setup
 from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
 from mtjax.train.step import Program
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
@@ -279,7 +279,7 @@ def test_a_run_of_bad_steps_ends_with_step_samples_and_tensor(tmp_path, monkeypa
     """Logged every 4 steps; the first bad step is the 6th, the run goes on to the 8th, where it is seen."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("\n\n".join(f"a few words, number {i}, and some more" for i in range(400)))
-    monkeypatch.setattr(loop, "make_program", SpoiltGradient)
+    monkeypatch.setattr(setup, "make_program", SpoiltGradient)
     config = replace(
         tiny_config(**PLAIN, vocab_size=None, steps=20, mesh="2x4", max_bad_steps=3),
         data="text.txt",
