@@ -254,7 +254,8 @@ class _Run:
         """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
         wire = take_from_slot(wires, turn.slot)
         start = wire if section == 0 else self._entered(section, wire, turn)
-        parts, order = self.order.behind(self.parts, start), self.order
+        order = self.order
+        parts = order.behind(self.parts, start, gradient)
         (out, own), pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn, parts))
         losses = _with_own(losses, own, turn.counts)
         gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
