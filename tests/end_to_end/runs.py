@@ -20,6 +20,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO
 
+import jax
+
 from mtjax.train.__main__ import main
 
 TIMEOUT = 240
@@ -87,6 +89,7 @@ class Launcher:
 
     def run_here(self, out: str, *options: str, data: str = "text.txt", is_told: bool = True) -> "Finished":
         """A run in this process, which may end in any way; `out` is where it leaves its files, told so or not."""
+        jax.devices()  # all eight: else the first run in this process would ask for as many as its mesh has
         words = self.command("--data", data, *(["--out", out] if is_told else []), *options)[3:]
         with chdir(self.folder), redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as complained:
             code = main(words)

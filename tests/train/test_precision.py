@@ -115,7 +115,7 @@ def test_split_or_not_the_same_steps_are_skipped(mesh, layout):
         ({"compute_dtype": "float16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "1 is below min_loss_scale 2"),
         (
             {"compute_dtype": "bfloat16", "loss_scale": 8.0},
-            "for compute_dtype float16, and compute_dtype is bf",
+            "only works with compute_dtype float16, and compute_dtype is bf",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from mtjax.config import Config, replace
+from mtjax.data import DataPosition, SampleOrder
 from mtjax.data.tokens.tokenizer import byte_level
 from mtjax.errors import UserError
 from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights
@@ -15,6 +16,8 @@ from mtjax.train.folder import tokenizer as run_tokenizer
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import Text
 from tests.data.corpora import texts, write_jsonl
+
+NO_POSITION = DataPosition(SampleOrder(0, (1,)))
 
 
 def trained(path: Path, seed: int, more: tuple[str, ...] = ()) -> Path:
@@ -51,7 +54,7 @@ def kept(config: Config, out: Path) -> bytes:
     """Starts a run as far as its tokenizer goes; returns the tokenizer.json that it leaves."""
     found = find_tokenizer(config, None, None)
     out.mkdir()
-    Text(found.tokenizer, [], None, found.files).save(out)
+    Text(found.tokenizer, [], None, NO_POSITION, found.files).save(out)
     (out / "metrics.jsonl").touch()
     return (out / "tokenizer.json").read_bytes()
 
@@ -64,7 +67,7 @@ def test_a_resumed_run_keeps_its_tokenizer_when_the_text_has_grown(config: Confi
     expected = Tokenizer.from_str(before.decode())
     assert found.tokenizer.encode("wholly unlike zyx") == expected.encode("wholly unlike zyx").ids
     assert found.is_kept and found.notes == ()
-    Text(found.tokenizer, [], None, {"tokenizer.json": b"another"}, found.is_kept).save(tmp_path / "run")
+    Text(found.tokenizer, [], None, NO_POSITION, {"tokenizer.json": b"another"}, found.is_kept).save(tmp_path / "run")
     assert (tmp_path / "run/tokenizer.json").read_bytes() == before
     new = find_tokenizer(config, None, None)  # a new run on this text has another one
     assert new.tokenizer.encode("wholly unlike zyx") != expected.encode("wholly unlike zyx").ids
@@ -112,7 +115,7 @@ def test_weights_bring_their_tokenizer_and_what_goes_with_it(config: Config, wei
     assert found.tokenizer.encode_prompt("the river") == expected.encode("the river").ids
     run = tmp_path / "run"
     run.mkdir()
-    Text(found.tokenizer, [], None, found.files).save(run)
+    Text(found.tokenizer, [], None, NO_POSITION, found.files).save(run)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (run / name).read_bytes() == (weights.root / name).read_bytes()
     ids = {"model_type": "llama", "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}

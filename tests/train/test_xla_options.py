@@ -111,7 +111,7 @@ def test_a_deterministic_run_asks_for_one_of_two_tables_in_full(monkeypatch):
 
 
 def test_what_can_not_be_deterministic_is_refused():
-    with pytest.raises(UserError, match="deterministic and attention cudnn don't go together"):
+    with pytest.raises(UserError, match="deterministic cannot be combined with attention cudnn"):
         validate(tiny_config(deterministic=True, attention="cudnn"))
     half = tiny_config(deterministic=True, compute_dtype="bfloat16", attention_dropout=0.0, hidden_size=64)
     assert choose_kernel(half, "gpu")[0] == "xla"
