@@ -18,7 +18,7 @@ from mtjax.config import Config
 FOLDER = Path(__file__).parent / "reference"
 INTRODUCTION = """# Settings
 
-<!-- Written by docs/make_reference.py from the dataclasses in mtjax/config: edit their docstrings, then `make docs`. -->
+<!-- Written by docs/make_reference.py from mtjax/config: edit the docstrings there, then `make docs`. -->
 
 Every setting has one name. On the command line `num_layers` is `--num-layers 24`; in a TOML file it is
 `num_layers = 24` in the section `[model]`. Options override the file that `--config` names, which overrides the

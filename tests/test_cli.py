@@ -346,11 +346,10 @@ def test_how_a_command_ends(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_value_that_nobody_typed_is_said_to_be_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first thing that a newcomer changes, against the other value of the default config."""
-    assert cli.main(["train", "--learning-rate", "1e-4"]) == 2
+    assert cli.main(["train", "--num-heads", "7"]) == 2
     said = capsys.readouterr().err
-    assert "min_learning_rate 0.0002 is above learning_rate 0.0001: add --min-learning-rate 1e-05, or another" in said
-    assert said.endswith(f"(min_learning_rate is from {config.find('default')})\n")
+    assert "num_heads 7" in said
+    assert said.endswith(f"(hidden_size is from {config.find('default')})\n")
     assert cli.main(["train", "--learning-rate", "1e-4", "--min-learning-rate", "1e-3"]) == 2
     assert "from" not in capsys.readouterr().err
 

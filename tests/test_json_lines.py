@@ -15,6 +15,7 @@ from mtjax.finetune.chat_rows import read_chats
 from mtjax.finetune.rows import Examples, Fields, read_examples
 from mtjax.finetune.tasks.race import RACE
 from mtjax.generate.jsonl import JsonLines
+from mtjax.generate.output_record import OutputRecord
 from mtjax.generate.request import Sampling
 from mtjax.serve.command import read_keys
 from tests.finetune.test_race import config_of
@@ -40,7 +41,8 @@ def of_corpus(path: Path) -> list[str]:
 
 
 def of_generate(path: Path) -> list[str]:
-    with JsonLines(path, path.with_suffix(".out"), 1, Sampling(), ()) as lines:
+    target = path.with_suffix(".out")
+    with JsonLines(path, target, OutputRecord(target, {}), 1, Sampling(), ()) as lines:
         return [line.prompt for line in lines.left()]
 
 

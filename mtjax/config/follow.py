@@ -1,5 +1,6 @@
 """Settings that nobody typed and that follow others which somebody did."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,8 @@ def with_min_learning_rate(
     """
     peak, lowest = config.optimizer.learning_rate, config.optimizer.min_learning_rate
     in_file = "min_learning_rate" in tables.get("optimizer", {})
-    if lowest <= peak or (in_file and not typed):
+    # A rate that is no number at all is refused as such.
+    if lowest <= peak or not math.isfinite(peak) or (in_file and not typed):
         return config, None
     follows = peak * SHARE
     origin = f"from {source}" if in_file else "the default"

@@ -164,6 +164,7 @@ class Chatting(OnPretrained):
     def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
         """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
         kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
+        kept = {name: content for name, content in kept.items() if not name.endswith(".jinja")}
         templates = {DEFAULT: template} if template else template_files(found.folder)
         for name, path in templates.items():
             kept[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()

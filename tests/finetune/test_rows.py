@@ -81,7 +81,7 @@ def test_json_lines_with_other_names_and_ends_of_lines_inside(tmp_path):
         ("rte", {"test__tsv": [RTE]}, {}, "has no train.tsv"),
         ("rte", {"train__tsv": [RTE]}, {}, "train.tsv has no rows"),
         ("rte", {"train__tsv": [RTE, "a", "b", "1\ta\tb\tx"]}, {}, "2 of 3 rows .* are left out.*another task's file"),
-        ("rte", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "fields and labels of rte are known"),
+        ("rte", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "fields and labels of rte are fixed"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"text_fields": "a,b,c"}, "names 3 fields"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "needs x for a label"),
     ],

@@ -154,6 +154,9 @@ def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path
     assert find_weights(out).folder == out / "best" / "1"
 
 
+SEVERAL = ["--coordinator", "localhost:12345", "--num-processes", "2", "--process-id", "0"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -169,7 +172,7 @@ def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path
         (["--task", "regress", "--class-weights", "balanced"], "are not numbers"),
         (["--label-smoothing", "0.1"], "label_smoothing and z_loss are of losses over a vocabulary"),
         (["--init-from", "nowhere"], "nowhere holds no mtjax weights: it does not exist"),
-        (["--seeds", "2", "--num-processes", "2"], "with several processes, start each by itself"),
+        ([*SEVERAL, "--seeds", "2"], "with several processes, start each by itself"),
         (["--layer-decay", "1.5"], "layer_decay is 1.5, and must be above 0 and at most 1"),
     ],
 )

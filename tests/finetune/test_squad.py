@@ -167,7 +167,7 @@ def test_what_is_wrong_with_files_and_lengths_is_said(folder, tmp_path):
     (tmp_path / "list.json").write_text('{"article": "x"}')
     with pytest.raises(UserError, match='has no list "data"'):
         SQUAD1.examples(tmp_path / "list.json", Config())
-    with pytest.raises(UserError, match="3 questions that are impossible .*: take --task squad2"):
+    with pytest.raises(UserError, match="3 questions that are impossible .*: use --task squad2"):
         SQUAD1.examples(folder / "long.json", Config())
     examples = SQUAD2.examples(folder / "long.json", Config()).rows
     with pytest.raises(UserError, match="sequence_length 8 leaves no room for the passage behind the . tokens"):

@@ -180,8 +180,14 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
     ("settings", "message"),
     [
         ({"num_experts": 4, "experts_top_k": 5}, "experts_top_k 5 is above num_experts 4"),
-        ({"num_experts": 4, "family": "bert"}, "num_experts is 4, which is for gpt and llama, and family is bert"),
-        ({"num_experts": 4, "family": "t5"}, "num_experts is 4, which is for gpt and llama, and family is t5"),
+        (
+            {"num_experts": 4, "family": "bert"},
+            "num_experts only works with the families gpt and llama, and family is bert",
+        ),
+        (
+            {"num_experts": 4, "family": "t5"},
+            "num_experts only works with the families gpt and llama, and family is t5",
+        ),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
         ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
         ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
@@ -197,7 +203,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "first_dense_layers": 2}, "first_dense_layers 2 leaves none of num_layers 2 with experts"),
         (
             {"num_experts": 4, "first_dense_layers": 1, "recompute": "full", "recompute_method": "block"},
-            "block is for layers that are alike, and first_dense_layers is 1: take uniform",
+            "block is for layers that are alike, and first_dense_layers is 1: use uniform",
         ),
         (
             {
@@ -219,7 +225,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ),
         (
             {"num_experts": 4, "moe_every": 2, "num_layers": 4, "recompute": "full", "recompute_num_layers": 2},
-            "moe_every is 2, .* leave out recompute_method uniform and recompute_num_layers 2",
+            "moe_every is 2, .* remove recompute_method uniform and recompute_num_layers 2",
         ),
         ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
