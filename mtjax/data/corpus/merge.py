@@ -8,6 +8,7 @@ import numpy as np
 
 from mtjax.data.corpus.indexed import CODES, IndexedDataset
 from mtjax.data.corpus.made_with import check_same_maker, digest_in
+from mtjax.data.corpus.meta import UNKNOWN, TokenizerRecord
 from mtjax.data.corpus.resume_record import ResumeRecord
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.progress import ProgressLine, say
@@ -41,30 +42,30 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
                         writer.add(*piece)
                         done += piece[0].nbytes
                         progress.update(done, done)
-                writer.finish(*recorded)
+                writer.finish(recorded)
         except BaseException:
             record.remove()
             raise
 
 
-def _common_tokenizer(datasets: Sequence[IndexedDataset]) -> tuple[str | None, int | None, int | None, str | None]:
-    """What the merged record says: name, size, end of document and digest of the tokenizer; says what is not known.
+def _common_tokenizer(datasets: Sequence[IndexedDataset]) -> TokenizerRecord:
+    """Returns what the merged dataset records of its tokenizer, and prints a note about what is not known.
 
     Raises:
       UserError: the datasets were made with different tokenizers.
     """
     known = [(dataset.prefix, dataset.meta) for dataset in datasets if dataset.meta and dataset.meta.vocab_size]
     if not known:
-        return None, None, None, None
+        return UNKNOWN
     if doubt := check_same_maker(known):
         say(f"note    {doubt}; they are taken for the same")
     silent = [dataset.prefix for dataset in datasets if not (dataset.meta and dataset.meta.vocab_size)]
     if silent:
         say(f"note    {silent[0]} has no record of its tokenizer, so the merged dataset has none either")
-        return None, None, None, None
+        return UNKNOWN
     metas = [meta for _, meta in known]
     digest = next((digest for meta in metas if (digest := digest_in(meta))), None)
-    return metas[0].tokenizer, metas[0].vocab_size, metas[0].eod, digest
+    return TokenizerRecord(metas[0].tokenizer, metas[0].vocab_size, metas[0].eod, digest)
 
 
 def _common_dtype(datasets: Sequence[IndexedDataset]) -> np.dtype[Any]:

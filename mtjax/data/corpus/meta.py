@@ -12,15 +12,13 @@ CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What is known about an indexed dataset besides what its two files say.
+class TokenizerRecord:
+    """Which tokenizer made an indexed dataset.
 
     Attributes:
       tokenizer: its name as in `--tokenizer`, when the dataset was made by preprocessing.
       vocab_size: ids are below this.
       eod: the id that ends a document.
-      idx_crc32: checksum of `.idx`.
-      bin_crc32: checksum of `.bin`.
       tokenizer_digest: the content of that tokenizer (`tokens.identity.content_digest`): the file at its path may be
         replaced. None in records of earlier versions.
     """
@@ -28,9 +26,23 @@ class Meta:
     tokenizer: str | None
     vocab_size: int | None
     eod: int | None
+    tokenizer_digest: str | None = None
+
+
+UNKNOWN = TokenizerRecord(None, None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta(TokenizerRecord):
+    """What is known about an indexed dataset besides what its two files say.
+
+    Attributes:
+      idx_crc32: checksum of `.idx`.
+      bin_crc32: checksum of `.bin`.
+    """
+
     idx_crc32: int
     bin_crc32: int
-    tokenizer_digest: str | None = None
 
 
 def meta_path(prefix: str | Path) -> Path:

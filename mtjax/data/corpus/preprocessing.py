@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
 from mtjax.data.corpus.indexed import token_dtype
+from mtjax.data.corpus.meta import TokenizerRecord
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
 from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
@@ -114,9 +115,10 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
                 record.write(state)
                 last_save = time.monotonic()
         _refuse_empty(job, writers, record)
+        tokenizer = job.tokenizer
+        made_with = TokenizerRecord(job.tokenizer_name, tokenizer.vocab_size, tokenizer.eod, content_digest(tokenizer))
         for writer in writers.values():
-            tokenizer = job.tokenizer
-            writer.seal(job.tokenizer_name, tokenizer.vocab_size, tokenizer.eod, content_digest(tokenizer))
+            writer.seal(made_with)
         state.sealed = True
         record.write(state)
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from mtjax.data.corpus.indexed import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
-from mtjax.data.corpus.meta import Meta, file_crc32, meta_path, write_meta
+from mtjax.data.corpus.meta import UNKNOWN, Meta, TokenizerRecord, file_crc32, meta_path, write_meta
 from mtjax.errors import UserError
 
 CHUNK = 1 << 20
@@ -78,30 +78,18 @@ class IndexedWriter:
             os.fsync(file.fileno())
         return {"crc32": self._crc, **{part: file.tell() for part, file in self._files.items()}}
 
-    def seal(
-        self,
-        tokenizer: str | None = None,
-        vocab_size: int | None = None,
-        eod: int | None = None,
-        tokenizer_digest: str | None = None,
-    ) -> None:
+    def seal(self, made_with: TokenizerRecord = UNKNOWN) -> None:
         """Writes the index of everything added, and the facts about it (see `Meta`), still under partial names."""
         self.position()
         self.close()
         index = partial_path(self.prefix, "idx")
         write_index(index, self.dtype, self.paths["lengths"], self.paths["documents"], self.paths["modes"])
-        meta = Meta(tokenizer, vocab_size, eod, file_crc32(index), self._crc, tokenizer_digest)
+        meta = Meta(**vars(made_with), idx_crc32=file_crc32(index), bin_crc32=self._crc)
         write_meta(partial_path(self.prefix, "meta"), meta)
 
-    def finish(
-        self,
-        tokenizer: str | None = None,
-        vocab_size: int | None = None,
-        eod: int | None = None,
-        tokenizer_digest: str | None = None,
-    ) -> None:
+    def finish(self, made_with: TokenizerRecord = UNKNOWN) -> None:
         """`seal` and `publish`, for datasets that are written in one go."""
-        self.seal(tokenizer, vocab_size, eod, tokenizer_digest)
+        self.seal(made_with)
         publish(self.prefix)
 
     def close(self) -> None:
