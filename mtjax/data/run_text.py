@@ -24,11 +24,17 @@ from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_lev
 from mtjax.errors import UserError
 
 FORMAT = 1
+TRAINED = "the tokenizer trained on the text"
+"""What messages call a tokenizer that nobody named."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of a run; see `RunText.tokenizer`."""
-    return RunText(config.data).tokenizer
+    text = RunText(config.data)
+    tokenizer = text.tokenizer
+    for note in text.notes:
+        say(f"note    {note}")
+    return tokenizer
 
 
 class RunText:
@@ -41,11 +47,13 @@ class RunText:
     Attributes:
       cache: where prepared data are kept.
       data: the settings, with copies in the cache in the place of corpora in object stores.
+      notes: what could not be compared when the tokenizer that the settings name was opened, for the user.
     """
 
     def __init__(self, data: Data, tokenizer: Tokenizer | None = None) -> None:
         self.cache = Cache.of(data)
         self.data = with_local_copies(data, self.cache)
+        self.notes: list[str] = []
         self._given = tokenizer
 
     @cached_property
@@ -58,9 +66,8 @@ class RunText:
         """
         if self._given is not None:
             return self._given
-        name = self.name
-        tokenizer = open_tokenizer(name or f"hf:{self._trained_tokenizer()}")
-        self.check_corpora(name or "the tokenizer trained on the text", tokenizer)
+        tokenizer = open_tokenizer(self.name or f"hf:{self._trained_tokenizer()}")
+        self.notes = self.check_corpora(self.name or TRAINED, tokenizer)
         return tokenizer
 
     @cached_property
@@ -95,7 +102,7 @@ class RunText:
         Raises:
           UserError: the text can't be read.
         """
-        if source.paths and is_indexed(source.paths[0]):
+        if _is_indexed(source):
             return IndexedDataset(source.paths[0])
         identity = {
             "text": self._identity(source),
@@ -148,7 +155,7 @@ class RunText:
         return there
 
     def _indexed_sources(self) -> list[Source]:
-        return [source for source in self._sources() if source.paths and is_indexed(source.paths[0])]
+        return [source for source in self._sources() if _is_indexed(source)]
 
     def _trained_tokenizer(self) -> Path:
         sources = self._sources()
@@ -165,16 +172,22 @@ class RunText:
 
     def file_digests(self, source: Source) -> list[str]:
         """Digests of the text files of a source, whatever their names; none of token ids, and of the default corpus."""
-        if not source.paths or is_indexed(source.paths[0]):
+        if not source.paths or _is_indexed(source):
             return []
-        return [self.cache.file_digest(Path(p)) if "://" not in p else p for p in expand(source.paths)]
+        return [self._file_digest(path) for path in expand(source.paths)]
 
     def _identity(self, source: Source) -> Any:
         """What the text of a source is: file endings and content hashes; addresses of what is not local."""
         if not source.paths:
             return default_corpus.identity()
-        paths = expand(source.paths)
-        return [[Path(p).suffixes, self.cache.file_digest(Path(p)) if "://" not in p else p] for p in paths]
+        return [[Path(path).suffixes, self._file_digest(path)] for path in expand(source.paths)]
+
+    def _file_digest(self, path: str) -> str:
+        return path if "://" in path else self.cache.file_digest(Path(path))
+
+
+def _is_indexed(source: Source) -> bool:
+    return bool(source.paths) and is_indexed(source.paths[0])
 
 
 def _text_files(source: Source, folder: Path) -> list[str]:

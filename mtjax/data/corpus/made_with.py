@@ -33,7 +33,7 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
     # A record of an earlier version has the tokenizer's path, its size and its end of document.
     if meta.vocab_size not in (None, tokenizer.vocab_size) or meta.eod not in (None, tokenizer.eod):
         raise _other(prefix, meta, name, tokenizer, None)
-    recorded = recorded_tokenizer(meta)
+    recorded = _recorded_tokenizer(meta)
     if recorded is not None:
         if why := difference(recorded, tokenizer):
             raise _other(prefix, meta, name, tokenizer, why)
@@ -44,20 +44,6 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
         f"{prefix} was made with the tokenizer {meta.tokenizer}, which is not there any more: {name} is taken for the "
         f"same, because it also has {tokenizer.vocab_size:,} tokens"
     )
-
-
-def recorded_tokenizer(meta: Meta) -> Tokenizer | None:
-    """Opens the tokenizer that a record names; None when its file is gone, or was replaced as far as one can see.
-
-    Raises:
-      UserError: the file is there, and can't be read.
-    """
-    if meta.tokenizer is None or not path_of(meta.tokenizer).exists():
-        return None
-    tokenizer = open_tokenizer(meta.tokenizer)
-    if meta.tokenizer_digest is not None:
-        return tokenizer if content_digest(tokenizer) == meta.tokenizer_digest else None
-    return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
 
 
 def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
@@ -74,8 +60,9 @@ def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
     """
     doubt = None
     (first, one), *others = corpora
+    digest = digest_in(one) if others else None
     for prefix, other in others:
-        digests = [digest_in(meta) for meta in (one, other)]
+        digests = (digest, digest_in(other))
         sizes = [(a, b) for a, b in ((one.vocab_size, other.vocab_size), (one.eod, other.eod)) if None not in (a, b)]
         both = f"{first} with {_described(one)} and {prefix} with {_described(other)}"
         if (None not in digests and digests[0] != digests[1]) or any(a != b for a, b in sizes):
@@ -95,8 +82,20 @@ def digest_in(meta: Meta) -> str | None:
     """Returns the recorded digest of a corpus's tokenizer, else that of the file at its path; None when unknown."""
     if meta.tokenizer_digest is not None:
         return meta.tokenizer_digest
-    recorded = recorded_tokenizer(meta)
+    recorded = _recorded_tokenizer(meta)
     return None if recorded is None else content_digest(recorded)
+
+
+def _recorded_tokenizer(meta: Meta) -> Tokenizer | None:
+    """Opens the tokenizer that a record without a digest names; None when its file is gone, or now has another size.
+
+    Raises:
+      UserError: the file is there, and can't be read.
+    """
+    if meta.tokenizer is None or not path_of(meta.tokenizer).exists():
+        return None
+    tokenizer = open_tokenizer(meta.tokenizer)
+    return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
 
 
 def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why: str | None) -> UserError:

@@ -7,12 +7,12 @@ it, whatever has become of the text or of the file that it was named by.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mtjax.config import Config
 from mtjax.data.cache import Cache
-from mtjax.data.run_text import RunText
+from mtjax.data.run_text import TRAINED, RunText
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG, TOKENIZER_FILES, tokenizer_of
 from mtjax.data.tokens.identity import content_digest, difference, path_of, prompt_difference, same_path
 from mtjax.data.tokens.template_files import template_names
@@ -65,22 +65,27 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
     own = owned_by_run(config, kept_in) if kept_in is not None else None
     if own is not None:
         note = check_resumed(own, named)
-        found = RunTokenizer(own.tokenizer, is_kept=True, notes=(note,) if note else ())
-        name, text = own.shown, RunText(config.data, own.tokenizer)
+        found, name = RunTokenizer(own.tokenizer, is_kept=True, notes=(note,) if note else ()), own.shown
     elif weights is not None and (theirs := _owned_by_weights(weights, named)):
         found, name = _from_weights(theirs, weights, named)
-        text = RunText(config.data, found.tokenizer)
     else:
-        text = RunText(config.data)
-        if text.name is None:
-            _refuse_to_train_one(kept_in, weights)
-        files = files_beside(text.name) if text.name else {}
-        if weights is not None:
-            files |= _descriptions_of(weights)
-        found, name = RunTokenizer(text.tokenizer, files), text.name or "the tokenizer trained on the text"
+        return _named_or_trained(config, kept_in, weights)
     _check_processes(name, found.tokenizer)
-    notes = (*found.notes, *text.check_corpora(name, found.tokenizer))
-    return RunTokenizer(found.tokenizer, found.files, found.is_kept, notes)
+    notes = RunText(config.data).check_corpora(name, found.tokenizer)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _named_or_trained(config: Config, kept_in: Path | None, weights: Weights | None) -> RunTokenizer:
+    """The tokenizer that the settings or the corpora name, else one that is trained on the text."""
+    text = RunText(config.data)
+    if text.name is None:
+        _refuse_to_train_one(kept_in, weights)
+    files = files_beside(text.name) if text.name else {}
+    if weights is not None:
+        files |= _descriptions_of(weights)
+    tokenizer = text.tokenizer
+    _check_processes(text.name or TRAINED, tokenizer)
+    return RunTokenizer(tokenizer, files, notes=tuple(text.notes))
 
 
 def owned_by_run(config: Config, out: Path) -> Owned | None:
