@@ -16,6 +16,7 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import name_of
+from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
 from mtjax.train.checkpoints.weights import special_ids
@@ -169,19 +170,11 @@ class HuggingFaceSink:
     def _own_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """The ids of special tokens where no config.json came with the weights: by the tokenizer and its own files."""
         ids = self._family.ids(tokenizer)
-        path = self._folder / "tokenizer_config.json"
-        if tokenizer is None or not path.is_file() or self._origin.config.model.family not in ("gpt", "llama"):
+        if tokenizer is None or self._origin.config.model.family not in ("gpt", "llama"):
             return ids
         # What ends a text is the token that training put there; the files say which begin and pad one.
-        settings = parse_json_object(path.read_bytes(), path)
-        named = {f"{kind}_id": token_id(settings.get(kind), tokenizer) for kind in ("bos_token", "pad_token")}
+        named = {f"{kind}_id": named_token(tokenizer, self._folder, kind) for kind in ("bos_token", "pad_token")}
         return ids | {kind: index for kind, index in named.items() if index is not None}
-
-
-def token_id(named: Any, tokenizer: Tokenizer) -> int | None:
-    """The id of a token as tokenizer_config.json names it: by its text, or by an object that has it as `content`."""
-    text = named.get("content") if isinstance(named, dict) else named
-    return tokenizer.special(text) if isinstance(text, str) else None
 
 
 def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
@@ -194,7 +187,7 @@ def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
       pad: the id for padding that the weights came with, if any; the end of a text where no config.json came with them.
       tokenizer: with which rows are read.
     """
-    ends = tokenizer.encode_prompt("a")[-1:] if tokenizer else []
+    ends = added_tokens(tokenizer).back[-1:] if tokenizer else []
     return None if pad in ends else pad
 
 

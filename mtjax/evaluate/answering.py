@@ -13,6 +13,7 @@ import numpy as np
 from mtjax.config.checks import check_bounds
 from mtjax.data import Tokenizer
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError, require
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.rows import Row, Scores, scores_of
@@ -21,7 +22,6 @@ from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.first_tokens import added_tokens
 from mtjax.generate.request import Sampling
 from mtjax.train.processes.exchange import this_process
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.tokens.special_tokens import named_token
 from mtjax.errors import UserError, first_line, nearest, require
 from mtjax.evaluate.answering import Answering, as_lm
 from mtjax.evaluate.options import Options
 from mtjax.evaluate.run import Subject, check_files, introduce, opened, shown, write
 from mtjax.evaluate.tasks.task import Results
-from mtjax.generate.first_tokens import first_tokens_of, named_token
+from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.generate.weights import stop_ids_of
 from mtjax.train.processes.exchange import this_process
 

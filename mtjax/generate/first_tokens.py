@@ -1,34 +1,12 @@
-"""The special tokens that a tokenizer adds to a text, and the token after which a text begins."""
+"""The tokens after which a text begins."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtjax.convert.saved_model import SavedModel
+from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.generate.chat import special_names
-from mtjax.generate.weights import read_json
-
-SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-"""Hugging Face's names of special tokens; where both name one, the last file goes first."""
-PROBE = "a"
-"""A text that every vocabulary can encode."""
-
-
-class Added(NamedTuple):
-    """Ids that a tokenizer adds to a text, such as Llama's `<s>` in front."""
-
-    front: list[int]
-    back: list[int]
-
-
-def added_tokens(tokenizer: Tokenizer) -> Added:
-    """Returns the ids that `encode_prompt` adds to those of `encode`."""
-    plain, prompt = tokenizer.encode(PROBE), tokenizer.encode_prompt(PROBE)
-    for at in range(len(prompt) - len(plain) + 1):
-        if prompt[at : at + len(plain)] == plain:
-            return Added(prompt[:at], prompt[at + len(plain) :])
-    return Added([], [])
 
 
 def first_tokens(tokenizer: Tokenizer, folder: Path | None, config: Mapping[str, Any]) -> list[int]:
@@ -39,7 +17,7 @@ def first_tokens(tokenizer: Tokenizer, folder: Path | None, config: Mapping[str,
 
     Args:
       tokenizer: encodes the text.
-      folder: has the tokenizer's settings (`SETTINGS_FILES`), if there are any.
+      folder: has the tokenizer's settings, if there are any.
       config: Hugging Face's `config.json` of the model; empty where there is none.
 
     Raises:
@@ -65,18 +43,6 @@ def first_tokens_of(saved: SavedModel, tokenizer: Tokenizer) -> list[int]:
     """
     origin = saved.source.origin
     return first_tokens(tokenizer, origin.files, origin.hugging_face)
-
-
-def named_token(tokenizer: Tokenizer, folder: Path, name: str) -> int | None:
-    """Returns the id of the token that the tokenizer's settings call `bos_token` or the like; None without one.
-
-    Raises:
-      UserError: a file of settings is not a JSON object.
-    """
-    names: dict[str, str] = {}
-    for file in SETTINGS_FILES:
-        names |= special_names(read_json(folder / file))
-    return tokenizer.special(names[name]) if name in names else None
 
 
 def _is_special(tokenizer: Tokenizer, index: int) -> bool:

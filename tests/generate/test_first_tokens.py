@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from mtjax.generate.first_tokens import added_tokens, first_tokens
+from mtjax.generate.first_tokens import first_tokens
 from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 
 
@@ -27,8 +30,23 @@ def test_a_text_begins_with_what_is_known_of_it(tmp_path) -> None:
         assert first_tokens(bare, tmp_path, {"bos_token_id": ordinary}) == [2]
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
     assert first_tokens(bare, tmp_path, {"bos_token_id": 2}) == [1]
+    (tmp_path / "special_tokens_map.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "</s>"}))
     assert first_tokens(bare, tmp_path, {"bos_token_id": 1}) == [2]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bos_token": "</s>"}, {"bos_token": "</s>", "added_tokens_decoder": {}}, {"added_tokens_decoder": {}}],
+)
+def test_settings_in_two_files_are_read_as_transformers_reads_them(tmp_path, settings) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = opened(tmp_path, "", "</s>")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    assert named_token(ours, tmp_path, "bos_token") == theirs.bos_token_id
 
 
 def test_a_gpt_2_keeps_the_end_of_a_document(tmp_path) -> None:

@@ -8,6 +8,7 @@ from mtjax.config import Config, Model, replace
 from mtjax.config.shape import effective_settings
 from mtjax.config.sizes import num_outputs
 from mtjax.convert.table import Table
+from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
@@ -45,8 +46,8 @@ def end_of_text(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def begin_of_text(tokenizer: Tokenizer) -> int:
     """The token that a tokenizer puts before a prompt, such as Llama's `<s>`, else the end of document."""
-    plain, prompt = tokenizer.encode("a"), tokenizer.encode_prompt("a")
-    return prompt[0] if prompt[:1] != plain[:1] else tokenizer.eod
+    front = added_tokens(tokenizer).front
+    return front[0] if front else tokenizer.eod
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,30 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_json_object(path.read_bytes(), path) if path.is_file() else {}
 
 
+def special_names_in(folder: Path) -> dict[str, str]:
+    """Reads which tokens the settings in a folder call `bos_token` and the like.
+
+    Raises:
+      UserError: a file of settings is not a JSON object.
+    """
+    return special_names(read_object(folder / CONFIG), read_object(folder / SPECIAL))
+
+
+def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
+    """Reads `bos_token` and the like, which are strings or objects with a `content`.
+
+    Args:
+      settings: of tokenizer_config.json.
+      legacy: of special_tokens_map.json, which older folders have; the settings of newer ones hold all tokens.
+    """
+    known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **legacy}
+    more = known.get("extra_special_tokens")
+    named = {name: value for name, value in known.items() if name.endswith("_token")}
+    named |= more if isinstance(more, dict) else {}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 def _vocabulary_files(folder: Path, kind: str) -> tuple[Path, ...]:
     wanted = CLASSES[kind]
     # transformers takes a tokenizer.model for the vocabulary of any class

@@ -15,7 +15,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFace
 
 from mtjax.data.tokens.characters import whole_characters
-from mtjax.data.tokens.pretrained_settings import CONFIG, class_of, files_read, is_pretrained, read_object
+from mtjax.data.tokens.pretrained_settings import (
+    CONFIG,
+    class_of,
+    files_read,
+    is_pretrained,
+    read_object,
+    special_names_in,
+)
 from mtjax.data.tokens.pretrained_tokenizer import build_pretrained
 from mtjax.data.tokens.word_cache import word_cache
 from mtjax.errors import UserError, nearest
@@ -345,9 +352,7 @@ def _hugging_face(path: Path) -> FastTokenizer:
         tokenizer = HuggingFace.from_str(text)
     except Exception as e:  # the library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer.json: {e}") from e
-    eos = read_object(path.parent / CONFIG).get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return FastTokenizer(tokenizer, str(path), eos if isinstance(eos, str) else None)
+    return FastTokenizer(tokenizer, str(path), special_names_in(path.parent).get("eos_token"))
 
 
 def _sentencepiece(path: Path) -> Tokenizer:

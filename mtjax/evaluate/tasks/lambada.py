@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from mtjax.data import Tokenizer
+from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Row, Scores
 from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
-from mtjax.generate.first_tokens import added_tokens
 
 
 def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:

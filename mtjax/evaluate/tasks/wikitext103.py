@@ -11,10 +11,10 @@ import numpy as np
 
 from mtjax.data import Tokenizer
 from mtjax.data.json_lines import read_text
+from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import Scores, rows_of_text, windows
 from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
-from mtjax.generate.first_tokens import added_tokens
 
 SPACED = {
     "s '": "s'",
