@@ -105,7 +105,7 @@ def run(options: Options) -> None:
             print(note)
         if to_kind in ("mtjax", "megatron"):
             # Refuses a tokenizer that can't be read before weights are written.
-            tokenizer_to_write(source.origin.files)
+            tokenizer_to_write(source.origin)
         if to_kind == ADAPTERS:
             numbers = write_adapters(source, folder)
         else:

@@ -195,7 +195,7 @@ class MegatronSink:
         for path in self._folder.glob(".collected-*"):
             path.unlink()
         (self._folder / TRACKER).write_text(RELEASE)
-        carry_tokenizer(self._origin.files, self._folder)
+        carry_tokenizer(self._origin, self._folder)
 
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """A stage's model: nested, or with full names in Megatron-Core."""

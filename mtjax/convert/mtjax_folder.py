@@ -57,6 +57,7 @@ class MtjaxSource:
             self.weights.root,
             self.weights.hugging_face,
             (f"from {self.weights.folder}",),
+            is_run=self.weights.is_run,
         )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
@@ -151,14 +152,18 @@ class MtjaxSink:
             "consumed_samples": 0,
             "config": kept,
             "fingerprints": self._fingerprints,
-            "origin": {"dtype": self._origin.dtype, "hugging_face": dict(self._origin.hugging_face)},
+            "origin": {
+                "dtype": self._origin.dtype,
+                "hugging_face": dict(self._origin.hugging_face),
+                "is_run": self._origin.is_run,
+            },
         }
         page["checksum"] = page_checksum(page)
         path = self._folder / CONVERTED / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(page))
         written: dict[str, Any] = dict(kept)
-        tokenizer = tokenizer_of(carry_tokenizer(self._origin.files, self._folder), self._final.resolve())
+        tokenizer = tokenizer_of(carry_tokenizer(self._origin, self._folder), self._final.resolve())
         if tokenizer:
             written["data"] = {"tokenizer": tokenizer}
         (self._folder / "config.toml").write_text(tomli_w.dumps(written))

@@ -18,11 +18,10 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.places import parse_weights
-from mtjax.convert.stream import Source, download_of, looks_like, may_be_on_hub, tokenizer_files
+from mtjax.convert.stream import Source, download_of, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
-from mtjax.data.tokens.folder import tokenizer_of
-from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON, Tokenizer, open_tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.records import dotted
@@ -163,7 +162,8 @@ class SavedModel:
           UserError: there is none, it has more tokens than the model, or the one that is named differs from that which
             came with the weights.
         """
-        origin, own = self.source.origin, self.own_tokenizer
+        origin = self.source.origin
+        own = origin.tokenizer
         name = named or own or origin.config.data.tokenizer
         if name is None:
             raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
@@ -175,17 +175,6 @@ class SavedModel:
                 f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
             )
         return name, tokenizer
-
-    @property
-    def own_tokenizer(self) -> str | None:
-        """How `--tokenizer` names the tokenizer beside the weights; None where there is none."""
-        origin = self.source.origin
-        beside, recorded = tokenizer_files(origin.files), origin.config.data.tokenizer
-        is_sentencepiece = recorded is not None and recorded.startswith("sentencepiece:")
-        if is_sentencepiece and SENTENCEPIECE_FILE in beside and TOKENIZER_JSON not in beside:
-            # The run was trained with the model alone: settings of its weights, which it may carry, played no part.
-            return f"sentencepiece:{origin.files / SENTENCEPIECE_FILE}"
-        return tokenizer_of(beside, origin.files)
 
     @property
     def identity(self) -> str:

@@ -14,8 +14,7 @@ import numpy as np
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
-from mtjax.data.tokens.folder import TOKENIZER_FILES, tokenizer_of
-from mtjax.data.tokens.template_files import template_names
+from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import TOKENIZER_JSON, Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
@@ -36,6 +35,14 @@ class Origin:
     """What the user should know."""
     fresh: frozenset[str] = frozenset()
     """Parameters that the files don't have, and that were begun afresh."""
+    is_run: bool = False
+    """Whether the tokenizer's files are those of a run (`tokenizer_of_run`)."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """How `--tokenizer` names the tokenizer beside the weights; None where there is none."""
+        find = tokenizer_of_run if self.is_run else tokenizer_of
+        return find(tokenizer_files(self.files), self.files)
 
 
 class Source(Protocol):
@@ -108,7 +115,7 @@ def carry_files(source: Path, target: Path) -> list[str]:
     return names
 
 
-def carry_tokenizer(source: Path, target: Path) -> list[str]:
+def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
     """Copies the tokenizer's files, and writes its tokenizer.json where it has none; returns their names.
 
     Of a Hugging Face folder without that file, `config.json` may decide how its tokenizer is read, and is not copied.
@@ -116,27 +123,21 @@ def carry_tokenizer(source: Path, target: Path) -> list[str]:
     Raises:
       UserError: mtjax can't read the tokenizer.
     """
-    names = carry_files(source, target)
-    if tokenizer := tokenizer_to_write(source):
+    names = carry_files(origin.files, target)
+    if tokenizer := tokenizer_to_write(origin):
         tokenizer.save(target)
         names.append(TOKENIZER_JSON)
     return names
 
 
-def tokenizer_to_write(folder: Path) -> Tokenizer | None:
+def tokenizer_to_write(origin: Origin) -> Tokenizer | None:
     """Opens the tokenizer of a Hugging Face folder without a tokenizer.json; returns None for other folders.
 
     Raises:
       UserError: mtjax can't read it.
     """
-    name = tokenizer_of(tokenizer_files(folder), folder)
+    name = origin.tokenizer
     return open_tokenizer(name) if name and name.startswith("hf:") else None
-
-
-def tokenizer_files(folder: Path) -> list[str]:
-    """Returns the names of the tokenizer's files in a folder, chat templates included."""
-    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return list(dict.fromkeys([*names, *template_names(folder)]))
 
 
 def check_folder(folder: Path, kind: str = "") -> None:

@@ -134,7 +134,7 @@ class OnPretrained(Objective):
         if self.trunk is not None:
             saved, origin = self.trunk.saved, self.trunk.saved.source.origin
             name, tokenizer = saved.tokenizer(config.data.tokenizer)
-            is_theirs = saved.own_tokenizer is not None and same_path(name, saved.own_tokenizer)
+            is_theirs = origin.tokenizer is not None and same_path(name, origin.tokenizer)
             files = files_of_weights(origin.files, origin.hugging_face, vocabulary=is_theirs)
             return FinetuningTokenizer(name, tokenizer, origin.files, files)
         name = config.data.tokenizer

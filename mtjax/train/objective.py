@@ -11,6 +11,7 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
+from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.placed import Batch, Placed
 from mtjax.train.changes import check_learns, position_of, scheduled
@@ -46,15 +47,22 @@ class Text:
         """Writes the tokenizer, and what goes with it, unless the folder has its own."""
         if self.is_kept:
             return
-        # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer.
-        for name, content in sorted(self.files.items(), key=lambda item: item[0] == "tokenizer.json"):
-            target = folder / name
-            target.parent.mkdir(exist_ok=True)
-            temporary = target.with_name(f".{target.name}.tmp")
-            temporary.write_bytes(content)
-            temporary.replace(target)
-        if "tokenizer.json" not in self.files:
+        # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer. A
+        # tokenizer.model without tokenizer.json would be taken for the tokenizer (`tokenizer_of_run`): it comes last.
+        own = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
+        for name in self.files.keys() - set(own):
+            self._write(name, folder)
+        if TOKENIZER_JSON not in self.files:
             self.tokenizer.save(folder)
+        for name in own:
+            self._write(name, folder)
+
+    def _write(self, name: str, folder: Path) -> None:
+        target = folder / name
+        target.parent.mkdir(exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        temporary.write_bytes(self.files[name])
+        temporary.replace(target)
 
 
 Lessons = Callable[[Batch], Batch]

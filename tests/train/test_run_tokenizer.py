@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from mtjax.config import Config, replace
+from mtjax.convert.stream import Origin, carry_tokenizer
 from mtjax.data import DataPosition, SampleOrder
 from mtjax.data.tokens.tokenizer import byte_level
 from mtjax.errors import UserError
@@ -16,6 +17,7 @@ from mtjax.train.folder import tokenizer as run_tokenizer
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import Text
 from tests.data.corpora import texts, write_jsonl
+from tests.data.tokens.pretrained_folders import write_vocabulary
 
 NO_POSITION = DataPosition(SampleOrder(0, (1,)))
 
@@ -160,3 +162,32 @@ def test_processes_with_different_tokenizers_do_not_train_together(
     monkeypatch.setattr(run_tokenizer, "exchange", lambda name, word: ["another", word])
     with pytest.raises(UserError, match="process 1 has another tokenizer than process 0"):
         find_tokenizer(config, None, None)
+
+
+def test_a_run_trained_with_a_sentencepiece_model_alone_keeps_it(config: Config, tmp_path: Path) -> None:
+    """The settings beside the model, which the run keeps for its chat template, make another tokenizer of it."""
+    library = pytest.importorskip("sentencepiece", reason="needs the extra data: pip install '.[data]'")
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    write_vocabulary(llama, "bpe")
+    (llama / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}')
+    named = replace(config, tokenizer=f"sentencepiece:{llama}/tokenizer.model")
+    theirs = library.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
+    run, out = find_tokenizer(named, None, None), tmp_path / "run"
+    assert run.tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
+    out.mkdir()
+    Text(run.tokenizer, [], None, NO_POSITION, run.files).save(out)
+    (out / "metrics.jsonl").touch()
+    assert (out / "tokenizer_config.json").exists()
+    resumed = [find_tokenizer(each, out, None).tokenizer for each in (named, config)]
+    weights = Weights(out / "checkpoints" / "7", {"config": {}})
+    later = find_tokenizer(config, None, weights)
+    for tokenizer in (*resumed, later.tokenizer):
+        assert tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
+    chained = tmp_path / "chained"  # began with the weights of the run, and nobody named its tokenizer
+    chained.mkdir()
+    Text(later.tokenizer, [], None, NO_POSITION, later.files).save(chained)
+    assert find_tokenizer(config, chained, None).tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
+    (tmp_path / "copy").mkdir()
+    carry_tokenizer(Origin(config, "float32", out, is_run=True), tmp_path / "copy")
+    assert not (tmp_path / "copy/tokenizer.json").exists()

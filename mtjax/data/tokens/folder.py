@@ -3,26 +3,23 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from mtjax.data.tokens.pretrained_settings import is_pretrained
+from mtjax.data.tokens.pretrained_settings import ADDED, CONFIG, SPECIAL, is_pretrained
+from mtjax.data.tokens.template_files import TEMPLATE_FILE, template_names
+from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
 
-DESCRIPTIONS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+DESCRIPTIONS = (CONFIG, SPECIAL, ADDED, TEMPLATE_FILE)
 """Files that say how a vocabulary is used: which tokens are special, how conversations are written out."""
 GENERATION_CONFIG = "generation_config.json"
 """How a model writes text, such as which tokens end it: it belongs to weights, not to a vocabulary alone."""
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER_JSON,
     *DESCRIPTIONS,
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "vocab.bpe",
     "encoder.json",
-    "tokenizer.model",
+    SENTENCEPIECE_FILE,
     "spiece.model",
     "sentencepiece.bpe.model",
     GENERATION_CONFIG,
@@ -30,10 +27,16 @@ TOKENIZER_FILES = (
 """Files that travel with the weights, as they are."""
 
 
+def tokenizer_files(folder: Path) -> list[str]:
+    """Returns the names of the tokenizer's files in a folder, chat templates included."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return list(dict.fromkeys([*names, *template_names(folder)]))
+
+
 def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
     """How `--tokenizer` names the tokenizer among these files of a folder."""
-    if "tokenizer.json" in names:
-        return str(folder / "tokenizer.json")
+    if TOKENIZER_JSON in names:
+        return str(folder / TOKENIZER_JSON)
     if {"encoder.json", "vocab.bpe"} <= set(names):
         return f"gpt2:{folder}"
     model = next((name for name in names if name.endswith(".model")), None)
@@ -45,3 +48,14 @@ def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
     if "vocab.txt" in names:
         return f"bert:{folder / 'vocab.txt'}"
     return f"sentencepiece:{folder / model}" if model else None
+
+
+def tokenizer_of_run(names: Collection[str], folder: Path) -> str | None:
+    """The same of a run's folder, into which mtjax has saved the tokenizer that was trained with.
+
+    A `tokenizer.model` alone was read by SentencePiece: settings beside it came with the file or with the weights, for
+    chat templates and exports, and `tokenizer_of` would make another tokenizer of both.
+    """
+    if TOKENIZER_JSON in names:
+        return str(folder / TOKENIZER_JSON)
+    return f"sentencepiece:{folder / SENTENCEPIECE_FILE}" if SENTENCEPIECE_FILE in names else None

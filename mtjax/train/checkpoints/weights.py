@@ -66,6 +66,11 @@ class Weights:
         above = self.folder.parent
         return above.parent if above.name in (CHECKPOINTS, BEST) else above
 
+    @property
+    def is_run(self) -> bool:
+        """Whether a run saved the tokenizer beside them, or they were converted from weights of which this is true."""
+        return self.page["origin"].get("is_run", False) if "origin" in self.page else True
+
     @cached_property
     def hugging_face(self) -> Mapping[str, Any]:
         """The `config.json` that converted weights came with; of a run that began with such, its `special_token_ids`.

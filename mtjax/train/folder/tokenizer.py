@@ -13,7 +13,14 @@ from pathlib import Path
 from mtjax.config import Config
 from mtjax.data.cache import Cache
 from mtjax.data.run_text import TRAINED, RunText
-from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG, TOKENIZER_FILES, tokenizer_of
+from mtjax.data.tokens.folder import (
+    DESCRIPTIONS,
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    tokenizer_files,
+    tokenizer_of,
+    tokenizer_of_run,
+)
 from mtjax.data.tokens.identity import content_digest, difference, path_of, prompt_difference, same_path
 from mtjax.data.tokens.template_files import template_names
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -96,11 +103,11 @@ def owned_by_run(config: Config, out: Path) -> Owned | None:
     """
     url = url_of(out)
     present = names_in(url) if url else ()
-    names = [name for name in TOKENIZER_FILES if name in present] if url else _names_in(out)
-    if tokenizer_of(names, out) is None:
+    names = [name for name in TOKENIZER_FILES if name in present] if url else tokenizer_files(out)
+    if tokenizer_of_run(names, out) is None:
         return None
     folder = _copied(url, names, Cache.of(config.data)) if url else out
-    name = str(tokenizer_of(names, folder))
+    name = str(tokenizer_of_run(names, folder))
     return Owned(name, name.replace(str(folder), shown(out)), folder, open_tokenizer(name))
 
 
@@ -198,8 +205,8 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
 
 
 def _owned_by_weights(weights: Weights, named: str | None) -> Owned | None:
-    folder = weights.root
-    name = tokenizer_of(_names_in(folder), folder) or weights.config.data.tokenizer
+    folder, find = weights.root, tokenizer_of_run if weights.is_run else tokenizer_of
+    name = find(tokenizer_files(folder), folder) or weights.config.data.tokenizer
     if name is None or not path_of(name).exists():
         return None
     tokenizer = open_tokenizer(name) if named is None else readable_tokenizer(name)
@@ -234,10 +241,6 @@ def _check_processes(name: str, tokenizer: Tokenizer) -> None:
             f"process {different[0]} has another tokenizer than process 0 (here it is {name}): give all machines the "
             "same files, or name the same tokenizer on each with --tokenizer"
         )
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
