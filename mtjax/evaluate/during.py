@@ -7,9 +7,8 @@ from typing import Any
 
 from mtjax.config import Config
 from mtjax.convert.saved_model import for_rows
-from mtjax.data import Tokenizer
-from mtjax.data.tokens.tokenizer import files
-from mtjax.errors import UserError, nearest
+from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, special_names
+from mtjax.errors import UserError, nearest, parse_json_object
 from mtjax.evaluate.answers import Kept
 from mtjax.evaluate.rows import scores_of
 from mtjax.evaluate.score import Scorer, score_all
@@ -17,7 +16,8 @@ from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.placed import Placed
-from mtjax.train.objective import VALID_LOSS
+from mtjax.train.checkpoints.weights import SPECIAL_IDS
+from mtjax.train.objective import VALID_LOSS, Text
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -87,6 +87,19 @@ class Opened:
     task: Task
 
 
+def first_tokens_in(text: Text) -> list[int]:
+    """Returns the ids that stand before a text: the same as `mtjax evaluate` takes for the run's folder.
+
+    Raises:
+      UserError: a file that the run keeps with its tokenizer is not a JSON object.
+    """
+    settings, legacy, ids = (
+        parse_json_object(text.files[name], name) if name in text.files else {}
+        for name in (CONFIG, SPECIAL, SPECIAL_IDS)
+    )
+    return first_tokens(text.tokenizer, special_names(settings, legacy), ids)
+
+
 class RunEvaluations:
     """Tasks that are asked of a model while it learns.
 
@@ -106,7 +119,7 @@ class RunEvaluations:
         task, _, name = (self._keep_best or "").partition("/")
         return Goal(f"{task}/{name}", KINDS[task].measures[name]) if task in self._asked else None
 
-    def open(self, program: Program, tokenizer: Tokenizer) -> None:
+    def open(self, program: Program, text: Text) -> None:
         """Reads the tasks' files for the program's model.
 
         Rows go through it as `mtjax evaluate` sends them, whatever batches the run has; parameters lie as the run's.
@@ -116,11 +129,9 @@ class RunEvaluations:
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         self._scorer = Scorer(Placed(config, program.mesh, trains=True))
-        named = program.config.data.tokenizer
-        first = first_tokens(tokenizer, files(named)[0].parent if named else None, {})
-        settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first))
+        settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._asked.items():
-            self._opened.append(Opened(KINDS[name], KINDS[name].open(path, tokenizer, settings)))
+            self._opened.append(Opened(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
 
     def ask(self, parameters: Any) -> dict[str, float]:
         """What the tasks measure, as `TASK/RESULT`: the same in all processes."""

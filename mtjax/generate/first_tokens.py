@@ -1,15 +1,15 @@
 """The tokens after which a text begins."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mtjax.convert.saved_model import SavedModel
-from mtjax.data.tokens.special_tokens import added_tokens, named_token
+from mtjax.data.tokens.pretrained_settings import special_names_in
+from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 
-def first_tokens(tokenizer: Tokenizer, folder: Path | None, config: Mapping[str, Any]) -> list[int]:
+def first_tokens(tokenizer: Tokenizer, names: Mapping[str, str], config: Mapping[str, Any]) -> list[int]:
     """Returns the ids that stand before a text of which every token is to be predicted.
 
     These are the tokens that the tokenizer puts in front of a text; else the `bos_token` that its settings name; else
@@ -17,15 +17,12 @@ def first_tokens(tokenizer: Tokenizer, folder: Path | None, config: Mapping[str,
 
     Args:
       tokenizer: encodes the text.
-      folder: has the tokenizer's settings, if there are any.
+      names: of special tokens, such as `bos_token`, by the tokenizer's settings (`special_names_in`).
       config: Hugging Face's `config.json` of the model; empty where there is none.
-
-    Raises:
-      UserError: a file of settings is not a JSON object.
     """
     if front := added_tokens(tokenizer).front:
         return front
-    named = None if folder is None else named_token(tokenizer, folder, "bos_token")
+    named = tokenizer.special(names["bos_token"]) if "bos_token" in names else None
     if named is not None:
         return [named]
     given = config.get("bos_token_id")
@@ -42,7 +39,7 @@ def first_tokens_of(saved: SavedModel, tokenizer: Tokenizer) -> list[int]:
       UserError: a file of settings is not a JSON object.
     """
     origin = saved.source.origin
-    return first_tokens(tokenizer, origin.files, origin.hugging_face)
+    return first_tokens(tokenizer, special_names_in(origin.files), origin.hugging_face)
 
 
 def _is_special(tokenizer: Tokenizer, index: int) -> bool:

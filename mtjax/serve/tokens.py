@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtjax.data.tokens.pretrained_settings import CONFIG, MODEL, read_object
+from mtjax.data.tokens.pretrained_settings import CONFIG, MODEL, read_object, special_names_in
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.chat import ChatTemplate, Message, TemplateInputs
@@ -39,7 +39,7 @@ class Tokens:
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_object(folder / CONFIG)
-        self.first = first_tokens(tokenizer, folder, read_object(folder / MODEL))
+        self.first = first_tokens(tokenizer, special_names_in(folder), read_object(folder / MODEL))
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._before = tokenizer.encode("a")[-1:]

@@ -159,7 +159,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     check_memory(program)
     check_comparable(program)
     if (evaluations := this_start.evaluations) is not None:
-        evaluations.open(program, text.tokenizer)
+        evaluations.open(program, text)
     if place.weights is not None:
         place.weights.check(program)
     rates = Rates.of(config, list(place.mesh.devices.flat))

@@ -102,8 +102,8 @@ class Evaluations(Protocol):
         """By which result the best checkpoint is chosen; None where that is by none of these."""
         ...
 
-    def open(self, program: Program, tokenizer: Tokenizer) -> None:
-        """Reads the tasks' files.
+    def open(self, program: Program, text: "Text") -> None:
+        """Reads the tasks' files, with the tokenizer of the run's text.
 
         Raises:
           UserError: one is not its task's, or the model does not predict the next token.

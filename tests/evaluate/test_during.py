@@ -1,6 +1,7 @@
 """`mtjax train --evaluate ... --keep-best ...`: results beside those of `mtjax evaluate` on the same checkpoint."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,11 +9,17 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.evaluate.__main__ import main as evaluate
-from mtjax.evaluate.during import evaluations_of
+from mtjax.evaluate.during import evaluations_of, first_tokens_in
 from mtjax.train.__main__ import main as train
+from mtjax.train.checkpoints.weights import Weights
+from mtjax.train.folder.tokenizer import find_tokenizer
+from mtjax.train.objective import Text
 from mtjax.train.watch.best import Goal
 from mtjax.train.watch.metrics import main_results, read_metrics
+from tests.convert.hf_folders import llama_tokenizer
+from tests.data.corpora import texts, write_jsonl
 from tests.end_to_end.runs import TINY
+from tests.train.test_run_tokenizer import NO_POSITION
 
 TEXT = "the cat and the dog went on to the end of the road @-@ and there they rested . \n" * 40
 
@@ -26,6 +33,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "short.txt").write_text(TEXT[:500])
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the cat and the dog went on to the road"}) + "\n")
     return tmp_path
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def start(*words: str) -> int:
@@ -74,6 +86,28 @@ def test_what_is_best(folder, metric: str, higher_is_better: bool) -> None:
     assert evaluations is not None and evaluations.goal == Goal(metric, higher_is_better)
     by_loss = evaluations_of(replace(Config(), evaluate=asked, keep_best="valid_loss", valid_every=2))
     assert by_loss is not None and by_loss.goal is None  # the objective's
+
+
+def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_that_was_named(tmp_path) -> None:
+    llama_tokenizer("", "</s>").save(str(_made(tmp_path / "named") / "tokenizer.json"))
+    (tmp_path / "named/tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    write_jsonl(tmp_path / "text.jsonl", texts(60))
+    named = f"{tmp_path}/named/tokenizer.json"
+    config = replace(Config(), data=str(tmp_path / "text.jsonl"), cache_dir=tmp_path / "cache", tokenizer=named)
+    found, run = find_tokenizer(config, None, None), _made(tmp_path / "run")
+    new = Text(found.tokenizer, [], None, NO_POSITION, found.files)
+    new.save(run)
+    assert first_tokens_in(new) == [1]
+    shutil.rmtree(tmp_path / "named")
+    for resumed in (config, replace(config, tokenizer=None)):
+        found = find_tokenizer(resumed, run, None)
+        assert first_tokens_in(Text(found.tokenizer, [], None, NO_POSITION, found.files, found.is_kept)) == [1]
+    # Weights whose config.json alone says with what a text begins.
+    converted = _made(tmp_path / "converted")
+    llama_tokenizer("", "</s>").save(str(converted / "tokenizer.json"))
+    weights = Weights(converted / "weights", {"config": {}, "origin": {"hugging_face": {"bos_token_id": 1}}})
+    found = find_tokenizer(replace(config, tokenizer=None), None, weights)
+    assert first_tokens_in(Text(found.tokenizer, [], None, NO_POSITION, found.files)) == [1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mtjax.data.tokens.pretrained_settings import special_names_in
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.generate.first_tokens import first_tokens
@@ -22,17 +23,19 @@ def test_what_is_added_is_found_on_both_sides(tmp_path) -> None:
 
 
 def test_a_text_begins_with_what_is_known_of_it(tmp_path) -> None:
-    assert first_tokens(opened(tmp_path, "<s>", "</s>"), tmp_path, {"bos_token_id": 2}) == [1]
+    assert first_tokens(opened(tmp_path, "<s>", "</s>"), {}, {"bos_token_id": 2}) == [1]
     bare = opened(tmp_path, "", "</s>")
-    assert first_tokens(bare, tmp_path, {}) == first_tokens(bare, None, {}) == [2]  # the end of a document
-    assert first_tokens(bare, tmp_path, {"bos_token_id": 1}) == [1]
+    assert (
+        first_tokens(bare, special_names_in(tmp_path), {}) == first_tokens(bare, {}, {}) == [2]
+    )  # the end of a document
+    assert first_tokens(bare, special_names_in(tmp_path), {"bos_token_id": 1}) == [1]
     for ordinary in (7, 10**9, -1, None, True, [1]):  # no special token
-        assert first_tokens(bare, tmp_path, {"bos_token_id": ordinary}) == [2]
+        assert first_tokens(bare, special_names_in(tmp_path), {"bos_token_id": ordinary}) == [2]
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
-    assert first_tokens(bare, tmp_path, {"bos_token_id": 2}) == [1]
+    assert first_tokens(bare, special_names_in(tmp_path), {"bos_token_id": 2}) == [1]
     (tmp_path / "special_tokens_map.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "</s>"}))
-    assert first_tokens(bare, tmp_path, {"bos_token_id": 1}) == [2]
+    assert first_tokens(bare, special_names_in(tmp_path), {"bos_token_id": 1}) == [2]
 
 
 @pytest.mark.torch
@@ -53,5 +56,7 @@ def test_a_gpt_2_keeps_the_end_of_a_document(tmp_path) -> None:
     small_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert added_tokens(tokenizer) == ([], [])
-    assert first_tokens(tokenizer, tmp_path, {"bos_token_id": 0, "eos_token_id": 0}) == [tokenizer.eod]
-    assert first_tokens(tokenizer, tmp_path, {"bos_token_id": 7}) == [tokenizer.eod]
+    assert first_tokens(tokenizer, special_names_in(tmp_path), {"bos_token_id": 0, "eos_token_id": 0}) == [
+        tokenizer.eod
+    ]
+    assert first_tokens(tokenizer, special_names_in(tmp_path), {"bos_token_id": 7}) == [tokenizer.eod]

@@ -72,7 +72,7 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
     own = owned_by_run(config, kept_in) if kept_in is not None else None
     if own is not None:
         note = check_resumed(own, named)
-        found, name = RunTokenizer(own.tokenizer, is_kept=True, notes=(note,) if note else ()), own.shown
+        found, name = _of_run(own, note), own.shown
     elif weights is not None and (theirs := _owned_by_weights(weights, named)):
         found, name = _from_weights(theirs, weights, named)
     else:
@@ -80,6 +80,11 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
     _check_processes(name, found.tokenizer)
     notes = RunText(config.data).check_corpora(name, found.tokenizer)
     return replace(found, notes=(*found.notes, *notes))
+
+
+def _of_run(own: Owned, note: str | None) -> RunTokenizer:
+    files = read_files(own.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
+    return RunTokenizer(own.tokenizer, files, is_kept=True, notes=(note,) if note else ())
 
 
 def _named_or_trained(config: Config, kept_in: Path | None, weights: Weights | None) -> RunTokenizer:
@@ -103,7 +108,7 @@ def owned_by_run(config: Config, out: Path) -> Owned | None:
     """
     url = url_of(out)
     present = names_in(url) if url else ()
-    names = [name for name in TOKENIZER_FILES if name in present] if url else tokenizer_files(out)
+    names = [name for name in (*TOKENIZER_FILES, SPECIAL_IDS) if name in present] if url else tokenizer_files(out)
     if tokenizer_of_run(names, out) is None:
         return None
     folder = _copied(url, names, Cache.of(config.data)) if url else out
