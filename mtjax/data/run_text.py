@@ -18,8 +18,8 @@ from mtjax.data.corpus.reader import chunks, expand, text_of
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.progress import say
-from mtjax.data.tokens.identity import content_digest, path_of
-from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.data.tokens.identity import content_digest
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer, path_of
 from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
 from mtjax.errors import UserError
 

@@ -13,8 +13,8 @@ from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
 from mtjax.data.progress import say
 from mtjax.data.samples.order import digest_of_lengths, shifted
-from mtjax.data.tokens.identity import path_of, same_path
-from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.data.tokens.identity import same_path
+from mtjax.data.tokens.tokenizer import folder_of, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.initial import PretrainedTrunk
 from mtjax.finetune.samples import Epochs, Grouped
@@ -140,9 +140,7 @@ class OnPretrained(Objective):
         name = config.data.tokenizer
         if name is None:
             raise UserError("--tokenizer is missing, and there are no weights that came with one")
-        path = path_of(name)
-        folder = path if path.is_dir() else path.parent
-        return FinetuningTokenizer(name, open_tokenizer(name), folder, files_beside(name))
+        return FinetuningTokenizer(name, open_tokenizer(name), folder_of(name), files_beside(name))
 
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
         """The config with what tokenizer and rows decide of the model."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtjax.data.corpus.meta import Meta
-from mtjax.data.tokens.identity import content_digest, difference, path_of, same_path
-from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.data.tokens.identity import content_digest, difference, same_path
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer, path_of
 from mtjax.errors import UserError
 
 

@@ -8,9 +8,8 @@ and how text is cut into tokens.
 import hashlib
 import json
 from functools import lru_cache
-from pathlib import Path
 
-from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, path_of
 
 PROBES = (
     "The quick brown fox's 12 words; it's 3.14159 and 2,048 - isn't IT?",
@@ -55,11 +54,6 @@ def prompt_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
         return why
     same = theirs.encode_prompt(PROBES[0]) == ours.encode_prompt(PROBES[0])
     return None if same else "they add different tokens to a prompt"
-
-
-def path_of(name: str) -> Path:
-    """Returns the path in a tokenizer's name, `KIND:PATH` or a bare path."""
-    return Path(name if Path(name).exists() else name.rpartition(":")[2]).expanduser()
 
 
 def same_path(one: str, other: str) -> bool:

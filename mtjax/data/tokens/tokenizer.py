@@ -224,13 +224,15 @@ def files(name: str) -> list[Path]:
     return list(_gpt2_files(path)) if kind == "gpt2" else [path]
 
 
-def folder_of(name: str) -> Path:
-    """The folder with a tokenizer's files.
+def path_of(name: str) -> Path:
+    """Returns the path in a tokenizer's name, `KIND:PATH` or a bare path."""
+    kind, colon, rest = name.partition(":")
+    return Path(rest if colon and (kind in KINDS or not Path(name).exists()) else name).expanduser()
 
-    Raises:
-      UserError: there is no such tokenizer.
-    """
-    path = _resolve(name)[1]
+
+def folder_of(name: str) -> Path:
+    """Returns the folder with the files of the tokenizer of a name."""
+    path = path_of(name)
     return path if path.is_dir() else path.parent
 
 
@@ -243,13 +245,12 @@ def digest_of(name: str) -> str:
 
 
 def _resolve(name: str) -> tuple[str, Path]:
-    kind, colon, rest = name.partition(":")
-    if colon and kind in KINDS:
-        path = Path(rest).expanduser()
-    elif colon and not Path(name).exists():
-        raise UserError(f"no kind of tokenizer is called {kind!r}{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
-    else:
-        path = Path(name).expanduser()
+    kind, colon, _ = name.partition(":")
+    path = path_of(name)
+    if not colon or kind not in KINDS:
+        if colon and not Path(name).exists():
+            known = ", ".join(KINDS)
+            raise UserError(f"no kind of tokenizer is called {kind!r}{nearest(kind, KINDS)}; there are {known}")
         kind = _recognise(path)
     if not path.exists():
         raise UserError(f"the tokenizer {path} does not exist")

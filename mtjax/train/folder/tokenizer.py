@@ -21,9 +21,9 @@ from mtjax.data.tokens.folder import (
     tokenizer_of,
     tokenizer_of_run,
 )
-from mtjax.data.tokens.identity import content_digest, difference, path_of, prompt_difference, same_path
+from mtjax.data.tokens.identity import content_digest, difference, prompt_difference, same_path
 from mtjax.data.tokens.template_files import template_names
-from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, folder_of, open_tokenizer, path_of
 from mtjax.errors import UserError
 from mtjax.storage import names_in, read_bytes, shown, url_of
 from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
@@ -148,7 +148,7 @@ def files_beside(name: str) -> dict[str, bytes]:
     # A file with a name of its own, such as vocabularies/large.json, may have neighbours that describe another one.
     if path.is_file() and path.name not in TOKENIZER_FILES:
         return {}
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(name)
     return read_files(folder, (*DESCRIPTIONS, *template_names(folder)))
 
 

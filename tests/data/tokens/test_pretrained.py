@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.data.samples.t5 import t5_ids
+from mtjax.data.tokens.identity import same_path
 from mtjax.data.tokens.tokenizer import digest_of, folder_of, open_tokenizer
 from mtjax.errors import UserError
 from tests.data.tokens.pretrained_folders import CASES, END, QWEN2, write_pretrained, write_vocabulary
@@ -147,6 +148,14 @@ def test_a_folder_is_named_by_its_path_or_as_hf(folder):
     bare, named = (open_tokenizer(f"{prefix}{folder}") for prefix in ("", "hf:"))
     assert bare.encode("ba 12") == named.encode("ba 12") == [256, 220, 16, 17]
     assert folder_of(str(folder)) == folder_of(f"hf:{folder}") == folder_of(f"hf:{folder}/vocab.json") == folder
+
+
+def test_a_path_may_have_colons(folder, tmp_path):
+    moved = folder.rename(tmp_path / "1:2")
+    assert (
+        same_path(f"hf:{moved}", str(moved)) and folder_of(f"hf:{moved}/vocab.json") == folder_of(str(moved)) == moved
+    )
+    assert open_tokenizer(f"hf:{moved}").encode("ba 12") == open_tokenizer(str(moved)).encode("ba 12")
 
 
 def test_settings_are_part_of_its_identity(folder):
