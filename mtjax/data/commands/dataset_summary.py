@@ -25,9 +25,18 @@ def tokenizer_of(dataset: IndexedDataset, name: str | None) -> Tokenizer | None:
     if name is None:
         return None
     tokenizer = open_tokenizer(name)
+    check_tokenizer(dataset, name, tokenizer)
+    return tokenizer
+
+
+def check_tokenizer(dataset: IndexedDataset, name: str, tokenizer: Tokenizer) -> None:
+    """Checks that a tokenizer made a dataset, and prints a note about what could not be compared.
+
+    Raises:
+      UserError: another one made it.
+    """
     if note := check_made_with(dataset.prefix, dataset.meta, name, tokenizer):
         say(f"note    {note}")
-    return tokenizer
 
 
 def counts_table(dataset: IndexedDataset) -> Table:

@@ -7,9 +7,10 @@ from typing import Annotated
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.data.commands.dataset_summary import tokenizer_of
+from mtjax.data.commands.dataset_summary import check_tokenizer
 from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.corpus.verify import verify
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 
 
@@ -36,7 +37,9 @@ def run(options: Options) -> None:
     """
     if not options.prefix:
         raise UserError("name at least one dataset")
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     for prefix in options.prefix:
         dataset = IndexedDataset(prefix_of(prefix))
-        tokenizer = tokenizer_of(dataset, options.tokenizer) if options.tokenizer else None
+        if options.tokenizer and tokenizer:
+            check_tokenizer(dataset, options.tokenizer, tokenizer)
         print(f"{dataset.prefix}: {verify(dataset, tokenizer.vocab_size if tokenizer else None)}")
