@@ -18,7 +18,7 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.places import parse_weights
-from mtjax.convert.stream import Source, download_of, looks_like, may_be_on_hub
+from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -113,7 +113,7 @@ def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
     if text != f"{kind}:{folder}" and said and not said.startswith(f"{kind}:"):
         raise UserError(f"{text} holds no mtjax weights: say {option} {said}")
     if kind == "mtjax" and not folder.exists() and may_be_on_hub(folder):
-        hub = f"{download_of(folder)}, then use {option} hf:{folder.name}"
+        hub = f"download it with {download_command(folder)}, then use {option} hf:{folder.name}"
         raise UserError(
             f"{text} holds no mtjax weights: it does not exist; if it is a model of the Hugging Face hub, {hub}"
         )

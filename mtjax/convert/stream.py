@@ -154,7 +154,9 @@ def check_folder(folder: Path, kind: str = "") -> None:
         return
     if folder.exists():
         raise UserError(f"{folder} is not a folder")
-    advice = f". hf: takes a local folder. D{download_of(folder)[1:]}" if kind == "hf" and may_be_on_hub(folder) else ""
+    advice = ""
+    if kind == "hf" and may_be_on_hub(folder):
+        advice = f". hf: takes a local folder. Download it with {download_command(folder)}"
     raise UserError(f"{folder} does not exist{advice}")
 
 
@@ -163,9 +165,9 @@ def may_be_on_hub(path: Path) -> bool:
     return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", str(path)) is not None
 
 
-def download_of(name: Path) -> str:
-    """Returns how to get a model of the hub into a local folder."""
-    return f"download it with `hf download {name} --local-dir {name.name}`"
+def download_command(name: Path) -> str:
+    """Returns the command that downloads a model of the hub into a local folder."""
+    return f"`hf download {name} --local-dir {name.name}`"
 
 
 def looks_like(folder: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from mtjax.data.json_lines import read_lines
 from mtjax.errors import UserError, first_line
 
 Answers = dict[int, tuple[float, bool]]
@@ -68,9 +69,9 @@ class Kept:
 
     def _read(self, path: Path) -> Answers:
         """What is there of this identity; a last line that was cut off is left out."""
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = read_lines(path) if path.is_file() else [""]
         answers: Answers = {}
-        if lines and lines[0] == self._identity:
+        if lines[0] == self._identity:
             for line in lines[1:]:
                 try:
                     rows = json.loads(line)

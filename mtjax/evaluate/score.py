@@ -66,13 +66,11 @@ class Scorer:
         """The scores of at most a batch of rows. Sums are made in float64, so they don't depend on how rows are cut."""
         length = self.lengths[int(np.searchsorted(self.lengths, max(len(row.tokens) for row in rows) - 1))]
         tokens, labels = np.zeros((2, self.batch, length), np.int32)
-        counts = np.zeros((self.batch, length), bool)
+        counts, is_read = np.zeros((2, self.batch, length), bool)
         for i, row in enumerate(rows):
             read = len(row.tokens) - 1
             tokens[i, :read], labels[i, :read], counts[i, row.first - 1 : read] = row.tokens[:-1], row.tokens[1:], True
-        is_read = np.arange(length) < np.array(
-            [[len(row.tokens) - 1] for row in rows] + [[0]] * (self.batch - len(rows))
-        )
+            is_read[i, :read] = True
         arrays = {"tokens": tokens, "labels": labels, PADDING_MASK: is_read.astype(np.int32)}
         local = {name: array[self._mine] for name, array in arrays.items()}
         batch = global_batch(self.placed.batch_sharding, local, self.batch)

@@ -51,10 +51,11 @@ class SentencePieceTokenizer:
 
     def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, and the characters that each of them stands for; `marked` makes no difference here."""
-        try:
-            pieces, is_bytes = self._processor.encode(text, return_type="proto").pieces, True
-        except TypeError:  # older releases of the library, which count characters
-            pieces, is_bytes = self._processor.encode(text, out_type="immutable_proto").pieces, False
+        with whole_characters(text):
+            try:
+                pieces, is_bytes = self._processor.encode(text, return_type="proto").pieces, True
+            except TypeError:  # older releases of the library, which count characters
+                pieces, is_bytes = self._processor.encode(text, out_type="immutable_proto").pieces, False
         ids, offsets = [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
         if is_bytes:
             starts = list(accumulate((len(character.encode()) for character in text), initial=0))

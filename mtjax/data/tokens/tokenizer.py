@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
 from mtjax.data.tokens.characters import whole_characters
@@ -130,21 +130,20 @@ class FastTokenizer:
 
     def encode_marked(self, text: str) -> list[int]:
         """Ids of `text`, in which names of special tokens are these."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with whole_characters(text):
-                return self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        return self._encode(text, marked=True).ids
 
     def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, and the characters that each of them stands for."""
+        encoding = self._encode(text, marked=marked)
+        return encoding.ids, encoding.offsets
+
+    def _encode(self, text: str, *, marked: bool) -> Encoding:
         self._tokenizer.encode_special_tokens = not marked
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=not marked)
+            with whole_characters(text):
+                return self._tokenizer.encode(text, add_special_tokens=not marked)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return encoding.ids, encoding.offsets
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""

@@ -248,3 +248,6 @@ def test_half_a_surrogate_pair_has_no_tokens(folder: Path, name: str):
             encode("ba \ud83d")
     with pytest.raises(UserError, match=half):
         tokenizer.encode_batch(["ba", "ba \ud83d"])
+    for marked in (True, False):
+        with pytest.raises(UserError, match=half):
+            tokenizer.encode_offsets("ba \ud83d", marked=marked)
