@@ -1,7 +1,6 @@
 """From arguments of Megatron-LM to a run of mtjax."""
 
 from functools import cache
-from typing import get_args, get_type_hints
 
 from mtjax.config import Config
 from mtjax.convert.from_megatron.given import Given
@@ -15,6 +14,7 @@ from mtjax.convert.from_megatron.training import (
 )
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
+from mtjax.help import options_of
 from mtjax.migrate.megatron import by_dest
 from mtjax.theory.mesh import MeshShape
 
@@ -88,7 +88,7 @@ def _check_types(given: Given) -> None:
             wanted = "" if is_ramp else "three whole numbers: START INCREMENT SAMPLES"
         elif dest == "moe_aux_loss_coeff" and isinstance(value, tuple):
             wanted = "" if all(type(item) in (int, float) for item in value) else "numbers"
-        elif (type(default) in (int, float) and dest != "moe_layer_freq") or _is_number(by_dest()[dest].setting):
+        elif (type(default) in (int, float) and dest != "moe_layer_freq") or by_dest()[dest].setting in _numbers():
             wanted = "" if is_number else "a number"
         if wanted:
             raise UserError(f"{given.source}: {given.typed.get(dest, dest)}: must be {wanted}")
@@ -97,9 +97,4 @@ def _check_types(given: Given) -> None:
 @cache
 def _numbers() -> frozenset[str]:
     """Settings that are numbers."""
-    hints = [field for section in get_type_hints(Config).values() for field in get_type_hints(section).items()]
-    return frozenset(name for name, hint in hints if {int, float} & {hint, *get_args(hint)})
-
-
-def _is_number(setting: str | None) -> bool:
-    return setting in _numbers()
+    return frozenset(option.field for option in options_of(Config) if option.type in (int, float))
