@@ -5,7 +5,8 @@ from typing import Any
 
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
-from mtjax.migrate.megatron import OF_MODEL, TABLE
+from mtjax.migrate.argument import option_of
+from mtjax.migrate.megatron import OF_MODEL, TABLE, by_dest
 
 _TEXTS = ("out", "cache_dir")
 """Settings that are text even where it looks like a number."""
@@ -50,7 +51,7 @@ def translate_schedule(to: Translation) -> None:
             to.set(dest, {setting: max(1, round(to.get(dest) / batch))})
             if to.get(dest) % batch:
                 steps = to.settings[setting]
-                to.differs.append(f"--{setting.replace('_', '-')} {steps}: {to.get(dest)} samples, rounded to steps")
+                to.differs.append(f"{option_of(setting)} {steps}: {to.get(dest)} samples, rounded to steps")
     if to.has("lr_warmup_fraction"):
         steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
         to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
@@ -60,7 +61,7 @@ def translate_schedule(to: Translation) -> None:
         to.set("end_weight_decay", {"weight_decay": to.get("end_weight_decay")})
     for dest, what in (("lr", "learning rate"), ("train_iters", "number of steps")):
         if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
-            name = f"--{dest.replace('_', '-')}"
+            name = by_dest()[dest].names[0]
             to.differs.append(f"{name} could not be read or is missing: the {what} is mtjax's default")
 
 
