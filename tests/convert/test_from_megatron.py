@@ -367,6 +367,8 @@ WRONG = {
     "grown.sh": "the variable X grows beyond",
     "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
     "SMALL --lr": "--lr: must be a number",
+    "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
+    "SMALL --end-weight-decay x": "--end-weight-decay x: must be a number",
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
     "SMALL --rampup-batch-size 16": "must be three whole numbers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",

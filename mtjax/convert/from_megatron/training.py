@@ -20,9 +20,6 @@ def translate_plain(to: Translation) -> None:
         value = to.get(row.dest)
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
             to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
-    to.settings["split"] = str(to.settings["split"]).replace(" ", "")
-    if isinstance(to.get("split"), tuple):
-        to.settings["split"] = ",".join(str(share).strip(",") for share in to.get("split"))
     if to.settings.get("valid_batches") == 0:  # Megatron's way to say: no validation
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
@@ -103,8 +100,13 @@ def translate_data(to: Translation) -> None:
         if to.has(dest):
             value = to.get(dest)
             to.set(dest, {setting: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)})
-    if "split" not in to.given.values:
+    shares = to.given.values.get("split")
+    if shares is None:
         to.settings.pop("split", None)  # Megatron's default is mtjax's
+    elif isinstance(shares, tuple):
+        to.settings["split"] = ",".join(str(share).strip(",") for share in shares)
+    else:
+        to.settings["split"] = str(shares).replace(" ", "")
     tokenizer = _tokenizer(to)
     if tokenizer is not None:
         to.set("tokenizer_type", {"tokenizer": tokenizer})

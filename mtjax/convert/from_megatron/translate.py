@@ -64,6 +64,8 @@ _SIZES = frozenset(
 """Attributes of arguments that are whole numbers above 0."""
 _COUNTS = frozenset({"lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"})
 _FRACTIONS = frozenset({"lr_warmup_fraction"})
+_NUMBERS = frozenset({"rotary_seq_len_interpolation_factor", "end_weight_decay"})
+"""Attributes of arguments that are numbers, where neither a default nor a setting of the same value shows it."""
 
 
 def _check_types(given: Given) -> None:
@@ -75,7 +77,7 @@ def _check_types(given: Given) -> None:
     for dest, value in given.values.items():
         is_whole = type(value) is int
         is_number = is_whole or type(value) is float
-        default = by_dest()[dest].default
+        row = by_dest()[dest]
         wanted = ""
         if dest in _SIZES:
             wanted = "" if is_whole and value > 0 else "a whole number above 0"
@@ -88,7 +90,11 @@ def _check_types(given: Given) -> None:
             wanted = "" if is_ramp else "three whole numbers: START INCREMENT SAMPLES"
         elif dest == "moe_aux_loss_coeff" and isinstance(value, tuple):
             wanted = "" if all(type(item) in (int, float) for item in value) else "numbers"
-        elif (type(default) in (int, float) and dest != "moe_layer_freq") or by_dest()[dest].setting in _numbers():
+        elif (
+            dest in _NUMBERS
+            or row.setting in _numbers()
+            or (type(row.default) in (int, float) and dest != "moe_layer_freq")
+        ):
             wanted = "" if is_number else "a number"
         if wanted:
             raise UserError(f"{given.source}: {given.typed.get(dest, dest)}: must be {wanted}")
