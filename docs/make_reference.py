@@ -4,16 +4,14 @@ python docs/make_reference.py           # write the pages
 python docs/make_reference.py --check   # exit with status 1 if they are not what it would write
 """
 
-import ast
-import dataclasses
-import inspect
+import itertools
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from mtjax.config import Config
+from mtjax.help import Option, options_of
 
 FOLDER = Path(__file__).parent / "reference"
 INTRODUCTION = """# Settings
@@ -42,55 +40,30 @@ def main() -> int:
 
 def settings_page() -> str:
     """All settings by section, as Markdown."""
-    return INTRODUCTION + "".join(_section(name, cls) for name, cls in get_type_hints(Config).items())
+    sections = itertools.groupby(options_of(Config), lambda option: option.group)
+    return INTRODUCTION + "".join(_section(name, options) for name, options in sections)
 
 
-def _section(name: str, cls: Any) -> str:
-    docs, kinds = attribute_docstrings(cls), get_type_hints(cls)
+def _section(name: str, options: Iterable[Option]) -> str:
     rows = [
-        f"| `{field.name}` | {_values(kinds[field.name])} | {_default(field)} | {_cell(docs.get(field.name, ''))} |\n"
-        for field in dataclasses.fields(cls)
+        f"| `{option.field}` | {_values(option.type)} | {_default(option.default)} | {_cell(option.text)} |\n"
+        for option in options
     ]
     return f"\n## [{name}]\n\n| setting | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
 
 
-def attribute_docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass and of its bases, by the field's name."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        found |= dict(_docstrings_in(base))
-    return found
-
-
-def _docstrings_in(cls: type) -> Iterator[tuple[str, str]]:
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        ):
-            yield field.target.id, inspect.cleandoc(str(text.value.value))
-
-
 def _values(kind: Any) -> str:
-    """A type for people: `int`, `none, selective, full`, `two ints`."""
+    """Returns a type in words: `integer`, `none, selective, full`, `integer ...`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
-    if origin in (Union, types.UnionType):
-        return ", ".join(_values(a) for a in arguments if a is not type(None))
     if origin is tuple:
-        inner = [a for a in arguments if a is not Ellipsis]
-        return " ".join(_values(a) for a in inner) + (" ..." if Ellipsis in arguments else "")
-    return {bool: "yes/no", str: "text", Path: "path", int: "integer", float: "number"}.get(kind, _cell(str(kind)))
+        return " ".join("..." if member is Ellipsis else _values(member) for member in arguments)
+    return {bool: "yes/no", str: "text", Path: "path", int: "integer", float: "number"}[kind]
 
 
-def _default(field: "dataclasses.Field[Any]") -> str:
-    value = field.default
-    if value is dataclasses.MISSING or value is None or value == ():
+def _default(value: Any) -> str:
+    if value is None or value == ():
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -98,7 +71,7 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_origin
 
 import tyro
 
@@ -27,6 +27,7 @@ from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import in_own_folder
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
+from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice
 
 COMMANDS = {
@@ -176,7 +177,9 @@ def parse(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argument(argv, "--config") or default
-    start = config.load(name)
+    path = config.find(name)
+    tables = config.read_toml(path)
+    start = config.from_dict(tables, source=str(path))
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
         start = config.replace(start, family=family)
@@ -189,24 +192,36 @@ def parse(
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
-    chosen = _with_what_was_not_typed(chosen, argv, config.find(name))
+    typed = typed_options(argv)
+    chosen = _with_what_was_not_typed(chosen, typed, path, tables)
     try:
         config.validate(chosen)
     except UserError as e:
-        raise UserError(f"{e}{_origins(str(e), argv, name)}") from e
+        raise UserError(f"{e}{_origins(str(e), typed, path, tables)}") from e
     return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
 
 
-def _with_what_was_not_typed(chosen: config.Config, argv: Sequence[str], file: Path) -> config.Config:
-    """The config, with settings that were not typed and must follow the file's place, or what was typed."""
-    if argument(argv, "--out") is None:
-        chosen = in_own_folder(chosen, file)
-    if argument(argv, "--min-learning-rate") is None:
-        typed = argument(argv, "--learning-rate") is not None
-        chosen, note = with_min_learning_rate(chosen, config.read_toml(file), str(file), typed=typed)
+def _with_what_was_not_typed(
+    chosen: config.Config, typed: Collection[str], path: Path, tables: Mapping[str, Any]
+) -> config.Config:
+    """Returns the config, with settings that were not typed and must follow the file's place, or what was typed.
+
+    Args:
+      chosen: the config.
+      typed: options of the command line.
+      path: of the config file.
+      tables: what is in it.
+
+    Raises:
+      UserError: the folder to resume is not certain, or two options set the end of the run.
+    """
+    if "--out" not in typed:
+        chosen = in_own_folder(chosen, path, tables)
+    if "--min-learning-rate" not in typed:
+        chosen, note = with_min_learning_rate(chosen, tables, str(path), typed="--learning-rate" in typed)
         if note is not None:
             print(note, file=sys.stderr, flush=True)
-    if argument(argv, "--steps") is not None and chosen.training.train_samples is not None:
+    if "--steps" in typed and chosen.training.train_samples is not None:
         raise UserError(
             f"--steps {chosen.training.steps} and train_samples {chosen.training.train_samples} both set the end of "
             "the run: use --train-samples alone, or add --train-samples None"
@@ -214,16 +229,13 @@ def _with_what_was_not_typed(chosen: config.Config, argv: Sequence[str], file: P
     return chosen
 
 
-def _origins(message: str, argv: Sequence[str], name: str) -> str:
-    """Returns where settings that a message names have their values from, if it is the config file."""
-    path = config.find(name)
-    tables = [table for table in config.read_toml(path).values() if isinstance(table, dict)]
-    typed = {word.partition("=")[0] for word in argv}
+def _origins(message: str, typed: Collection[str], path: Path, tables: Mapping[str, Any]) -> str:
+    """Returns which of the settings that a message names have their values from the config file."""
     in_file = [
         key
-        for table in tables
+        for table in tables.values()
         for key in table
-        if re.search(rf"\b{key}\b", message) and not {f"--{key.replace('_', '-')}", f"--no-{key}"} & typed
+        if re.search(rf"\b{key}\b", message) and not {option_of(key), option_of(f"no_{key}")} & {*typed}
     ]
     return f" ({', '.join(in_file)} {'is' if len(in_file) == 1 else 'are'} from {path})" if in_file else ""
 
@@ -317,7 +329,7 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
 def _as_option(word: str, known: Collection[str]) -> str:
     """How `steps=10`, as MaxText reads it, is typed here."""
     name, equals, value = word.partition("=")
-    option = f"--{name.replace('_', '-')}"
+    option = option_of(name)
     if not equals or not name.isidentifier():
         return ""
     return f": write {option} {value}" if option in known else advice(option, value, known)
@@ -327,16 +339,14 @@ def _listed(argv: Sequence[str]) -> Iterator[str]:
     """`argv`, in which a list may be one word: "--layers-per-stage 5,6,6,5"."""
     for before, word in zip(["", *argv], argv, strict=False):
         option, equals, value = word.partition("=")
-        is_list = (option if equals else before) in _lists()
+        is_list = (option if equals else before).replace("_", "-") in _lists()
         yield from [option, *value.split(",")] if is_list and equals else word.split(",") if is_list else [word]
 
 
 @cache
 def _lists() -> frozenset[str]:
     """Options that take several numbers."""
-    fields = [field for section in get_type_hints(config.Config).values() for field in get_type_hints(section).items()]
-    lists = [name for name, hint in fields if any(get_origin(kind) is tuple for kind in get_args(hint))]
-    return frozenset(f"--{name.replace('_', '-')}" for name in lists)
+    return frozenset(option.name for option in options_of(config.Config) if get_origin(option.type) is tuple)
 
 
 _CONFIG_HELP = "A TOML file, or the name of a config that ships with mtjax (see configs/)."
@@ -349,9 +359,18 @@ def _default(value: Any) -> Any:
 def argument(argv: Sequence[str], option: str) -> str | None:
     """The value of the last `option`, which must be read before the other options, whose defaults it sets."""
     value = None
+    wanted = option.replace("_", "-")
     for i, word in enumerate(argv):
-        if word == option and i + 1 < len(argv):
+        name, equals, behind = word.partition("=")
+        if name.replace("_", "-") != wanted:
+            continue
+        if equals:
+            value = behind
+        elif i + 1 < len(argv):
             value = argv[i + 1]
-        elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
     return value
+
+
+def typed_options(argv: Sequence[str]) -> set[str]:
+    """Returns the options that were typed, as `--help` names them: tyro also reads `--learning_rate=1`."""
+    return {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}

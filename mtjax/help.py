@@ -24,15 +24,17 @@ class Option:
     """An option, or a positional argument, of a command."""
 
     name: str
-    """As typed: `--hidden-size`, or `PREFIX` of a positional argument."""
+    """As typed: `--hidden-size`; `PREFIX` for a positional argument."""
     field: str
     """The name of its dataclass field."""
     group: str
     """Name of the section that it belongs to."""
+    type: Any
+    """The type of its value, without `| None`."""
     kind: str
     """What is typed behind it, in words: N, TEXT, {gpt,llama}; "" for a switch."""
     default: Any
-    """None where there is none, or where the text says what holds then."""
+    """None where there is none, or where `text` describes it."""
     text: str
     """What it does."""
 
@@ -45,7 +47,7 @@ class Option:
 
 
 def dataclass_of(hint: Any) -> type:
-    """Returns the dataclass in a type that tyro reads, without its marks."""
+    """Returns the dataclass in a type that tyro reads, without tyro's annotations."""
     return _plain(hint)[0]
 
 
@@ -65,14 +67,14 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
             yield from options_of(kind, default, field.name)
             continue
         keys = ("name", "metavar", "help")
-        told = {key: value for mark in marks for key in keys if (value := getattr(mark, key, None))}
+        named = {key: value for mark in marks for key in keys if (value := getattr(mark, key, None))}
         is_positional = tyro.conf.Positional in marks
-        name = f"--{told.get('name', field.name).replace('_', '-')}"
-        metavar = told.get("metavar") or _kind(kind)
+        name = f"--{named.get('name', field.name).replace('_', '-')}"
+        metavar = named.get("metavar") or _kind(kind)
         if is_positional:
-            name, metavar = told.get("metavar") or field.name.upper(), ""
-        text = told.get("help") or texts.get(field.name, "")
-        yield Option(name, field.name, group, metavar, default, " ".join(text.split()))
+            name, metavar = named.get("metavar") or field.name.upper(), ""
+        text = named.get("help") or texts.get(field.name, "")
+        yield Option(name, field.name, group, kind, metavar, default, " ".join(text.split()))
 
 
 def names_of(options: Sequence[Option]) -> set[str]:
@@ -84,13 +86,13 @@ def names_of(options: Sequence[Option]) -> set[str]:
 def show_help(
     prog: str, description: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None = None
 ) -> str:
-    """The text of `--help`.
+    """Returns the text of `--help`.
 
     Args:
       prog: the command as typed.
       description: what it does.
       options: all of them.
-      common: headings and the options that stand below each, by their field's name; all options by group when None.
+      common: headings, and the fields of the options below each; all options by group when None.
         Options of the command itself, which belong to no section of the config, are always shown.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
@@ -119,7 +121,7 @@ def show_help(
 
 
 def _lines(option: Option, width: int) -> str:
-    """An option and what it does, in as many lines as that takes."""
+    """Returns an option and its text, wrapped to a width."""
     text, default = option.text, "on" if option.default is True else option.default
     if (option.kind or default == "on") and default not in (None, (), ""):
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -130,7 +132,7 @@ def _lines(option: Option, width: int) -> str:
 
 
 def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without `Annotated` and `| None`, and what `Annotated` says."""
+    """Returns a type without `Annotated` and `| None`, and the annotations."""
     marks: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *found = get_args(hint)
@@ -142,10 +144,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _kind(hint: Any) -> str:
-    """What is typed for a value of this type, as a person reads it; "" for a switch."""
-    names = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-    if hint in names:
-        return names[hint]
+    """Returns the placeholder of a value of this type; "" for a switch."""
     if get_origin(hint) is Literal:
         return "{" + ",".join(map(str, get_args(hint))) + "}"
     if get_origin(hint) is tuple:
@@ -153,7 +152,7 @@ def _kind(hint: Any) -> str:
         if members[1:] == (...,):
             return f"{_kind(members[0])} ..."
         return " ".join(map(_kind, members))
-    return " or ".join(_kind(kind) for kind in get_args(hint) if kind is not NoneType) or "TEXT"
+    return {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}[hint]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -164,7 +163,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass, and of those that it inherits."""
+    """Returns the docstring below each field of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

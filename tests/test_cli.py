@@ -85,6 +85,21 @@ def test_a_lowest_rate_above_the_peak_that_was_asked_for_is_refused(tmp_path: Pa
             parse(*words)
 
 
+def test_underscores_are_typed_options_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """tyro reads `--a_b` as `--a-b`; what looks at the words before it has to as well."""
+    with pytest.raises(UserError, match="min_learning_rate 0.0002 is above learning_rate 0.0001"):
+        parse("--learning-rate", "1e-4", "--min_learning_rate", "2e-4")
+    assert not capsys.readouterr().err
+    assert parse("--layers_per_stage", "5,6").config.parallel.layers_per_stage == (5, 6)
+    assert parse("--layers_per_stage=5,6").config.parallel.layers_per_stage == (5, 6)
+    path = tmp_path / "mine.toml"
+    path.write_text("[model]\nrouter_normalize = true\n")
+    for word in ("--no-router-normalize", "--no_router_normalize"):
+        with pytest.raises(UserError, match="router_normalize is False") as caught:
+            parse("--config", str(path), word)
+        assert "from" not in str(caught.value)
+
+
 def test_a_config_in_the_folder_of_a_run_means_that_folder(tmp_path: Path) -> None:
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     path = tmp_path / "new" / "config.toml"

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "migrate.md").read_text()
 OPTIONS = {f"--{name.replace('_', '-')}" for name in section_by_setting()}
 OPTIONS |= {f"--no-{name[2:]}" for name in OPTIONS} | {"--track", "--profile", "--from", "--to"}
 OWN = {"--max-tokens", "--samples", "--beams", "--batch", "--context", "--weights-dtype", "--dtype", "--temperature"}
-OWN |= {"--output", "--help"}
+OWN |= {"--output"}
 """Of generate and serve."""
 
 MOST_USED = """

@@ -1,10 +1,10 @@
 """Which folder a run's own config.toml means, after the folder was moved or copied."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from mtjax.config.run import Config, replace
-from mtjax.config.toml import read_toml
 from mtjax.errors import UserError
 from mtjax.storage import is_file, names_in, shown, url_of
 
@@ -19,7 +19,7 @@ def holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
-def in_own_folder(config: Config, file: Path) -> Config:
+def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
     """The config, with the folder of the run in which its file lies as `out`.
 
     The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
@@ -28,6 +28,7 @@ def in_own_folder(config: Config, file: Path) -> Config:
     Args:
       config: with the `out` of the file, and not one that was typed.
       file: from which it was read.
+      tables: what is in the file.
 
     Raises:
       UserError: with `resume`, a run wrote the file, and its folder has no run while `out` is another one.
@@ -38,7 +39,7 @@ def in_own_folder(config: Config, file: Path) -> Config:
     if holds_run(folder):
         return replace(config, out=folder)
     # A file written by hand may name any folder; one that a run wrote has every section.
-    if config.output.resume and read_toml(file).keys() >= get_type_hints(Config).keys():
+    if config.output.resume and tables.keys() >= get_type_hints(Config).keys():
         raise UserError(
             f"{shown(file)} lies in {shown(folder)}, which has no checkpoints, and was written by a run in "
             f"{shown(out)}: say which folder to resume, --out {shown(folder)} or --out {shown(out)}"

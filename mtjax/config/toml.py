@@ -11,7 +11,8 @@ import tomli_w
 
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
-from mtjax.migrate.suggest import advice
+from mtjax.migrate.argument import option_of
+from mtjax.migrate.suggest import meaning
 from mtjax.storage import is_file, read_bytes, shown
 
 
@@ -54,10 +55,10 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
 
 def _advice(name: str, value: Any, fields: Mapping[str, Any]) -> str:
     """Returns what to write for a key that does not exist: what other tools mean by it, or the nearest in spelling."""
-    typed = advice(f"--{name}", str(value), {f"--{setting.replace('_', '-')}" for setting in section_by_setting()})
-    if typed.startswith(" - "):
+    meant = meaning(option_of(name), str(value), {option_of(setting) for setting in section_by_setting()})
+    if meant is None:
         return nearest(name, fields)
-    return re.sub(r"--([\w-]+)", lambda option: option[1].replace("-", "_"), typed)
+    return re.sub(r"--([\w-]+)", lambda option: option[1].replace("-", "_"), meant)
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

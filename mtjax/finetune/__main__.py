@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtjax.cli import Command, argument, parse, run_main
+from mtjax.cli import Command, argument, parse, run_main, typed_options
 from mtjax.config import Config, replace
 from mtjax.config.common import COMMON_FINETUNING
 from mtjax.errors import UserError
@@ -97,8 +97,9 @@ def check_words(words: Sequence[str]) -> None:
     Raises:
       UserError: one is.
     """
+    typed = typed_options(words)
     for name in DECIDED:
-        if any(word == f"--{name}" or word.startswith(f"--{name}=") for word in words):
+        if f"--{name}" in typed:
             raise UserError(f"--{name} has no effect on a finetuning: the task, its rows and --epochs decide")
 
 

@@ -43,7 +43,7 @@ def _row(typed: str, status: Status, values: dict[str, Any]) -> Argument:
 
 def same(typed: str, setting: str, **values: Any) -> Argument:
     """A row for an argument whose value is that of a setting."""
-    values.setdefault("equal", option(setting))
+    values.setdefault("equal", option_of(setting))
     return _row(typed, "equal", values | {"setting": setting})
 
 
@@ -67,6 +67,6 @@ def off(row: Argument, dest: str) -> Argument:
     return Argument(**(vars(row) | {"dest": dest, "stores": False, "default": True}))
 
 
-def option(setting: str) -> str:
+def option_of(setting: str) -> str:
     """A setting as typed: `--learning-rate`."""
     return "--" + setting.replace("_", "-")

@@ -107,7 +107,6 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "quantization": ("--weights-dtype int8",),
     "prompt": ("the prompt itself, without an option",),
     # Short words.
-    "help-all": ("--help",),
     "output-folder": ("--out",),
     "gpus": ("--mesh auto (all devices) or --mesh N",),
     "epochs": ("--steps",),

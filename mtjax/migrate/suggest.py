@@ -19,19 +19,27 @@ def advice(option: str, value: str | None, known: Collection[str]) -> str:
       value: what was typed after it, None for nothing.
       known: options of the command, as typed.
     """
+    meant = meaning(option, value, known)
+    return nearest(option, known) if meant is None else meant
+
+
+def meaning(option: str, value: str | None, known: Collection[str]) -> str | None:
+    """Returns the same for an option that another tool has; None for others, and where the command has no equal."""
     name = option.replace("_", "-").lower()
     row = by_name().get(name)
     for text in OTHERS.get(name.removeprefix("--"), ()):
         if _has(text, known):
             return f": use {_with(text, value)}"
     if row is None or "--num-layers" not in known:  # a command that trains nothing
-        return nearest(option, known)
+        return None
     if row.status == "default":
         return f", and mtjax needs none: {row.note}"
     if row.status == "none":
         return f", and mtjax has no equal: {row.note}"
+    if not _has(row.equal, known):
+        return None
     note = f" ({_with(row.note, value)})" if row.note else ""
-    return f": use {_with(row.equal, value)}{note}" if _has(row.equal, known) else nearest(option, known)
+    return f": use {_with(row.equal, value)}{note}"
 
 
 def _has(text: str, known: Collection[str]) -> bool:

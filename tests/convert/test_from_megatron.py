@@ -44,7 +44,7 @@ export W="a 'b' c"
 declare -a D=(p "q r")
 readonly K=7
 torchrun --n ${#A[@]} prog.py ${A[*]} "${A[@]}" ${B[@]} $OPT "${B[@]}" "$Z" $Z"$C" "${D[@]}" $K ${W} "$W" '$X' \
-  "x${X}y"z ${A[1]} "" --w=$W 2>&1 | cat
+  "x${X}y"z ${A[1]} "" --w=$W ${V:-"}"} "${V:-"a}b"}" 2>&1 | cat
 """
 
 
@@ -360,9 +360,15 @@ WRONG = {
     "empty.sh": "has no command with arguments of Megatron-LM",
     "quote.sh": 'quote.sh, line 2: the quote " is not closed',
     "deep.sh": "nested more than 20 deep",
+    "body.sh": "body.sh, line 1: the body of this function is not in braces",
+    "function.sh": "function.sh, line 1: the body of this function is not in braces",
+    "case.sh": "case.sh, line 2: case has no word",
+    "backquote.sh": "has no command with arguments of Megatron-LM",
     "grown.sh": "the variable X grows beyond",
     "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
     "SMALL --lr": "--lr: must be a number",
+    "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
+    "SMALL --end-weight-decay x": "--end-weight-decay x: must be a number",
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
     "SMALL --rampup-batch-size 16": "must be three whole numbers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
@@ -383,6 +389,10 @@ def test_wrong_input_is_one_sentence(
     Path("empty.sh").write_text("echo hello\n")
     Path("quote.sh").write_text('X=1\nY="open\n')
     Path("deep.sh").write_text("f() { f; }\nf\n")
+    Path("body.sh").write_text("f() (echo)\ng() { echo; }\n")
+    Path("function.sh").write_text("function")
+    Path("case.sh").write_text("X=1\ncase")
+    Path("backquote.sh").write_text("X=$((1 + `))")
     Path("grown.sh").write_text("X=" + "x" * 1000 + "\n" + 'X="$X$X$X$X"\n' * 12)
     words = words.replace("SCRIPT", str(SCRIPTS / "gpt3_175b.sh")).replace("SMALL", f"-- {' '.join(SMALL)}")
     assert cli.main(["from-megatron", *words.split()]) == 2

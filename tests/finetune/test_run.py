@@ -163,6 +163,7 @@ SEVERAL = ["--coordinator", "localhost:12345", "--num-processes", "2", "--proces
         (["--task", "sst"], "--task sst is not one of"),
         (["--task", "none"], "--task is missing: it is one of mnli, qqp"),
         (["--steps", "5"], "--steps has no effect on a finetuning"),
+        (["--train_samples", "5"], "--train-samples has no effect on a finetuning"),
         (["--sequence-length", "17"], "above the 16 positions of the weights"),
         (["--num-layers", "2"], "num_layers is 3 there and 2 here"),
         (["--task", "rte"], "and needs sentence1 and sentence2"),

@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 
-from mtjax.convert.from_megatron.expand import shown, unknown_in
+from mtjax.convert.from_megatron.expand import unknown_in
 
 Decided = bool | None
 """None: it can't be decided."""
@@ -25,12 +25,10 @@ def decide(words: Sequence[str]) -> Decided:
     Args:
       words: those between the brackets, with their variables put in; `&&` and `||` among them.
     """
-    for joined, combine in ((("||", "-o"), any), (("&&", "-a"), all)):
-        at = next((i for i, word in enumerate(words) if word in joined), None)
+    for operator, old in (("||", "-o"), ("&&", "-a")):
+        at = next((i for i, word in enumerate(words) if word in (operator, old)), None)
         if at is not None:
-            sides = [decide(words[:at]), decide(words[at + 1 :])]
-            decisive = combine is any
-            return decisive if decisive in sides else None if None in sides else not decisive
+            return both(decide(words[:at]), operator, decide(words[at + 1 :]))
     if words[:1] == ["!"]:
         found = decide(words[1:])
         return None if found is None else not found
@@ -39,6 +37,14 @@ def decide(words: Sequence[str]) -> Decided:
     if len(words) == 2:
         return _of_one(*words)
     return _of_two(*words) if len(words) == 3 else None
+
+
+def both(left: Decided, operator: str, right: Decided) -> Decided:
+    """Returns what `left && right`, or `left || right`, is."""
+    decisive = operator == "||"
+    if decisive in (left, right):
+        return decisive
+    return None if None in (left, right) else not decisive
 
 
 def _of_one(operator: str, word: str) -> Decided:
@@ -61,8 +67,3 @@ def _of_two(left: str, operator: str, right: str) -> Decided:
         except ValueError:
             return None
     return None
-
-
-def said(words: Sequence[str]) -> str:
-    """Returns a condition as it is typed."""
-    return " ".join(map(shown, words))

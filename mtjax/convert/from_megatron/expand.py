@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mtjax.convert.from_megatron.lexer import Part, Token, tokens
+from mtjax.convert.from_megatron.lexer import Part, Token, bracket_end, tokens
 from mtjax.errors import UserError
 
 Value = str | list[str]
@@ -73,9 +73,8 @@ class Variables:
             raise UserError(f"the variable {name} grows beyond {_LONGEST} characters")
         self.values[name] = value
 
-    def fields(self, word: Token | Sequence[Part]) -> list[str]:
+    def fields(self, word: Token) -> list[str]:
         """Returns what a word expands to: none, one or several words."""
-        parts = word.parts if isinstance(word, Token) else word
         found: list[str] = []
         now: str | None = None
 
@@ -85,7 +84,7 @@ class Variables:
                 found.append(now)
             now = None
 
-        for part in parts:
+        for part in word.parts:
             if part.style == "literal" or (part.style == "quoted" and not part.text):
                 now = (now or "") + part.text
                 continue
@@ -102,9 +101,8 @@ class Variables:
         end()
         return found
 
-    def text(self, word: Token | Sequence[Part]) -> str:
-        """Returns a word expanded and not split, as in an assignment."""
-        parts = word.parts if isinstance(word, Token) else word
+    def text(self, parts: Sequence[Part]) -> str:
+        """Returns the parts of a word, expanded and not split, as in an assignment."""
         texts = []
         for part in parts:
             if part.style == "literal":
@@ -143,9 +141,9 @@ class Variables:
         at, plain = 0, ""
         while at < len(text):
             if text[at] == "`":
-                end = text.find("`", at + 1)
-                yield plain + unknown(text[at : end + 1]), False
-                plain, at = "", end + 1
+                end = text.find("`", at + 1) + 1 or len(text)
+                yield plain + unknown(text[at:end]), False
+                plain, at = "", end
                 continue
             if text[at] != "$" or at + 1 == len(text):
                 plain, at = plain + text[at], at + 1
@@ -161,16 +159,14 @@ class Variables:
 
     def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
         """Returns the values of the expansion at a `$`, and where it ends."""
-        if text.startswith("$((", at):
-            end = _matching(text, at + 1)
-            return [str(self.number(text[at + 3 : end - 2]))], end
-        if text.startswith("$(", at):
-            end = _matching(text, at + 1)
-            command = text[at + 2 : end - 1].strip()
-            return (["."] if command == "pwd" else [unknown(text[at:end])]), end
-        if text.startswith("${", at):
-            end = _matching(text, at + 1)
-            return self._braced(text[at + 2 : end - 1]), end
+        if text.startswith(("$(", "${"), at):
+            end = bracket_end(text, at + 1) or len(text)
+            inner = text[at + 2 : end - 1]
+            if text[at + 1] == "{":
+                return self._braced(inner), end
+            if inner.startswith("("):
+                return [str(self.number(inner[1:-1]))], end
+            return (["."] if inner.strip() == "pwd" else [unknown(text[at:end])]), end
         match = _NAME.match(text, at + 1)
         if not match:
             return ["$"], at + 1
@@ -228,18 +224,6 @@ class Variables:
             return value
         place = int(index) if index and index.isdigit() else 0
         return [value[place]] if place < len(value) else [""]
-
-
-def _matching(text: str, at: int) -> int:
-    """Returns the end of the bracket that opens at a place."""
-    opened = text[at]
-    closed = {"(": ")", "{": "}"}[opened]
-    depth = 0
-    for i in range(at, len(text)):
-        depth += (text[i] == opened) - (text[i] == closed)
-        if not depth:
-            return i + 1
-    return len(text)
 
 
 def evaluate(text: str) -> Any:

@@ -57,7 +57,7 @@ def _is_name(word: str) -> bool:
 
 
 def _put(name: str, values: list[str], given: Given) -> None:
-    row = by_name().get(name) or by_name().get(name.replace("_", "-"))
+    row = by_name().get(name.replace("_", "-"))
     typed = shortened(" ".join([name, *map(shown, values)]), 70)
     missing = next((why for value in values if (why := _why(value))), "")
     if row is None:

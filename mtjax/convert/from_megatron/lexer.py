@@ -1,6 +1,7 @@
 """Words and operators of a bash script, with quotes kept apart, since they decide what is expanded and split."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -51,9 +52,33 @@ def tokens(text: str, source: str) -> list[Token]:
     return list(_Lexer(text, source).run())
 
 
+def bracket_end(text: str, at: int) -> int | None:
+    """Returns the place after the bracket that closes the one at a place, outside of quotes; None if none does."""
+    opened = text[at]
+    closed = {"(": ")", "{": "}"}[opened]
+    depth, quote = 0, ""
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 1
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == opened:
+            depth += 1
+        elif char == closed:
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    return None
+
+
 class _Lexer:
     def __init__(self, text: str, source: str) -> None:
         self._text, self._source = text.replace("\r\n", "\n"), source
+        self._newlines = [match.start() for match in re.finditer("\n", self._text)]
         self._at = 0
         self._heredocs: list[str] = []
 
@@ -82,7 +107,7 @@ class _Lexer:
 
     @property
     def _line(self) -> int:
-        return self._text.count("\n", 0, self._at) + 1
+        return bisect_left(self._newlines, self._at) + 1
 
     def _end_of_line(self) -> int:
         end = self._text.find("\n", self._at)
@@ -166,33 +191,18 @@ class _Lexer:
     def _expansion_end(self, at: int) -> int:
         """Returns the end of `$(...)`, `${...}` or a command in backquotes at a place, or the next character."""
         text = self._text
-        if text.startswith("$(", at):
-            return self._matching("(", ")", at + 1)
-        if text.startswith("${", at):
-            return self._matching("{", "}", at + 1)
+        if text.startswith(("$(", "${"), at):
+            return self._bracket_end(at + 1)
         if text[at] == "`":
             return self._closing("`", at + 1) + 1
         return at + 1
 
-    def _matching(self, opened: str, closed: str, at: int) -> int:
-        depth, start, quote = 0, at, ""
-        while at < len(self._text):
-            char = self._text[at]
-            if char == "\\":
-                at += 1
-            elif quote:
-                quote = "" if char == quote else quote
-            elif char in "'\"":
-                quote = char
-            elif char == opened:
-                depth += 1
-            elif char == closed:
-                depth -= 1
-                if not depth:
-                    return at + 1
-            at += 1
-        self._at = start
-        raise UserError(f"{self._source}, line {self._line}: {opened} is not closed")
+    def _bracket_end(self, at: int) -> int:
+        end = bracket_end(self._text, at)
+        if end is None:
+            self._at = at
+            raise UserError(f"{self._source}, line {self._line}: {self._text[at]} is not closed")
+        return end
 
     def _closing(self, quote: str, at: int) -> int:
         end = self._text.find(quote, at)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mtjax.convert.from_megatron.conditions import Decided, decide, said
+from mtjax.convert.from_megatron.conditions import Decided, both, decide
 from mtjax.convert.from_megatron.expand import Value, Variables, shown, unknown, unknown_in
 from mtjax.convert.from_megatron.lexer import Part, Token, tokens
 from mtjax.errors import UserError
@@ -76,16 +76,22 @@ class Script:
                 at, status = end + 1, True if not is_skipped else status
                 continue
             if _is_function(found, at):
-                start = next(i for i in range(at, len(found)) if found[i].bare == "{")
-                name = found[at + 1].raw if token.bare == "function" else token.raw
-                end = _end_of(found, start)
-                self._functions[name] = found[start + 1 : end]
-                at = end + 1
+                at = self._define(found, at)
                 continue
             end = _end_of_command(found, at)
             if not is_skipped:
                 status = self._command(found[at:end], variables, depth)
             at = end
+
+    def _define(self, found: list[Token], at: int) -> int:
+        """Remembers the function at a place, with its body; returns the place after it."""
+        named = at + (found[at].bare == "function")
+        start = next((i for i in range(named + 1, len(found)) if found[i].operator not in ("(", ")", "\n")), named)
+        if start >= len(found) or found[start].bare != "{":
+            raise UserError(f"{self._source}, line {found[at].line}: the body of this function is not in braces")
+        end = _end_of(found, start)
+        self._functions[found[named].raw] = found[start + 1 : end]
+        return end + 1
 
     def _command(self, words: list[Token], variables: Variables, depth: int) -> Decided:
         """Reads one command: assignments, a condition, a function, or one to remember. Returns its status."""
@@ -95,7 +101,7 @@ class Script:
             return None if found is None else not found
         if first in ("[", "[[", "test"):
             inner = words[1:] if first == "test" else words[1:-1]
-            return decide([word.operator or variables.text(word) for word in inner])
+            return decide([word.operator or variables.text(word.parts) for word in inner])
         if first in ("true", ":", "false"):
             return first != "false"
         rest = words
@@ -175,10 +181,9 @@ class Script:
             body, keyword, rest = _parted(rest, "elif", "else")
             holds = self._holds(condition, variables, depth)
             if holds is None:
-                words = [word.operator or variables.text(word) for word in condition if word.operator != "\n"]
-                self._note(
-                    first, f"whether {said([w for w in words if w != ';'])} holds is not known: its branch is not read"
-                )
+                typed = [word.operator or shown(variables.text(word.parts)) for word in condition]
+                words = " ".join(word for word in typed if word not in ("\n", ";"))
+                self._note(first, f"whether {words} holds is not known: its branch is not read")
             if holds:
                 self._read(body, variables, depth + 1)
                 return
@@ -190,26 +195,21 @@ class Script:
             condition, _, rest = _parted(rest, "then")
 
     def _holds(self, condition: list[Token], variables: Variables, depth: int) -> Decided:
-        """Whether a list of commands, joined by && and ||, ends well."""
+        """Returns whether a list of commands, joined by && and ||, succeeds."""
         at, holds, joined = 0, True, ""
         while at < len(condition):
-            token = condition[at]
-            if token.operator:
-                joined = token.operator if token.operator in ("&&", "||") else joined if token.operator == "(" else ""
-                if token.operator == "(":
-                    return None  # (( ... ))
+            operator = condition[at].operator
+            if operator == "(":
+                return None  # (( ... ))
+            if operator:
+                joined = operator if operator in ("&&", "||") else ""
                 at += 1
                 continue
             end = _end_of_command(condition, at)
             is_skipped = (joined == "&&" and holds is False) or (joined == "||" and holds is True)
             if not is_skipped:
                 found = self._status(condition[at:end], variables, depth)
-                if joined == "&&" and holds is None:
-                    holds = False if found is False else None
-                elif joined == "||" and holds is None:
-                    holds = True if found else None
-                else:
-                    holds = found
+                holds = both(holds, joined, found) if joined else found
             at = end
         return holds
 
@@ -220,14 +220,16 @@ class Script:
         return self._command(words, variables, depth) if is_decided else None
 
     def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
-        value = variables.text(inner[0])
+        if not inner:
+            raise UserError(f"{self._source}, line {first.line}: case has no word")
+        value = variables.text(inner[0].parts)
         if unknown_in(value):
             self._note(first, f"case {shown(value)} is not known: none of its branches is read")
             return
         rest = inner[2:]
         while rest:
             at = next((i for i, token in enumerate(rest) if token.operator == ")"), len(rest))
-            patterns = [variables.text(token) for token in rest[:at] if not token.operator]
+            patterns = [variables.text(token.parts) for token in rest[:at] if not token.operator]
             end = next((i for i in range(at, len(rest)) if rest[i].operator == ";;"), len(rest))
             if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
                 self._read(rest[at + 1 : end], variables, depth + 1)

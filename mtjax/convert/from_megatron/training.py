@@ -5,7 +5,8 @@ from typing import Any
 
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
-from mtjax.migrate.megatron import OF_MODEL, TABLE
+from mtjax.migrate.argument import option_of
+from mtjax.migrate.megatron import OF_MODEL, TABLE, by_dest
 
 _TEXTS = ("out", "cache_dir")
 """Settings that are text even where it looks like a number."""
@@ -19,9 +20,6 @@ def translate_plain(to: Translation) -> None:
         value = to.get(row.dest)
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
             to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
-    to.settings["split"] = str(to.settings["split"]).replace(" ", "")
-    if isinstance(to.get("split"), tuple):
-        to.settings["split"] = ",".join(str(share).strip(",") for share in to.get("split"))
     if to.settings.get("valid_batches") == 0:  # Megatron's way to say: no validation
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
@@ -50,7 +48,7 @@ def translate_schedule(to: Translation) -> None:
             to.set(dest, {setting: max(1, round(to.get(dest) / batch))})
             if to.get(dest) % batch:
                 steps = to.settings[setting]
-                to.differs.append(f"--{setting.replace('_', '-')} {steps}: {to.get(dest)} samples, rounded to steps")
+                to.differs.append(f"{option_of(setting)} {steps}: {to.get(dest)} samples, rounded to steps")
     if to.has("lr_warmup_fraction"):
         steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
         to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
@@ -60,7 +58,7 @@ def translate_schedule(to: Translation) -> None:
         to.set("end_weight_decay", {"weight_decay": to.get("end_weight_decay")})
     for dest, what in (("lr", "learning rate"), ("train_iters", "number of steps")):
         if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
-            name = f"--{dest.replace('_', '-')}"
+            name = by_dest()[dest].names[0]
             to.differs.append(f"{name} could not be read or is missing: the {what} is mtjax's default")
 
 
@@ -102,8 +100,13 @@ def translate_data(to: Translation) -> None:
         if to.has(dest):
             value = to.get(dest)
             to.set(dest, {setting: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)})
-    if "split" not in to.given.values:
+    shares = to.given.values.get("split")
+    if shares is None:
         to.settings.pop("split", None)  # Megatron's default is mtjax's
+    elif isinstance(shares, tuple):
+        to.settings["split"] = ",".join(str(share).strip(",") for share in shares)
+    else:
+        to.settings["split"] = str(shares).replace(" ", "")
     tokenizer = _tokenizer(to)
     if tokenizer is not None:
         to.set("tokenizer_type", {"tokenizer": tokenizer})

@@ -1,7 +1,6 @@
 """From arguments of Megatron-LM to a run of mtjax."""
 
 from functools import cache
-from typing import get_args, get_type_hints
 
 from mtjax.config import Config
 from mtjax.convert.from_megatron.given import Given
@@ -15,6 +14,7 @@ from mtjax.convert.from_megatron.training import (
 )
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
+from mtjax.help import options_of
 from mtjax.migrate.megatron import by_dest
 from mtjax.theory.mesh import MeshShape
 
@@ -64,6 +64,8 @@ _SIZES = frozenset(
 """Attributes of arguments that are whole numbers above 0."""
 _COUNTS = frozenset({"lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"})
 _FRACTIONS = frozenset({"lr_warmup_fraction"})
+_NUMBERS = frozenset({"rotary_seq_len_interpolation_factor", "end_weight_decay"})
+"""Attributes of arguments that are numbers, where neither a default nor a setting of the same value shows it."""
 
 
 def _check_types(given: Given) -> None:
@@ -75,7 +77,7 @@ def _check_types(given: Given) -> None:
     for dest, value in given.values.items():
         is_whole = type(value) is int
         is_number = is_whole or type(value) is float
-        default = by_dest()[dest].default
+        row = by_dest()[dest]
         wanted = ""
         if dest in _SIZES:
             wanted = "" if is_whole and value > 0 else "a whole number above 0"
@@ -88,7 +90,11 @@ def _check_types(given: Given) -> None:
             wanted = "" if is_ramp else "three whole numbers: START INCREMENT SAMPLES"
         elif dest == "moe_aux_loss_coeff" and isinstance(value, tuple):
             wanted = "" if all(type(item) in (int, float) for item in value) else "numbers"
-        elif (type(default) in (int, float) and dest != "moe_layer_freq") or _is_number(by_dest()[dest].setting):
+        elif (
+            dest in _NUMBERS
+            or row.setting in _numbers()
+            or (type(row.default) in (int, float) and dest != "moe_layer_freq")
+        ):
             wanted = "" if is_number else "a number"
         if wanted:
             raise UserError(f"{given.source}: {given.typed.get(dest, dest)}: must be {wanted}")
@@ -97,9 +103,4 @@ def _check_types(given: Given) -> None:
 @cache
 def _numbers() -> frozenset[str]:
     """Settings that are numbers."""
-    hints = [field for section in get_type_hints(Config).values() for field in get_type_hints(section).items()]
-    return frozenset(name for name, hint in hints if {int, float} & {hint, *get_args(hint)})
-
-
-def _is_number(setting: str | None) -> bool:
-    return setting in _numbers()
+    return frozenset(option.field for option in options_of(Config) if option.type in (int, float))
