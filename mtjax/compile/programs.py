@@ -17,7 +17,7 @@ from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.checkpoints.weights import find_weights
 from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.folder.tokenizer import find_tokenizer
-from mtjax.train.objective import continues_text, resolve
+from mtjax.train.objective import PRETRAINING, continues_text, resolve
 from mtjax.train.processes.peers import Peers
 from mtjax.train.setup import find_devices, with_mesh
 from mtjax.train.step import Program, make_program
@@ -47,7 +47,7 @@ def compile_run(config: Config, folder: str | None) -> None:
         tokenizer = find_tokenizer(config, config.output.out, weights).tokenizer
         past = newest_past(config.output.out / "checkpoints") if config.output.resume and config.output.out else None
         resolved = resolve(config, tokenizer, Path(), past)
-        program = make_program(scheduled(resolved, past), mesh)
+        program = make_program(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]

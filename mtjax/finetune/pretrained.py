@@ -27,6 +27,7 @@ from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
 from mtjax.train.objective import Objective, position_in
 from mtjax.train.processes.exchange import this_process
+from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -83,9 +84,9 @@ class OnPretrained(Objective):
         epochs = 2 * config.finetuning.epochs
         return [f"{self.command} --config {out}/config.toml --epochs {epochs:g} --out {out}-{epochs:g}-epochs"]
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config as it is: the rates of a finetuning change over its epochs, also where these were changed."""
-        return config
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps of the run: its rates change over its epochs, even if these were changed."""
+        return horizon_of(config.optimizer, config.training.steps)
 
     def in_order(
         self,

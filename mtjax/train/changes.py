@@ -15,7 +15,7 @@ from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError, shortened
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.checkpoints.past import Past
-from mtjax.train.schedule import horizon_of, make_schedule
+from mtjax.train.schedule import Horizon, make_schedule
 
 ORDER, DATA = "order", "data"
 KINDS = (ORDER, DATA)
@@ -132,12 +132,9 @@ def _value(config: Config, name: str) -> Any:
     return getattr(getattr(config, section_by_setting()[name]), name)
 
 
-def scheduled(config: Config, past: Past | None) -> Config:
-    """The config with the steps over which learning rate and weight decay change: those of the run that is resumed."""
-    if past is None:
-        return config
-    horizon = horizon_of(config.optimizer, config.training.steps, past.horizon)
-    # Where no step so far depends on the end of the decay, it is the run's new end.
+def scheduled(config: Config, horizon: Horizon) -> Config:
+    """Returns the config with the steps over which learning rate and weight decay change."""
+    # Where no step so far depends on the end of the decay, it is the end of the run.
     decay_steps = horizon.decay_steps or max(config.training.steps, config.optimizer.warmup_steps + 1)
     return configs.replace(config, steps=horizon.steps, decay_steps=decay_steps)
 

@@ -19,6 +19,7 @@ from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_we
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.processes.exchange import this_process
+from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -137,8 +138,8 @@ class Objective(Protocol):
         """
         ...
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config with the steps over which its rates change.
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps over which the rates of a run change.
 
         Raises:
           UserError: the resumed run would learn nothing.
@@ -258,16 +259,16 @@ class Pretraining:
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
         return config, Text(tokenizer, train, held_out, position, found.files, found.is_kept)
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config with the steps over which its rates change, which stay those of the run when it is resumed.
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps over which the rates of a run change, which a resumed run keeps.
 
         Raises:
           UserError: the learning rate of all steps left is 0.
         """
-        now = scheduled(config, past)
+        horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:
-            check_learns(past, config, now)
-        return now
+            check_learns(past, config, scheduled(config, horizon))
+        return horizon
 
     def lessons(self, program: Program) -> Lessons | None:
         """None: text is learnt without a teacher."""

@@ -23,7 +23,7 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
-from mtjax.train.changes import find_changes, rate_of, table
+from mtjax.train.changes import find_changes, rate_of, scheduled, table
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.past import Past, RunRecord, newest_past
@@ -35,7 +35,7 @@ from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, Text, position_in
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
-from mtjax.train.schedule import horizon_of
+from mtjax.train.schedule import Horizon
 from mtjax.train.step import Program, make_program
 from mtjax.train.watch.best import Best, Goal
 from mtjax.train.watch.metrics import CONVENTION, read_metrics
@@ -74,6 +74,7 @@ class Prepared:
     """Everything that the text, the machine and what was done so far decide is filled in."""
     text: Text
     program: Program
+    horizon: Horizon
     past: Past | None
     """The run that is resumed, as far as this depends on it."""
 
@@ -85,12 +86,12 @@ class Prepared:
     def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
         """Lets the checkpoints of all tiers keep the record of the run, and says in a table what a resumed run does
         otherwise than before; nothing where nothing has changed."""
-        scheduled, position = self.program.config, self.text.position
-        record = RunRecord(position, horizon_of(scheduled.optimizer, scheduled.training.steps), str(Path.cwd()))
+        position = self.text.position
+        record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:
                 tier.record = record
-        rows = find_changes(self.past, self.config, scheduled, position) if self.past else []
+        rows = find_changes(self.past, self.config, self.program.config, position) if self.past else []
         if self.past is not None and rows:
             say(table(self.past, rows))
 
@@ -174,7 +175,8 @@ def prepare(
             "config.toml are meant from there)"
         ) from e
     times.begin(MODEL)
-    return Prepared(resolved, text, make_program(objective.scheduled(resolved, past), place.mesh), past)
+    horizon = objective.horizon(resolved, past)
+    return Prepared(resolved, text, make_program(scheduled(resolved, horizon), place.mesh), horizon, past)
 
 
 def check_memory(program: Program) -> None:

@@ -254,3 +254,13 @@ def test_two_ends_of_a_run_are_refused(short: Launcher, run: Finished) -> None:
 def test_a_warmup_longer_than_the_run_is_said(short: Launcher) -> None:
     said = short.train_here("warm", "--steps", "3", *SMALL)
     assert "note    warmup_steps 4 is not below the run's 3 steps: the learning rate climbs to 1.00e-03" in said.stdout
+
+
+def test_a_run_that_is_resumed_twice_within_its_warmup_decays_over_its_last_steps(short: Launcher) -> None:
+    short.train_here("climbing", "--steps", "3", *SMALL)
+    assert resume(short, "climbing", "--steps", "4").code == 0
+    longer = resume(short, "climbing", "--steps", "8")
+    assert longer.code == 0, longer.stderr
+    # Megatron's cosine from the peak 2e-3 at step 4 to 2e-4 at step 8.
+    expected = [2e-4 + 1.8e-3 * (1 + np.cos(np.pi * (k - 4) / 4)) / 2 for k in range(4, 8)]
+    assert [entry["learning_rate"] for entry in longer.metrics[4:]] == pytest.approx(expected, rel=1e-5)
