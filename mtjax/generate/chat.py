@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL
 from mtjax.data.tokens.template_files import DEFAULT, template_files
 from mtjax.errors import UserError, first_line, nearest, require, shortened
 from mtjax.generate.chat_environment import ChatEnvironment, Spans
@@ -14,7 +15,6 @@ from mtjax.generate.weights import read_json
 
 TOOL_USE = "tool_use"
 """The name of the template for conversations with tools, where a tokenizer has several."""
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients and data sets write what the assistant thinks."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -98,7 +98,7 @@ class ChatTemplate:
         Raises:
           UserError: it can't be read.
         """
-        settings = read_json(folder / "tokenizer_config.json")
+        settings = read_json(folder / CONFIG)
         files = {DEFAULT: named} if named else template_files(folder)
         texts: Any = {name: _read(path) for name, path in files.items()} or settings.get("chat_template")
         if isinstance(texts, list):
@@ -106,8 +106,8 @@ class ChatTemplate:
         if not texts:
             return None
         if not all(isinstance(text, str) for text in (texts.values() if isinstance(texts, dict) else [texts])):
-            raise UserError(f"the chat_template in {folder / 'tokenizer_config.json'} is not text")
-        return cls(texts, special_names(settings, read_json(folder / SPECIAL_TOKENS_FILE)), str(named or folder))
+            raise UserError(f"the chat_template in {folder / CONFIG} is not text")
+        return cls(texts, special_names(settings, read_json(folder / SPECIAL)), str(named or folder))
 
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs | None = None, *, to_be_answered: bool = True
@@ -199,14 +199,14 @@ class _Compiled:
     has_generation: bool
 
 
-def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any] | None = None) -> dict[str, str]:
+def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
     """Reads `bos_token` and the like, which are strings or objects with a `content`.
 
     Args:
       settings: of tokenizer_config.json.
       legacy: of special_tokens_map.json, which older folders have; the settings of newer ones hold all tokens.
     """
-    known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **(legacy or {})}
+    known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **legacy}
     more = known.get("extra_special_tokens")
     named = {name: value for name, value in known.items() if name.endswith("_token")}
     named |= more if isinstance(more, dict) else {}

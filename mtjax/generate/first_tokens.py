@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtjax.convert.saved_model import SavedModel
+from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.generate.chat import special_names
 from mtjax.generate.weights import read_json
 
-SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-"""Hugging Face's names of special tokens; where both name one, the last file goes first."""
 PROBE = "a"
 """A text that every vocabulary can encode."""
 
@@ -39,7 +38,7 @@ def first_tokens(tokenizer: Tokenizer, folder: Path | None, config: Mapping[str,
 
     Args:
       tokenizer: encodes the text.
-      folder: has the tokenizer's settings (`SETTINGS_FILES`), if there are any.
+      folder: has the tokenizer's settings, if there are any.
       config: Hugging Face's `config.json` of the model; empty where there is none.
 
     Raises:
@@ -73,9 +72,7 @@ def named_token(tokenizer: Tokenizer, folder: Path, name: str) -> int | None:
     Raises:
       UserError: a file of settings is not a JSON object.
     """
-    names: dict[str, str] = {}
-    for file in SETTINGS_FILES:
-        names |= special_names(read_json(folder / file))
+    names = special_names(read_json(folder / CONFIG), read_json(folder / SPECIAL))
     return tokenizer.special(names[name]) if name in names else None
 
 
