@@ -6,7 +6,8 @@ from typing import Any
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.errors import UserError, parse_json_object
+from mtjax.data.tokens.pretrained_settings import read_object
+from mtjax.errors import UserError
 from mtjax.train.folder.run_folder import writing
 
 RECORD = "settings.json"
@@ -26,7 +27,7 @@ def record_settings(config: Config, folder: Path) -> None:
       UserError: the run was begun with others, or nothing says with which; the record can't be read or written.
     """
     path = folder.parent / RECORD
-    record = parse_json_object(path.read_bytes(), path) if path.is_file() else {}
+    record = read_object(path)
     now = settings_of(config)
     if folder.exists():
         begun = record.get(folder.name)

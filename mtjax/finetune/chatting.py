@@ -15,6 +15,7 @@ from mtjax.data import Dataset
 from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG
+from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
@@ -26,7 +27,6 @@ from mtjax.finetune.pretrained import FinetuningTokenizer, OnPretrained
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import ChatTemplate
-from mtjax.generate.weights import read_json
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import read_files
@@ -168,7 +168,7 @@ class Chatting(OnPretrained):
         templates = {DEFAULT: template} if template else template_files(found.folder)
         for name, path in templates.items():
             kept[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
-        settings = read_json(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
+        settings = read_object(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
         return kept | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL
+from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, read_object
 from mtjax.data.tokens.template_files import DEFAULT, template_files
 from mtjax.errors import UserError, first_line, nearest, require, shortened
 from mtjax.generate.chat_environment import ChatEnvironment, Spans
-from mtjax.generate.weights import read_json
 
 TOOL_USE = "tool_use"
 """The name of the template for conversations with tools, where a tokenizer has several."""
@@ -98,7 +97,7 @@ class ChatTemplate:
         Raises:
           UserError: it can't be read.
         """
-        settings = read_json(folder / CONFIG)
+        settings = read_object(folder / CONFIG)
         files = {DEFAULT: named} if named else template_files(folder)
         texts: Any = {name: _read(path) for name, path in files.items()} or settings.get("chat_template")
         if isinstance(texts, list):
@@ -107,7 +106,7 @@ class ChatTemplate:
             return None
         if not all(isinstance(text, str) for text in (texts.values() if isinstance(texts, dict) else [texts])):
             raise UserError(f"the chat_template in {folder / CONFIG} is not text")
-        return cls(texts, special_names(settings, read_json(folder / SPECIAL)), str(named or folder))
+        return cls(texts, special_names(settings, read_object(folder / SPECIAL)), str(named or folder))
 
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs | None = None, *, to_be_answered: bool = True

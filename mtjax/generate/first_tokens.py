@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtjax.convert.saved_model import SavedModel
-from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL
+from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.generate.chat import special_names
-from mtjax.generate.weights import read_json
 
 PROBE = "a"
 """A text that every vocabulary can encode."""
@@ -72,7 +71,7 @@ def named_token(tokenizer: Tokenizer, folder: Path, name: str) -> int | None:
     Raises:
       UserError: a file of settings is not a JSON object.
     """
-    names = special_names(read_json(folder / CONFIG), read_json(folder / SPECIAL))
+    names = special_names(read_object(folder / CONFIG), read_object(folder / SPECIAL))
     return tokenizer.special(names[name]) if name in names else None
 
 

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from mtjax.config import Config, Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.samples.t5 import t5_ids
+from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import UserError, parse_json_object
+from mtjax.errors import UserError
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import check_whole_samples, parse_mesh
@@ -120,7 +121,7 @@ def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
 
 def _settings(saved: SavedModel) -> list[Mapping[str, Any]]:
     origin = saved.source.origin
-    return [origin.hugging_face, read_json(origin.files / "generation_config.json")]
+    return [origin.hugging_face, read_object(origin.files / "generation_config.json")]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:
@@ -133,15 +134,6 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
     if index is None:
         raise UserError(f"the vocabulary has no {name}, and a BERT's prompt needs it: give its own --tokenizer")
     return index
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; an empty one where there is no file.
-
-    Raises:
-      UserError: the file is not a JSON object.
-    """
-    return parse_json_object(path.read_bytes(), path) if path.is_file() else {}
 
 
 def config_in_words(config: Config, parameters: Tree) -> str:

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.chat import ChatTemplate, Message, TemplateInputs
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.generate.text import BROKEN
-from mtjax.generate.weights import read_json
 from mtjax.serve.refused import Refused
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ class Tokens:
     ) -> None:
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
-        self.settings: Mapping[str, Any] = read_json(folder / "tokenizer_config.json")
-        self.first = first_tokens(tokenizer, folder, read_json(folder / "config.json"))
+        self.settings: Mapping[str, Any] = read_object(folder / "tokenizer_config.json")
+        self.first = first_tokens(tokenizer, folder, read_object(folder / "config.json"))
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._before = tokenizer.encode("a")[-1:]
