@@ -11,6 +11,7 @@ from mtjax.errors import UserError
 from mtjax.finetune.chat_rows import ASSISTANT, Chat
 from mtjax.generate.chat import REASONING, ChatTemplate, Message
 from mtjax.generate.chat_environment import Spans
+from mtjax.generate.first_tokens import is_special
 
 PROBES = ("ANSWER", "ZEBRA")
 """What an assistant says where only the words around it matter; they begin with different letters."""
@@ -206,12 +207,8 @@ class ChatEncoder:
         """The first special token behind an answer."""
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PROBES[0]}]
         behind = template.render(messages, to_be_answered=False).rpartition(PROBES[0])[2]
-        return next((token for token in self._tokenizer.encode_marked(behind) if self._is_special(token)), None)
-
-    def _is_special(self, token: int) -> bool:
-        """Whether a token stands for its name only where names of special tokens do."""
-        tokenizer, name = self._tokenizer, self._tokenizer.token(token)
-        return tokenizer.encode_marked(name) == [token] != tokenizer.encode(name)
+        tokens = self._tokenizer.encode_marked(behind)
+        return next((token for token in tokens if is_special(self._tokenizer, token)), None)
 
 
 def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> tuple[int, str]:
