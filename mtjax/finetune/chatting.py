@@ -16,7 +16,7 @@ from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG
 from mtjax.data.tokens.pretrained_settings import read_object
-from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
+from mtjax.data.tokens.template_files import TEMPLATE_FILE, template_names
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
 from mtjax.finetune.chat_rows import Chat, read_chats
@@ -162,12 +162,13 @@ class Chatting(OnPretrained):
             say(f"note    {note}")
 
     def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
-        """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
-        kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
-        kept = {name: content for name, content in kept.items() if not name.endswith(".jinja")}
-        templates = {DEFAULT: template} if template else template_files(found.folder)
-        for name, path in templates.items():
-            kept[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
+        """Returns the files by which `mtjax generate`, and transformers after an export, render conversations alike."""
+        if found.is_kept:
+            return {}
+        kept = read_files(found.folder, (*DESCRIPTIONS, *template_names(found.folder))) | dict(found.files)
+        if template is not None:
+            kept = {name: content for name, content in kept.items() if not name.endswith(".jinja")}
+            kept[TEMPLATE_FILE] = template.read_bytes()
         settings = read_object(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
         return kept | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
 

@@ -115,7 +115,7 @@ class OnPretrained(Objective):
         order = position.order
         return shifted(Epochs(samples, config.training.seed, order.counts[-1]), order), position
 
-    def open_tokenizer(self, config: Config, out: Path) -> "FinetuningTokenizer":
+    def open_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
         """The tokenizer: of a resumed run its own, else the one that is named, else the weights'.
 
         Args:
