@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than before: what may change, what is refused, and the table that says it."""
+"""How a resumed run differs from the run that was saved: what may change, what is refused, and the table of changes."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -22,6 +22,7 @@ KINDS = (ORDER, DATA)
 """Changes that need `--allow-changed`: they begin a new order of samples in the middle of a run."""
 
 COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
+"""Sections whose settings are compared."""
 NOT_COMPARED = frozenset(
     {
         *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
@@ -30,15 +31,8 @@ NOT_COMPARED = frozenset(
     }
 )
 
-EFFECTS = {
-    "model": "used from the next step on",
-    "parallel": "sums are taken in another order: losses agree to rounding",
-    "data": "used from the next step on",
-    "optimizer": "used from the next step on",
-    "training": "used from the next step on",
-    "finetuning": "used from the next step on",
-}
-"""What a change does, by section of the setting."""
+EFFECT, EFFECT_ON_SUMS = "used from the next step on", "sums are taken in another order: losses agree to rounding"
+"""What a change does; the second of settings in the section `parallel`, and of those in `AS_PARALLEL`."""
 AS_PARALLEL = ("microbatch_size", "recompute", "loss_chunk", "unroll_layers", "attention")
 
 
@@ -218,7 +212,7 @@ def _effect(section: str, name: str, past: Past, config: Config, position: DataP
         if past.record is None:
             return "the checkpoint does not say which text was read: the order continues, if it is the same text"
         return "the training text is the same: its order continues"
-    return EFFECTS["parallel"] if name in AS_PARALLEL else EFFECTS[section]
+    return EFFECT_ON_SUMS if section == "parallel" or name in AS_PARALLEL else EFFECT
 
 
 def _reads(past: Past, left: int, total: int, is_longer: bool) -> str:
