@@ -154,7 +154,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     times.begin(DEVICES)
     place = find_place(config, name, peers, objective)
     again = partial(prepare, config, place, objective, allowed, times)
-    ready = again(find_past(config, place))
+    ready = again(find_past(config.output, place.out))
     config, text, program = ready.config, ready.text, ready.program
     check_memory(program)
     check_comparable(program)

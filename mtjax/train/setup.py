@@ -29,7 +29,7 @@ from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.past import Past, RunRecord, newest_past
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
 from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.checkpoints.weights import BEST
+from mtjax.train.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, Text, position_in
@@ -145,15 +145,13 @@ def find_place(config: Config, name: str, peers: Peers, objective: Objective) ->
     return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
 
 
-def find_past(config: Config, place: Place) -> Past | None:
-    """The run that `--resume` will probably continue: its newest checkpoint with a page that can be used.
+def find_past(output: Output, out: Path) -> Past | None:
+    """Returns the run in `out` that `--resume` will probably continue: its newest checkpoint with a usable page.
 
     Raises:
       UserError: a page can't be read, or has an unknown version.
     """
-    if not config.output.resume:
-        return None
-    return newest_past((place.out if place.remote else place.folder) / "checkpoints")
+    return newest_past(out / CHECKPOINTS) if output.resume else None
 
 
 def prepare(
@@ -275,7 +273,7 @@ def resume_command(objective: Objective, folder: Path) -> str:
 
 def open_checkpoints(place: Place, output: Output) -> Checkpoints:
     """The checkpoints of a run, in its folder or in the store where that is."""
-    return _checkpoints(place, "checkpoints", output.keep_last, output.keep_every)
+    return _checkpoints(place, CHECKPOINTS, output.keep_last, output.keep_every)
 
 
 def open_best(place: Place, step: int) -> Checkpoints:
