@@ -11,7 +11,6 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
-from mtjax.data.progress import say
 from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import path_of, same_path
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -25,8 +24,7 @@ from mtjax.theory.plans import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
-from mtjax.train.objective import Objective, position_in
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.objective import Objective, position_in, say_notes
 from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
@@ -128,8 +126,7 @@ class OnPretrained(Objective):
         own = owned_by_run(config, out) if config.output.resume else None
         if own is not None:
             note = check_resumed(own, config.data.tokenizer)
-            if note and not this_process():
-                say(f"note    {note}")
+            say_notes([note] if note else [])
             name = config.data.tokenizer or own.shown
             return FinetuningTokenizer(name, own.tokenizer, own.folder, {}, is_kept=True)
         if self.trunk is not None:

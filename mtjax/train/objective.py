@@ -1,7 +1,7 @@
 """What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
 
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -246,9 +246,7 @@ class Pretraining:
         init_from = config.training.init_from
         weights = find_weights(init_from) if init_from else None
         found = find_tokenizer(config, folder if config.output.resume else None, weights)
-        if not this_process():
-            for note in found.notes:
-                say(f"note    {note}")
+        say_notes(found.notes)
         tokenizer = found.tokenizer
         config = resolve(config, tokenizer, folder, past)
         total = data.train_samples(config.training, *position_in(past))
@@ -314,6 +312,14 @@ PRETRAINING = Pretraining()
 
 ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
 """Settings on which the order of pretraining's samples depends, besides the text."""
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Prints notes for the user, in the first process only."""
+    if this_process():
+        return
+    for note in notes:
+        say(f"note    {note}")
 
 
 def position_in(past: Past | None) -> tuple[int, int]:
