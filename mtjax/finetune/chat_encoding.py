@@ -33,27 +33,27 @@ NO_THOUGHT = "have answers without thoughts, though the generation prompt begins
 
 
 @dataclass(frozen=True)
-class Written:
+class EncodedSample:
     """A sample's tokens.
 
     Attributes:
       ids: int32 [tokens].
-      learnt: bool [tokens]: those that are trained on.
+      trained: bool [tokens]: those that are trained on.
     """
 
     ids: np.ndarray
-    learnt: np.ndarray
+    trained: np.ndarray
 
-    def begins(self, other: "Written") -> bool:
+    def begins(self, other: "EncodedSample") -> bool:
         """Whether the other sample begins with this one up to its last trained token."""
-        size = int(np.flatnonzero(self.learnt).max(initial=-1)) + 1
+        size = int(np.flatnonzero(self.trained).max(initial=-1)) + 1
         return np.array_equal(self.ids[:size], other.ids[:size])
 
-    def merged_into(self, other: "Written") -> "Written":
+    def merged_into(self, other: "EncodedSample") -> "EncodedSample":
         """The other sample, which this one `begins`, trained on the tokens of both."""
-        learnt, size = other.learnt.copy(), min(len(self.ids), len(other.ids))
-        learnt[:size] |= self.learnt[:size]
-        return Written(other.ids, learnt)
+        trained, size = other.trained.copy(), min(len(self.ids), len(other.ids))
+        trained[:size] |= self.trained[:size]
+        return EncodedSample(other.ids, trained)
 
 
 class ChatEncoder:
@@ -76,7 +76,7 @@ class ChatEncoder:
         """Tokens that end an answer or a completion."""
         return sorted({self._tokenizer.eod, *([] if self.end is None else [self.end])})
 
-    def samples(self, chat: Chat) -> tuple[list[Written], set[str]]:
+    def samples(self, chat: Chat) -> tuple[list[EncodedSample], set[str]]:
         """Encodes a conversation.
 
         Each answer is trained on behind exactly the tokens that the model is given when it is asked for it. Where these
@@ -98,7 +98,7 @@ class ChatEncoder:
                 "--chat-template, or give rows with a prompt and its completion"
             )
         self._template.check(chat.inputs)
-        samples: list[Written] = []
+        samples: list[EncodedSample] = []
         for place in chat.trained:
             sample = self._answer(self._template, chat, place, remarks)
             if samples and samples[-1].begins(sample):
@@ -108,7 +108,7 @@ class ChatEncoder:
             remarks.add(SEVERAL)
         return samples, remarks
 
-    def _completion(self, chat: Chat, remarks: set[str]) -> Written:
+    def _completion(self, chat: Chat, remarks: set[str]) -> EncodedSample:
         """The tokens of the joined text, of which those that hold a part of the completion are trained on."""
         tokenizer, border = self._tokenizer, len(chat.prompt)
         ids, offsets = tokenizer.encode_offsets(chat.prompt + chat.completion, marked=False)
@@ -119,9 +119,9 @@ class ChatEncoder:
             remarks.add(MERGED)
         if ids[-1] != tokenizer.eod:  # some tokenizers end every text with it
             ids = [*ids, tokenizer.eod]
-        return Written(np.array(ids, np.int32), np.arange(len(ids)) >= first)
+        return EncodedSample(np.array(ids, np.int32), np.arange(len(ids)) >= first)
 
-    def _answer(self, template: ChatTemplate, chat: Chat, place: int, remarks: set[str]) -> Written:
+    def _answer(self, template: ChatTemplate, chat: Chat, place: int, remarks: set[str]) -> EncodedSample:
         """The sample of one answer."""
         asked = template.render(chat.messages[:place], chat.inputs)
         answered = template.render_tracked(chat.messages[: place + 1], chat.inputs, to_be_answered=False)
@@ -136,14 +136,14 @@ class ChatEncoder:
             spans = [(start + moved, end + moved) for start, end in answered.generated if end > begin]
             if thought and spans:  # which the template has not written, and so not marked
                 spans[0] = (len(asked), spans[0][1])
-            learnt = _inside(offsets, spans)
-            if spans and self.end not in [token for token, is_learnt in zip(ids, learnt, strict=True) if is_learnt]:
+            trained = _inside(offsets, spans)
+            if spans and self.end not in [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]:
                 remarks.add(NO_END)
-            return Written(np.array(ids, np.int32), np.array(learnt))
-        learnt = [False] * size + self._up_to_end(ids[size:])
+            return EncodedSample(np.array(ids, np.int32), np.array(trained))
+        trained = [False] * size + self._up_to_end(ids[size:])
         if self.end is None:  # or the model would never stop
-            ids, learnt = [*ids, self._tokenizer.eod], [*learnt, True]
-        return Written(np.array(ids, np.int32), np.array(learnt))
+            ids, trained = [*ids, self._tokenizer.eod], [*trained, True]
+        return EncodedSample(np.array(ids, np.int32), np.array(trained))
 
     def _begin_of_answer(
         self, template: ChatTemplate, chat: Chat, place: int, asked: str, answered: str, remarks: set[str]
