@@ -1,4 +1,4 @@
-"""Conversations as tokens: what the model is given when it is asked, and the tokens of answers that are trained on."""
+"""Conversations as tokens: prompts as the model is given them, and the tokens of answers that are trained on."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from mtjax.generate.chat_environment import Spans
 from mtjax.generate.first_tokens import is_special
 
 PROBES = ("ANSWER", "ZEBRA")
-"""What an assistant says where only the words around it matter; they begin with different letters."""
+"""Answers that stand in where only the text around an answer matters; they begin with different letters."""
 ANCHORS = ("", "\n", ".")
 """Text before a continuation, so that a tokenizer that marks beginnings of words does not see one there."""
 DATE = (
@@ -83,8 +83,7 @@ class ChatEncoder:
         and the answer begin the sample of the next answer, both are one sample: with most templates, all of them are.
 
         Returns:
-          The samples, and what is to be said about them (constants of this module that follow a number of
-          conversations).
+          The samples, and remarks about them (constants of this module, each to follow a number of conversations).
 
         Raises:
           UserError: there is no template, or it refuses the conversation.
@@ -148,13 +147,13 @@ class ChatEncoder:
     def _begin_of_answer(
         self, template: ChatTemplate, chat: Chat, place: int, asked: str, answered: str, remarks: set[str]
     ) -> tuple[int, str]:
-        """Where an answer begins in a text that does not begin with what is asked, and the thoughts missing there.
+        """Finds where an answer begins in a text that does not begin with the prompt, and the thoughts missing there.
 
-        The first kind of such texts lacks the end of the generation prompt, such as `<think>`. In the second kind the
-        question itself is another one, as in templates that put the system's message into the last turn.
+        Either the text lacks the end of the generation prompt, such as `<think>`, or the template renders the prompt
+        differently once the answer is there, such as templates that put the system's message into the last turn.
 
         Raises:
-          UserError: it can't be told.
+          UserError: the beginning is not certain.
         """
         message, history = chat.messages[place], chat.messages[:place]
         others = [{"role": ASSISTANT, "content": probe} for probe in PROBES]
@@ -177,7 +176,10 @@ class ChatEncoder:
         return begin, ""
 
     def _continued(self, asked: str, answer: str) -> tuple[list[int], Spans, int]:
-        """Tokens of what is asked, continued by the answer; their characters; how many are of what is asked.
+        """Encodes a prompt and its answer.
+
+        Returns:
+          The tokens of both, the characters of each token, and the number of tokens of the prompt.
 
         Raises:
           UserError: the tokenizer has no tokens for the answer that go on from there.
@@ -218,7 +220,7 @@ def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> 
       message: the answer's.
       answer: as the template writes it, from the generation prompt's unopened part on.
       opened: the rest of the generation prompt, such as `<think>` and a line break.
-      remarks: takes what is to be said.
+      remarks: remarks are added to it.
     """
     tag = re.search(r"<(\w+)>\s*$", opened)
     if tag is None:

@@ -11,7 +11,7 @@ from mtjax.finetune.chat_encoding import EncodedSample
 
 
 def truncation_notes(samples: Sequence[EncodedSample], length: int, unit: str) -> list[str]:
-    """What is to be said about samples that are cut to a sequence's length, and about those without trained tokens.
+    """Returns notes on samples that are cut to the length of a sequence, and on those without trained tokens.
 
     Args:
       samples: as they are encoded.

@@ -126,8 +126,8 @@ class Chatting(OnPretrained):
         Args:
           chats: of one file.
           encoder: of the tokenizer.
-          notes: takes what is to be said.
-          counts: takes the number of conversations for each remark of the encoder.
+          notes: notes are added to it.
+          counts: the numbers of conversations with each remark of the encoder are added to it.
 
         Raises:
           UserError: it refuses most of them.
@@ -171,7 +171,7 @@ class Chatting(OnPretrained):
 
 
 def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None:
-    """The file that `--chat-template` names; None where the template beside the tokenizer is to be read.
+    """Returns the file that `--chat-template` names; None where the template in the tokenizer's folder is used.
 
     Raises:
       UserError: a resumed run has another template.

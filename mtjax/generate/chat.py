@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a template reads besides the messages.
+    """The inputs of a template in addition to the messages.
 
     Attributes:
       tools: JSON schemas; None where none were given.

@@ -36,7 +36,7 @@ class Line:
 
     @property
     def identity(self) -> Identity:
-        """What the text depends on besides the settings of all lines."""
+        """The inputs of the text, without the settings that all lines share."""
         return self.prompt, self.own
 
 

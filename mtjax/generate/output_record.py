@@ -1,4 +1,4 @@
-"""What made an output of `mtjax generate`, kept in a file beside it: only the same weights and settings continue it."""
+"""A record of the weights and settings that made an output of `mtjax generate`: others do not continue it."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ DIGITS = 12
 ANEW = "name another --output, or write this one anew with --overwrite"
 """What to do about an output that can't be continued."""
 OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
-"""Options that change what is written, besides the sampling's."""
+"""Options that change the texts, in addition to the settings of sampling."""
 
 Facts = dict[str, Any]
 
@@ -51,10 +51,10 @@ class OutputRecord:
         return cls(options.output, facts)
 
     def check(self) -> None:
-        """Checks that the texts that the output has were made with the same.
+        """Checks that the texts in the output were made with the same facts.
 
         Raises:
-          UserError: they were not, or nothing says so: lists what differs.
+          UserError: they were not (the message lists the differences), or there is no record.
         """
         if not self.path.is_file():
             raise UserError(f"{self._output} has texts, and no {self.path.name} beside it says what made them: {ANEW}")

@@ -106,7 +106,7 @@ def position_of(
 
 
 def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:
-    """How the training text differs from what the run has read; nothing where that is not known."""
+    """Returns how the training text differs from what the run has read; nothing where that is not known."""
     if past.record is None:
         then, now = past.config.data.split, config.data.split
         return [f"split was {then} and is {now}"] if then != now else []
@@ -139,7 +139,7 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
     Args:
       past: the run that is resumed.
       config: of the run.
-      now: the same as `scheduled` gives it.
+      now: the same config with its schedules (`scheduled`).
 
     Raises:
       UserError: it is 0 in all of them, because it has decayed to 0 before.
@@ -156,12 +156,12 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
 
 
 def find_changes(past: Past, config: Config, now: Config, position: DataPosition) -> list[Change]:
-    """What differs from the run as it was when the checkpoint was saved.
+    """Returns the rows of the table: what differs from the run as it was when the checkpoint was saved.
 
     Args:
       past: that run.
       config: of the run from now on.
-      now: the same as `scheduled` gives it.
+      now: the same config with its schedules (`scheduled`).
       position: of its data from now on.
     """
     rows = [
@@ -196,7 +196,7 @@ def _new_order(position: DataPosition) -> str:
 
 
 def _effect(section: str, name: str, past: Past, config: Config, position: DataPosition) -> str:
-    """What the change of one setting does."""
+    """Returns what the change of one setting does."""
     training, restarted = config.training, position.order.begins != past.order.begins
     left = training.steps - past.step
     if name == "global_batch_size":
@@ -262,7 +262,7 @@ def _rate(config: Config, step: int) -> float:
 
 
 def table(past: Past, rows: Sequence[Change]) -> str:
-    """The rows as lines, one below the other."""
+    """Formats the rows as the lines of a table."""
     cells = [("setting", "then", "now", "effect"), *((r.setting, r.then, r.now, r.effect) for r in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     lines = [

@@ -209,7 +209,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
 
 
 def conclude(run: Run, state: State, stopped: str | None) -> None:
-    """Says how the run ended: by itself, or `stopped` by a signal."""
+    """Prints how the run ended: after its last step, or `stopped` by a signal."""
     run.this_start.times.begin(SUMMARY)
     if stopped:
         advice = run.place.peers.advice

@@ -36,9 +36,9 @@ class Text:
     held_out: Dataset | None
     """What validation reads; None when there is none."""
     position: DataPosition
-    """In which order the training samples are read, and what they are made from."""
+    """The order of the training samples, and the text they are made from."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template; a
+    """Contents, by name, of the files that the run's folder keeps with the tokenizer, such as its chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
     is_kept: bool = False
     """Whether the run's folder has the tokenizer and these files already: they never change."""
@@ -311,7 +311,7 @@ PRETRAINING = Pretraining()
 
 
 ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
-"""Settings on which the order of pretraining's samples depends, besides the text."""
+"""Settings on which the order of the samples of pretraining depends, in addition to the text."""
 
 
 def say_notes(notes: Iterable[str]) -> None:

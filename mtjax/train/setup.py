@@ -84,8 +84,8 @@ class Prepared:
         return self.past is not None and self.past.step >= self.config.training.steps
 
     def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
-        """Lets the checkpoints of all tiers keep the record of the run, and says in a table what a resumed run does
-        otherwise than before; nothing where nothing has changed."""
+        """Gives the record of the run to the checkpoints of all tiers, and prints a table of what has changed since the
+        checkpoint of a resumed run, if anything has."""
         position = self.text.position
         record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
@@ -250,7 +250,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 
 
 def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
-    """What a resumed run says that has done all of its steps."""
+    """Returns the message of a resumed run that has done all of its steps."""
     assert ready.past is not None  # only a resumed run has done any
     training, out, (step, consumed) = ready.config.training, shown(place.out), position_in(ready.past)
     asked = f"--steps asks for {training.steps:,}"
@@ -267,7 +267,7 @@ def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
 
 
 def resume_command(objective: Objective, folder: Path) -> str:
-    """What to type to resume the run in a folder."""
+    """Returns the command that resumes the run in a folder."""
     return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
