@@ -49,12 +49,16 @@ def resume(short: Launcher, name: str, *options: str) -> Finished:
     return short.run_here(name, "--config", f"{name}/config.toml", "--resume", *options, is_told=False)
 
 
+def with_paths(config: configs.Config, short: Launcher) -> configs.Config:
+    """The config of a run, whose relative paths are meant from the launcher's folder, as other folders read it."""
+    return configs.replace(config, cache_dir=short.folder / "cache", data=str(short.folder / "text.txt"))
+
+
 def samples(short: Launcher, out: Path) -> np.ndarray:
     """The samples that a run has read by its newest checkpoint, int[samples, tokens], in its order."""
     past = newest_past(out / "checkpoints")
     assert past is not None
-    config = configs.replace(past.config, cache_dir=short.folder / "cache", data=str(short.folder / "text.txt"))
-    dataset = data.open_in_order(config, past.order)
+    dataset = data.open_in_order(with_paths(past.config, short), past.order)
     return np.array([dataset[i]["tokens"] for i in range(past.order.begins, past.consumed_samples)])
 
 
@@ -73,7 +77,7 @@ def test_more_samples_go_on_in_the_order_of_the_run(short: Launcher, run: Finish
     assert len(read) == 320
     past = newest_past(out / "checkpoints")
     assert past is not None and past.order == SampleOrder(0, (160, 320))
-    at_once = data.open_dataset(configs.replace(past.config, data=str(short.folder / "text.txt")), "train", 320)
+    at_once = data.open_dataset(with_paths(past.config, short), "train", 320)
     expected = counts(np.array([at_once[i]["tokens"] for i in range(320)]))
     assert np.ptp(counts(read)) <= np.ptp(expected) + 1  # as evenly as one long run
     assert len(counts(read)) >= len(expected) - 2
