@@ -13,13 +13,12 @@ from mtjax.generate.continued import lower_continuation
 from mtjax.plan.auto import fastest_mesh
 from mtjax.train.changes import scheduled
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
-from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.checkpoints.weights import find_weights
 from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.folder.tokenizer import find_tokenizer
-from mtjax.train.objective import continues_text, resolve
+from mtjax.train.objective import PRETRAINING, continues_text, resolve
 from mtjax.train.processes.peers import Peers
-from mtjax.train.setup import find_devices, with_mesh
+from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import Program, make_program
 
 Lower = Callable[[], list[jax.stages.Lowered]]
@@ -44,10 +43,11 @@ def compile_run(config: Config, folder: str | None) -> None:
         shape, mesh, schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
         weights = find_weights(config.training.init_from) if config.training.init_from else None
-        tokenizer = find_tokenizer(config, config.output.out, weights).tokenizer
-        past = newest_past(config.output.out / "checkpoints") if config.output.resume and config.output.out else None
+        out = config.output.out
+        tokenizer = find_tokenizer(config, out, weights).tokenizer
+        past = find_past(config.output, out) if out else None
         resolved = resolve(config, tokenizer, Path(), past)
-        program = make_program(scheduled(resolved, past), mesh)
+        program = make_program(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]

@@ -1,4 +1,4 @@
-"""With which settings the runs of a sweep or of several seeds were begun: results of others are not theirs."""
+"""A record of the settings of each run in a sweep or over several seeds: results of other settings are not reused."""
 
 import json
 from pathlib import Path
@@ -6,27 +6,28 @@ from typing import Any
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.errors import UserError, parse_json_object
+from mtjax.data.tokens.pretrained_settings import read_object
+from mtjax.errors import UserError
 from mtjax.train.folder.run_folder import writing
 
 RECORD = "settings.json"
-"""Beside the runs' folders: of each, by the folder's name, its settings as they were given."""
+"""File next to the folders of the runs: the settings of each run as they were given, by the name of its folder."""
 FREE = ("output", "parallel")
-"""Sections that may change: they don't say what is learnt."""
+"""Sections that may change: they do not affect the trained model."""
 
 
 def record_settings(config: Config, folder: Path) -> None:
-    """Records the settings of a run that is about to be begun, or checks that they are those of its beginning.
+    """Records the settings of a new run, or checks that those of an existing one are the same.
 
     Args:
       config: of the run, as it was given.
       folder: of the run.
 
     Raises:
-      UserError: the run was begun with others, or nothing says with which; the record can't be read or written.
+      UserError: the run began with other settings, or they are not recorded; the record can't be read or written.
     """
     path = folder.parent / RECORD
-    record = parse_json_object(path.read_bytes(), path) if path.is_file() else {}
+    record = read_object(path)
     now = settings_of(config)
     if folder.exists():
         begun = record.get(folder.name)
@@ -47,7 +48,7 @@ def record_settings(config: Config, folder: Path) -> None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the settings that decide what is learnt, by their names, as JSON has them."""
+    """Returns the settings that affect the trained model, by name, as JSON values."""
     tables = [table for section, table in configs.to_dict(config).items() if section not in FREE]
     return json.loads(json.dumps({name: value for table in tables for name, value in table.items()}))
 

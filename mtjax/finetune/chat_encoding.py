@@ -1,4 +1,4 @@
-"""Conversations as tokens: what the model is given when it is asked, and the tokens of answers that are trained on."""
+"""Conversations as tokens: prompts as the model is given them, and the tokens of answers that are trained on."""
 
 import re
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from mtjax.errors import UserError
 from mtjax.finetune.chat_rows import ASSISTANT, Chat
 from mtjax.generate.chat import REASONING, ChatTemplate, Message
 from mtjax.generate.chat_environment import Spans
+from mtjax.generate.first_tokens import is_special
 
 PROBES = ("ANSWER", "ZEBRA")
-"""What an assistant says where only the words around it matter; they begin with different letters."""
+"""Answers that stand in where only the text around an answer matters; they begin with different letters."""
 ANCHORS = ("", "\n", ".")
 """Text before a continuation, so that a tokenizer that marks beginnings of words does not see one there."""
 DATE = (
@@ -32,27 +33,27 @@ NO_THOUGHT = "have answers without thoughts, though the generation prompt begins
 
 
 @dataclass(frozen=True)
-class Written:
+class EncodedSample:
     """A sample's tokens.
 
     Attributes:
       ids: int32 [tokens].
-      learnt: bool [tokens]: those that are trained on.
+      trained: bool [tokens]: those that are trained on.
     """
 
     ids: np.ndarray
-    learnt: np.ndarray
+    trained: np.ndarray
 
-    def begins(self, other: "Written") -> bool:
+    def begins(self, other: "EncodedSample") -> bool:
         """Whether the other sample begins with this one up to its last trained token."""
-        size = int(np.flatnonzero(self.learnt).max(initial=-1)) + 1
+        size = int(np.flatnonzero(self.trained).max(initial=-1)) + 1
         return np.array_equal(self.ids[:size], other.ids[:size])
 
-    def merged_into(self, other: "Written") -> "Written":
+    def merged_into(self, other: "EncodedSample") -> "EncodedSample":
         """The other sample, which this one `begins`, trained on the tokens of both."""
-        learnt, size = other.learnt.copy(), min(len(self.ids), len(other.ids))
-        learnt[:size] |= self.learnt[:size]
-        return Written(other.ids, learnt)
+        trained, size = other.trained.copy(), min(len(self.ids), len(other.ids))
+        trained[:size] |= self.trained[:size]
+        return EncodedSample(other.ids, trained)
 
 
 class ChatEncoder:
@@ -75,15 +76,14 @@ class ChatEncoder:
         """Tokens that end an answer or a completion."""
         return sorted({self._tokenizer.eod, *([] if self.end is None else [self.end])})
 
-    def samples(self, chat: Chat) -> tuple[list[Written], set[str]]:
+    def samples(self, chat: Chat) -> tuple[list[EncodedSample], set[str]]:
         """Encodes a conversation.
 
         Each answer is trained on behind exactly the tokens that the model is given when it is asked for it. Where these
         and the answer begin the sample of the next answer, both are one sample: with most templates, all of them are.
 
         Returns:
-          The samples, and what is to be said about them (constants of this module that follow a number of
-          conversations).
+          The samples, and remarks about them (constants of this module, each to follow a number of conversations).
 
         Raises:
           UserError: there is no template, or it refuses the conversation.
@@ -97,7 +97,7 @@ class ChatEncoder:
                 "--chat-template, or give rows with a prompt and its completion"
             )
         self._template.check(chat.inputs)
-        samples: list[Written] = []
+        samples: list[EncodedSample] = []
         for place in chat.trained:
             sample = self._answer(self._template, chat, place, remarks)
             if samples and samples[-1].begins(sample):
@@ -107,7 +107,7 @@ class ChatEncoder:
             remarks.add(SEVERAL)
         return samples, remarks
 
-    def _completion(self, chat: Chat, remarks: set[str]) -> Written:
+    def _completion(self, chat: Chat, remarks: set[str]) -> EncodedSample:
         """The tokens of the joined text, of which those that hold a part of the completion are trained on."""
         tokenizer, border = self._tokenizer, len(chat.prompt)
         ids, offsets = tokenizer.encode_offsets(chat.prompt + chat.completion, marked=False)
@@ -118,9 +118,9 @@ class ChatEncoder:
             remarks.add(MERGED)
         if ids[-1] != tokenizer.eod:  # some tokenizers end every text with it
             ids = [*ids, tokenizer.eod]
-        return Written(np.array(ids, np.int32), np.arange(len(ids)) >= first)
+        return EncodedSample(np.array(ids, np.int32), np.arange(len(ids)) >= first)
 
-    def _answer(self, template: ChatTemplate, chat: Chat, place: int, remarks: set[str]) -> Written:
+    def _answer(self, template: ChatTemplate, chat: Chat, place: int, remarks: set[str]) -> EncodedSample:
         """The sample of one answer."""
         asked = template.render(chat.messages[:place], chat.inputs)
         answered = template.render_tracked(chat.messages[: place + 1], chat.inputs, to_be_answered=False)
@@ -135,25 +135,25 @@ class ChatEncoder:
             spans = [(start + moved, end + moved) for start, end in answered.generated if end > begin]
             if thought and spans:  # which the template has not written, and so not marked
                 spans[0] = (len(asked), spans[0][1])
-            learnt = _inside(offsets, spans)
-            if spans and self.end not in [token for token, is_learnt in zip(ids, learnt, strict=True) if is_learnt]:
+            trained = _inside(offsets, spans)
+            if spans and self.end not in [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]:
                 remarks.add(NO_END)
-            return Written(np.array(ids, np.int32), np.array(learnt))
-        learnt = [False] * size + self._up_to_end(ids[size:])
+            return EncodedSample(np.array(ids, np.int32), np.array(trained))
+        trained = [False] * size + self._up_to_end(ids[size:])
         if self.end is None:  # or the model would never stop
-            ids, learnt = [*ids, self._tokenizer.eod], [*learnt, True]
-        return Written(np.array(ids, np.int32), np.array(learnt))
+            ids, trained = [*ids, self._tokenizer.eod], [*trained, True]
+        return EncodedSample(np.array(ids, np.int32), np.array(trained))
 
     def _begin_of_answer(
         self, template: ChatTemplate, chat: Chat, place: int, asked: str, answered: str, remarks: set[str]
     ) -> tuple[int, str]:
-        """Where an answer begins in a text that does not begin with what is asked, and the thoughts missing there.
+        """Finds where an answer begins in a text that does not begin with the prompt, and the thoughts missing there.
 
-        The first kind of such texts lacks the end of the generation prompt, such as `<think>`. In the second kind the
-        question itself is another one, as in templates that put the system's message into the last turn.
+        Either the text lacks the end of the generation prompt, such as `<think>`, or the template renders the prompt
+        differently once the answer is there, such as templates that put the system's message into the last turn.
 
         Raises:
-          UserError: it can't be told.
+          UserError: the beginning is not certain.
         """
         message, history = chat.messages[place], chat.messages[:place]
         others = [{"role": ASSISTANT, "content": probe} for probe in PROBES]
@@ -176,7 +176,10 @@ class ChatEncoder:
         return begin, ""
 
     def _continued(self, asked: str, answer: str) -> tuple[list[int], Spans, int]:
-        """Tokens of what is asked, continued by the answer; their characters; how many are of what is asked.
+        """Encodes a prompt and its answer.
+
+        Returns:
+          The tokens of both, the characters of each token, and the number of tokens of the prompt.
 
         Raises:
           UserError: the tokenizer has no tokens for the answer that go on from there.
@@ -206,12 +209,8 @@ class ChatEncoder:
         """The first special token behind an answer."""
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PROBES[0]}]
         behind = template.render(messages, to_be_answered=False).rpartition(PROBES[0])[2]
-        return next((token for token in self._tokenizer.encode_marked(behind) if self._is_special(token)), None)
-
-    def _is_special(self, token: int) -> bool:
-        """Whether a token stands for its name only where names of special tokens do."""
-        tokenizer, name = self._tokenizer, self._tokenizer.token(token)
-        return tokenizer.encode_marked(name) == [token] != tokenizer.encode(name)
+        tokens = self._tokenizer.encode_marked(behind)
+        return next((token for token in tokens if is_special(self._tokenizer, token)), None)
 
 
 def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> tuple[int, str]:
@@ -221,7 +220,7 @@ def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> 
       message: the answer's.
       answer: as the template writes it, from the generation prompt's unopened part on.
       opened: the rest of the generation prompt, such as `<think>` and a line break.
-      remarks: takes what is to be said.
+      remarks: remarks are added to it.
     """
     tag = re.search(r"<(\w+)>\s*$", opened)
     if tag is None:

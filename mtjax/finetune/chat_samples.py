@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtjax.data.samples.sample import Sample
-from mtjax.finetune.chat_encoding import Written
+from mtjax.finetune.chat_encoding import EncodedSample
 
 
-def truncation_notes(samples: Sequence[Written], length: int, unit: str) -> list[str]:
-    """What is to be said about samples that are cut to a sequence's length, and about those without trained tokens.
+def truncation_notes(samples: Sequence[EncodedSample], length: int, unit: str) -> list[str]:
+    """Returns notes on samples that are cut to the length of a sequence, and on those without trained tokens.
 
     Args:
       samples: as they are encoded.
@@ -19,8 +19,8 @@ def truncation_notes(samples: Sequence[Written], length: int, unit: str) -> list
       unit: what the samples are called.
     """
     longer = [sample for sample in samples if len(sample.ids) - 1 > length]
-    lost = sum(bool(sample.learnt[1:].any() and not sample.learnt[1 : length + 1].any()) for sample in longer)
-    empty = sum(not sample.learnt[1:].any() for sample in samples)
+    lost = sum(bool(sample.trained[1:].any() and not sample.trained[1 : length + 1].any()) for sample in longer)
+    empty = sum(not sample.trained[1:].any() for sample in samples)
     notes = []
     if longer:
         dropped = f"; {lost:,} of these have nothing left to train on, and are dropped" if lost else ""
@@ -63,17 +63,17 @@ class PackedChats:
       group: sequences that stay together: each stands alone.
     """
 
-    chats: Sequence[Written]
+    chats: Sequence[EncodedSample]
     packs: list[list[int]]
     length: int
     pad: int
     group: int = 1
 
     @classmethod
-    def of(cls, chats: Sequence[Written], length: int, pad: int) -> "PackedChats":
+    def of(cls, chats: Sequence[EncodedSample], length: int, pad: int) -> "PackedChats":
         """Packs conversations; longer ones are cut at their end, and those are left out that have no answer then."""
-        cut = [Written(chat.ids[: length + 1], chat.learnt[: length + 1]) for chat in chats]
-        cut = [chat for chat in cut if chat.learnt[1:].any()]
+        cut = [EncodedSample(chat.ids[: length + 1], chat.trained[: length + 1]) for chat in chats]
+        cut = [chat for chat in cut if chat.trained[1:].any()]
         return cls(cut, pack([len(chat.ids) - 1 for chat in cut], length), length, pad)
 
     def __len__(self) -> int:
@@ -97,6 +97,6 @@ class PackedChats:
             arrays["tokens"][place], arrays["labels"][place] = chat.ids[:-1], chat.ids[1:]
             arrays["position_ids"][place], arrays["segment_ids"][place] = np.arange(size), segment
             arrays["padding_mask"][place] = 1
-            mask[place] = chat.learnt[1:]
+            mask[place] = chat.trained[1:]
             at += size
         return {**arrays, "loss_mask": mask}

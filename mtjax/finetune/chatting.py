@@ -12,13 +12,12 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import Dataset
-from mtjax.data.progress import say
 from mtjax.data.samples.sample import stack
 from mtjax.data.tokens.folder import DESCRIPTIONS, GENERATION_CONFIG
 from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.template_files import DEFAULT, TEMPLATE_FILE, TEMPLATE_FOLDER, template_files
 from mtjax.errors import UserError
-from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, Written
+from mtjax.finetune.chat_encoding import SEVERAL, ChatEncoder, EncodedSample
 from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
@@ -30,8 +29,7 @@ from mtjax.generate.chat import ChatTemplate
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import read_files
-from mtjax.train.objective import Text
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.objective import Text, say_notes
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -54,7 +52,7 @@ class ChatFiles:
 
 
 class Chatting(OnPretrained):
-    """The answers of conversations, learnt token by token; what is asked is read, not learnt."""
+    """The answers of conversations, trained on token by token; prompts are only read."""
 
     def open_text(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
@@ -122,19 +120,19 @@ class Chatting(OnPretrained):
 
     def _written(
         self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str], counts: Counter[str]
-    ) -> list[Written]:
+    ) -> list[EncodedSample]:
         """Encodes conversations; those that the template refuses are dropped, and noted.
 
         Args:
           chats: of one file.
           encoder: of the tokenizer.
-          notes: takes what is to be said.
-          counts: takes the number of conversations for each remark of the encoder.
+          notes: notes are added to it.
+          counts: the numbers of conversations with each remark of the encoder are added to it.
 
         Raises:
           UserError: it refuses most of them.
         """
-        written: list[Written] = []
+        written: list[EncodedSample] = []
         refused: list[str] = []
         for chat in chats:
             try:
@@ -152,17 +150,18 @@ class Chatting(OnPretrained):
             notes.append(note)
         return written
 
-    def _say(self, notes: list[str], samples: Sequence[Written], packed: PackedChats, limit: int, unit: str) -> None:
-        if this_process():
-            return
+    def _say(
+        self, notes: list[str], samples: Sequence[EncodedSample], packed: PackedChats, limit: int, unit: str
+    ) -> None:
         notes += truncation_notes(samples, limit, unit)
-        learnt = sum(int(chat.learnt[1:].sum()) for chat in packed.chats)
-        notes.append(f"{len(packed.chats):,} {unit} with {learnt:,} tokens of answers in {len(packed):,} sequences")
-        for note in notes:
-            say(f"note    {note}")
+        trained = sum(int(chat.trained[1:].sum()) for chat in packed.chats)
+        notes.append(f"{len(packed.chats):,} {unit} with {trained:,} tokens of answers in {len(packed):,} sequences")
+        say_notes(notes)
 
     def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
-        """Files by which `mtjax generate`, and transformers after an export, write conversations in the same way."""
+        """Returns the files by which `mtjax generate`, and transformers after an export, render conversations alike."""
+        if found.is_kept:
+            return {}
         kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
         kept = {name: content for name, content in kept.items() if not name.endswith(".jinja")}
         templates = {DEFAULT: template} if template else template_files(found.folder)
@@ -173,7 +172,7 @@ class Chatting(OnPretrained):
 
 
 def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None:
-    """The file that `--chat-template` names; None where the template beside the tokenizer is to be read.
+    """Returns the file that `--chat-template` names; None where the template in the tokenizer's folder is used.
 
     Raises:
       UserError: a resumed run has another template.

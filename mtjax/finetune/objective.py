@@ -8,7 +8,6 @@ from typing import Any
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import Dataset
-from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
 from mtjax.finetune.initial import PretrainedTrunk
@@ -19,8 +18,7 @@ from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
 from mtjax.train.checkpoints.past import Past
-from mtjax.train.objective import Text
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.objective import Text, say_notes
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -86,11 +84,8 @@ class FineTuning(OnPretrained):
         return Goal(f"valid_{self.task.goal}", patience=config.finetuning.patience)
 
     def _warn(self, notes: list[str], config: Config, sets: Sequence[Encoded]) -> None:
-        if this_process():
-            return
         length = config.model.sequence_length
         lengths = [row for encoded in sets for row in encoded.lengths]
         if cut := sum(row > length for row in lengths):
             notes.append(f"{cut:,} of {len(lengths):,} rows are longer than {length} tokens, and {self.task.when_long}")
-        for note in notes:
-            say(f"note    {note}")
+        say_notes(notes)

@@ -11,7 +11,6 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
-from mtjax.data.progress import say
 from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import same_path
 from mtjax.data.tokens.tokenizer import folder_of, open_tokenizer
@@ -25,8 +24,8 @@ from mtjax.theory.plans import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
-from mtjax.train.objective import Objective, position_in
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.objective import Objective, position_in, say_notes
+from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -83,9 +82,9 @@ class OnPretrained(Objective):
         epochs = 2 * config.finetuning.epochs
         return [f"{self.command} --config {out}/config.toml --epochs {epochs:g} --out {out}-{epochs:g}-epochs"]
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config as it is: the rates of a finetuning change over its epochs, also where these were changed."""
-        return config
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps of the run: its rates change over its epochs, even if these were changed."""
+        return horizon_of(config.optimizer, config.training.steps)
 
     def in_order(
         self,
@@ -114,7 +113,7 @@ class OnPretrained(Objective):
         order = position.order
         return shifted(Epochs(samples, config.training.seed, order.counts[-1]), order), position
 
-    def open_tokenizer(self, config: Config, out: Path) -> "FinetuningTokenizer":
+    def open_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
         """The tokenizer: of a resumed run its own, else the one that is named, else the weights'.
 
         Args:
@@ -127,8 +126,7 @@ class OnPretrained(Objective):
         own = owned_by_run(config, out) if config.output.resume else None
         if own is not None:
             note = check_resumed(own, config.data.tokenizer)
-            if note and not this_process():
-                say(f"note    {note}")
+            say_notes([note] if note else [])
             name = config.data.tokenizer or own.shown
             return FinetuningTokenizer(name, own.tokenizer, own.folder, {}, is_kept=True)
         if self.trunk is not None:

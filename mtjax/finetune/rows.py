@@ -51,7 +51,7 @@ class Examples:
     unit: str = "rows"
     """What they are called."""
     remarks: list[str] = field(default_factory=list)
-    """What else to say about the rows."""
+    """Other notes about the rows."""
 
     @property
     def note(self) -> str:
@@ -64,7 +64,7 @@ class Examples:
 
     @property
     def notes(self) -> list[str]:
-        """Everything to say about the rows."""
+        """All notes about the rows."""
         return [*([self.note] if self.note else []), *self.remarks]
 
     def check(self) -> "Examples":

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtjax.data.tokens.pretrained_settings import CONFIG, read_object, special_names_in
 from mtjax.data.tokens.template_files import DEFAULT, template_files
-from mtjax.errors import UserError, first_line, nearest, require, shortened
+from mtjax.errors import UserError, first_line, lone_surrogate, nearest, require, shortened
 from mtjax.generate.chat_environment import ChatEnvironment, Spans
 
 TOOL_USE = "tool_use"
@@ -18,14 +18,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients and data sets write what the assistant thinks."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag that begins what a template marks as the assistant's."""
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 Message = Mapping[str, Any]
 """`role`, `content`, and whatever else the template reads, such as `tool_calls`."""
 
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a template reads besides the messages.
+    """The inputs of a template in addition to the messages.
 
     Attributes:
       tools: JSON schemas; None where none were given.
@@ -141,7 +140,7 @@ class ChatTemplate:
         except Exception as e:  # a template is a program, and can fail in any way
             raise UserError(f"the chat_template of {self._source} refuses this conversation: {first_line(e)}") from e
         text = "".join(tracking.blocks)
-        if HALF_CHARACTER.search(text):
+        if lone_surrogate(text):
             raise UserError(
                 "the conversation has half of a surrogate pair in it, which is no character: write it in UTF-8"
             )

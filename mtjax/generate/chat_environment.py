@@ -14,7 +14,7 @@ Spans = list[tuple[int, int]]
 
 
 class Tracking:
-    """What one rendering records besides its text.
+    """What is recorded while a template is rendered.
 
     Attributes:
       blocks: the text so far.

@@ -27,7 +27,7 @@ def first_tokens(tokenizer: Tokenizer, names: Mapping[str, str], config: Mapping
         return [named]
     given = config.get("bos_token_id")
     # transformers writes a default id into configs of models whose tokenizer has an ordinary token there.
-    if type(given) is int and 0 <= given < tokenizer.vocab_size and _is_special(tokenizer, given):
+    if type(given) is int and 0 <= given < tokenizer.vocab_size and is_special(tokenizer, given):
         return [given]
     return [tokenizer.eod]
 
@@ -42,7 +42,7 @@ def first_tokens_of(saved: SavedModel, tokenizer: Tokenizer) -> list[int]:
     return first_tokens(tokenizer, special_names_in(origin.files), origin.hugging_face)
 
 
-def _is_special(tokenizer: Tokenizer, index: int) -> bool:
-    """Tells special tokens from words: their names in a text are no tokens unless the text is encoded as marked."""
-    name = tokenizer.decode([index])
+def is_special(tokenizer: Tokenizer, index: int) -> bool:
+    """Tells special tokens from words: their names in a text are tokens only where the text is encoded as marked."""
+    name = tokenizer.token(index)
     return tokenizer.encode_marked(name) == [index] != tokenizer.encode(name)

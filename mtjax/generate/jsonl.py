@@ -12,7 +12,7 @@ from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json, shortened
-from mtjax.generate.output_record import OutputRecord
+from mtjax.generate.output_record import ANEW, OutputRecord
 from mtjax.generate.request import Sampling, for_text
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
@@ -35,8 +35,8 @@ class Line:
     """Settings that the line gives."""
 
     @property
-    def identity(self) -> "Identity":
-        """What the text depends on besides the settings of all lines."""
+    def identity(self) -> Identity:
+        """The inputs of the text, without the settings that all lines share."""
         return self.prompt, self.own
 
 
@@ -119,23 +119,22 @@ class JsonLines:
         Raises:
           UserError: one is for another prompt, has other settings, or is for no line.
         """
-        what_to_do = "name another --output, or write this one anew with --overwrite"
         for (number, sample), (prompt, settings) in self._done.items():
             where, has = f"{self._source}:{number + 1}", f"{self._target} has a text"
             if number not in self._prompts:
-                raise UserError(f"{has} for {where}, which has no prompt: {what_to_do}")
+                raise UserError(f"{has} for {where}, which has no prompt: {ANEW}")
             now, own = self._prompts[number]
             if prompt != now:
                 raise UserError(
-                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {what_to_do}"
+                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {ANEW}"
                 )
             if settings != own:
                 made, asked = (json.dumps(each, ensure_ascii=False) for each in (settings, own))
-                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {what_to_do}")
+                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {ANEW}")
             if not 0 <= sample < self._samples:
                 raise UserError(
                     f"{has} number {sample + 1} for {where}, and --samples is {self._samples}: give at least "
-                    f"{sample + 1}, or {what_to_do}"
+                    f"{sample + 1}, or {ANEW}"
                 )
 
     def _line(self, number: int, sample: int, text: str) -> Line:

@@ -1,4 +1,4 @@
-"""What made an output of `mtjax generate`, kept in a file beside it: only the same weights and settings continue it."""
+"""A record of the weights and settings that made an output of `mtjax generate`: others do not continue it."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +15,10 @@ ENDING = ".settings.json"
 """Of the record's name, behind the output's."""
 DIGITS = 12
 """Of a digest, for people."""
+ANEW = "name another --output, or write this one anew with --overwrite"
+"""What to do about an output that can't be continued."""
 OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
-"""Options that change what is written, besides the sampling's."""
+"""Options that change the texts, in addition to the settings of sampling."""
 
 Facts = dict[str, Any]
 
@@ -49,21 +51,18 @@ class OutputRecord:
         return cls(options.output, facts)
 
     def check(self) -> None:
-        """Checks that the texts that the output has were made with the same.
+        """Checks that the texts in the output were made with the same facts.
 
         Raises:
-          UserError: they were not, or nothing says so: lists what differs.
+          UserError: they were not (the message lists the differences), or there is no record.
         """
-        what_to_do = "name another --output, or write this one anew with --overwrite"
         if not self.path.is_file():
-            raise UserError(
-                f"{self._output} has texts, and no {self.path.name} beside it says what made them: {what_to_do}"
-            )
+            raise UserError(f"{self._output} has texts, and no {self.path.name} beside it says what made them: {ANEW}")
         before = parse_json_object(self.path.read_bytes(), self.path)
         differing = [name for name, value in self._facts.items() if _compared(before.get(name)) != _compared(value)]
         if differing:
             then, now = (_in_words(facts, differing) for facts in (before, self._facts))
-            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {what_to_do}")
+            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {ANEW}")
 
     def write(self) -> None:
         """Writes the record.

@@ -51,7 +51,7 @@ def for_text(sampling: Sampling, sample: int, prompt: int = 0) -> Sampling:
     Args:
       sampling: of all texts.
       sample: number of the text among those for its prompt, from 0.
-      prompt: number of the prompt, from 0; 0 where all prompts shall have the same noise.
+      prompt: number of the prompt, from 0; 0 where all prompts have the same noise.
     """
     return replace(sampling, seed=(sampling.seed + sample + prompt * PROMPT_STEP) % 2**64)
 

@@ -15,6 +15,7 @@ from mtjax.data.tokens.folder import GENERATION_CONFIG
 from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
+from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.models.placed import Placed
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import check_whole_samples, parse_mesh
@@ -37,6 +38,8 @@ class LoadedModel:
     """As `--tokenizer` names it."""
     identity: str
     """Changes with the weights."""
+    first_ids: list[int]
+    """Tokens that stand before a text of which every token is to be predicted."""
     start_id: int = 0
     """With which a T5's texts begin."""
 
@@ -98,8 +101,8 @@ def load_model(
     name, read_by = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     parameters = saved.parameters(placed)
-    ids = stop_ids_of(saved, read_by), start_id_of(saved, read_by)
-    return LoadedModel(placed, parameters, read_by, ids[0], files, name, saved.identity, ids[1])
+    stops, first, start = stop_ids_of(saved, read_by), first_tokens_of(saved, read_by), start_id_of(saved, read_by)
+    return LoadedModel(placed, parameters, read_by, stops, files, name, saved.identity, first, start)
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:

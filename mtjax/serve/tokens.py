@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtjax.data.tokens.pretrained_settings import CONFIG, MODEL, read_object, special_names_in
+from mtjax.data.tokens.pretrained_settings import CONFIG, read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.chat import ChatTemplate, Message, TemplateInputs
-from mtjax.generate.first_tokens import first_tokens
 from mtjax.generate.text import BROKEN
 from mtjax.serve.refused import Refused
 
@@ -27,19 +26,21 @@ class Tokens:
     Args:
       tokenizer: the model's.
       folder: of its files.
+      first: ids that stand before a text: the BOS of tokenizer or model, or the end of a document where they have none.
       prompt_ids: how a prompt becomes ids, with that tokenizer; by what it adds to texts when None.
-
-    Attributes:
-      first: ids that stand before a text: the tokenizer's BOS, or the end of a document where it has none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, folder: Path, prompt_ids: Callable[[str], list[int]] | None = None
+        self,
+        tokenizer: Tokenizer,
+        folder: Path,
+        first: list[int],
+        prompt_ids: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_object(folder / CONFIG)
-        self.first = first_tokens(tokenizer, special_names_in(folder), read_object(folder / MODEL))
+        self.first = first
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._before = tokenizer.encode("a")[-1:]

@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than before: what may change, what is refused, and the table that says it."""
+"""How a resumed run differs from the run that was saved: what may change, what is refused, and the table of changes."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -15,13 +15,14 @@ from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError, shortened
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.checkpoints.past import Past
-from mtjax.train.schedule import horizon_of, make_schedule
+from mtjax.train.schedule import Horizon, make_schedule
 
 ORDER, DATA = "order", "data"
 KINDS = (ORDER, DATA)
 """Changes that need `--allow-changed`: they begin a new order of samples in the middle of a run."""
 
 COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
+"""Sections whose settings are compared."""
 NOT_COMPARED = frozenset(
     {
         *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
@@ -30,15 +31,8 @@ NOT_COMPARED = frozenset(
     }
 )
 
-EFFECTS = {
-    "model": "used from the next step on",
-    "parallel": "sums are taken in another order: losses agree to rounding",
-    "data": "used from the next step on",
-    "optimizer": "used from the next step on",
-    "training": "used from the next step on",
-    "finetuning": "used from the next step on",
-}
-"""What a change does, by section of the setting."""
+EFFECT, EFFECT_ON_SUMS = "used from the next step on", "sums are taken in another order: losses agree to rounding"
+"""What a change does; the second of settings in the section `parallel`, and of those in `AS_PARALLEL`."""
 AS_PARALLEL = ("microbatch_size", "recompute", "loss_chunk", "unroll_layers", "attention")
 
 
@@ -112,7 +106,7 @@ def position_of(
 
 
 def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:
-    """How the training text differs from what the run has read; nothing where that is not known."""
+    """Returns how the training text differs from what the run has read; nothing where that is not known."""
     if past.record is None:
         then, now = past.config.data.split, config.data.split
         return [f"split was {then} and is {now}"] if then != now else []
@@ -132,12 +126,9 @@ def _value(config: Config, name: str) -> Any:
     return getattr(getattr(config, section_by_setting()[name]), name)
 
 
-def scheduled(config: Config, past: Past | None) -> Config:
-    """The config with the steps over which learning rate and weight decay change: those of the run that is resumed."""
-    if past is None:
-        return config
-    horizon = horizon_of(config.optimizer, config.training.steps, past.horizon)
-    # Where no step so far depends on the end of the decay, it is the run's new end.
+def scheduled(config: Config, horizon: Horizon) -> Config:
+    """Returns the config with the steps over which learning rate and weight decay change."""
+    # Where no step so far depends on the end of the decay, it is the end of the run.
     decay_steps = horizon.decay_steps or max(config.training.steps, config.optimizer.warmup_steps + 1)
     return configs.replace(config, steps=horizon.steps, decay_steps=decay_steps)
 
@@ -148,7 +139,7 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
     Args:
       past: the run that is resumed.
       config: of the run.
-      now: the same as `scheduled` gives it.
+      now: the same config with its schedules (`scheduled`).
 
     Raises:
       UserError: it is 0 in all of them, because it has decayed to 0 before.
@@ -165,12 +156,12 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
 
 
 def find_changes(past: Past, config: Config, now: Config, position: DataPosition) -> list[Change]:
-    """What differs from the run as it was when the checkpoint was saved.
+    """Returns the rows of the table: what differs from the run as it was when the checkpoint was saved.
 
     Args:
       past: that run.
       config: of the run from now on.
-      now: the same as `scheduled` gives it.
+      now: the same config with its schedules (`scheduled`).
       position: of its data from now on.
     """
     rows = [
@@ -205,7 +196,7 @@ def _new_order(position: DataPosition) -> str:
 
 
 def _effect(section: str, name: str, past: Past, config: Config, position: DataPosition) -> str:
-    """What the change of one setting does."""
+    """Returns what the change of one setting does."""
     training, restarted = config.training, position.order.begins != past.order.begins
     left = training.steps - past.step
     if name == "global_batch_size":
@@ -221,7 +212,7 @@ def _effect(section: str, name: str, past: Past, config: Config, position: DataP
         if past.record is None:
             return "the checkpoint does not say which text was read: the order continues, if it is the same text"
         return "the training text is the same: its order continues"
-    return EFFECTS["parallel"] if name in AS_PARALLEL else EFFECTS[section]
+    return EFFECT_ON_SUMS if section == "parallel" or name in AS_PARALLEL else EFFECT
 
 
 def _reads(past: Past, left: int, total: int, is_longer: bool) -> str:
@@ -271,7 +262,7 @@ def _rate(config: Config, step: int) -> float:
 
 
 def table(past: Past, rows: Sequence[Change]) -> str:
-    """The rows as lines, one below the other."""
+    """Formats the rows as the lines of a table."""
     cells = [("setting", "then", "now", "effect"), *((r.setting, r.then, r.now, r.effect) for r in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     lines = [

@@ -154,7 +154,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     times.begin(DEVICES)
     place = find_place(config, name, peers, objective)
     again = partial(prepare, config, place, objective, allowed, times)
-    ready = again(find_past(config, place))
+    ready = again(find_past(config.output, place.out))
     config, text, program = ready.config, ready.text, ready.program
     check_memory(program)
     check_comparable(program)
@@ -209,7 +209,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
 
 
 def conclude(run: Run, state: State, stopped: str | None) -> None:
-    """Says how the run ended: by itself, or `stopped` by a signal."""
+    """Prints how the run ended: after its last step, or `stopped` by a signal."""
     run.this_start.times.begin(SUMMARY)
     if stopped:
         advice = run.place.peers.advice

@@ -1,7 +1,7 @@
 """What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
 
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_we
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.processes.exchange import this_process
+from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import Program
 from mtjax.train.watch.best import Goal
 
@@ -36,9 +37,9 @@ class Text:
     held_out: Dataset | None
     """What validation reads; None when there is none."""
     position: DataPosition
-    """In which order the training samples are read, and what they are made from."""
+    """The order of the training samples, and the text they are made from."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By name, what else a run's folder needs to be read as weights with a tokenizer, such as its chat template; a
+    """Contents, by name, of the files that the run's folder keeps with the tokenizer, such as its chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
     is_kept: bool = False
     """Whether the run's folder has the tokenizer and these files already: they never change."""
@@ -145,8 +146,8 @@ class Objective(Protocol):
         """
         ...
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config with the steps over which its rates change.
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps over which the rates of a run change.
 
         Raises:
           UserError: the resumed run would learn nothing.
@@ -253,9 +254,7 @@ class Pretraining:
         init_from = config.training.init_from
         weights = find_weights(init_from) if init_from else None
         found = find_tokenizer(config, folder if config.output.resume else None, weights)
-        if not this_process():
-            for note in found.notes:
-                say(f"note    {note}")
+        say_notes(found.notes)
         tokenizer = found.tokenizer
         config = resolve(config, tokenizer, folder, past)
         total = data.train_samples(config.training, *position_in(past))
@@ -266,16 +265,16 @@ class Pretraining:
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
         return config, Text(tokenizer, train, held_out, position, found.files, found.is_kept)
 
-    def scheduled(self, config: Config, past: Past | None) -> Config:
-        """The config with the steps over which its rates change, which stay those of the run when it is resumed.
+    def horizon(self, config: Config, past: Past | None) -> Horizon:
+        """Returns the steps over which the rates of a run change, which a resumed run keeps.
 
         Raises:
           UserError: the learning rate of all steps left is 0.
         """
-        now = scheduled(config, past)
+        horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:
-            check_learns(past, config, now)
-        return now
+            check_learns(past, config, scheduled(config, horizon))
+        return horizon
 
     def lessons(self, program: Program) -> Lessons | None:
         """None: text is learnt without a teacher."""
@@ -320,7 +319,15 @@ PRETRAINING = Pretraining()
 
 
 ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
-"""Settings on which the order of pretraining's samples depends, besides the text."""
+"""Settings on which the order of the samples of pretraining depends, in addition to the text."""
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Prints notes for the user, in the first process only."""
+    if this_process():
+        return
+    for note in notes:
+        say(f"note    {note}")
 
 
 def position_in(past: Past | None) -> tuple[int, int]:

@@ -23,19 +23,19 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
-from mtjax.train.changes import find_changes, rate_of, table
+from mtjax.train.changes import find_changes, rate_of, scheduled, table
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from mtjax.train.checkpoints.past import Past, RunRecord, newest_past
 from mtjax.train.checkpoints.remote import RemoteCheckpoints
 from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.checkpoints.weights import BEST
+from mtjax.train.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, Text, position_in
 from mtjax.train.processes.exchange import exchange
 from mtjax.train.processes.peers import Peers
-from mtjax.train.schedule import horizon_of
+from mtjax.train.schedule import Horizon
 from mtjax.train.step import Program, make_program
 from mtjax.train.watch.best import Best, Goal
 from mtjax.train.watch.metrics import CONVENTION, read_metrics
@@ -74,6 +74,7 @@ class Prepared:
     """Everything that the text, the machine and what was done so far decide is filled in."""
     text: Text
     program: Program
+    horizon: Horizon
     past: Past | None
     """The run that is resumed, as far as this depends on it."""
 
@@ -83,14 +84,14 @@ class Prepared:
         return self.past is not None and self.past.step >= self.config.training.steps
 
     def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
-        """Lets the checkpoints of all tiers keep the record of the run, and says in a table what a resumed run does
-        otherwise than before; nothing where nothing has changed."""
-        scheduled, position = self.program.config, self.text.position
-        record = RunRecord(position, horizon_of(scheduled.optimizer, scheduled.training.steps), str(Path.cwd()))
+        """Gives the record of the run to the checkpoints of all tiers, and prints a table of what has changed since the
+        checkpoint of a resumed run, if anything has."""
+        position = self.text.position
+        record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:
                 tier.record = record
-        rows = find_changes(self.past, self.config, scheduled, position) if self.past else []
+        rows = find_changes(self.past, self.config, self.program.config, position) if self.past else []
         if self.past is not None and rows:
             say(table(self.past, rows))
 
@@ -144,15 +145,13 @@ def find_place(config: Config, name: str, peers: Peers, objective: Objective) ->
     return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
 
 
-def find_past(config: Config, place: Place) -> Past | None:
-    """The run that `--resume` will probably continue: its newest checkpoint with a page that can be used.
+def find_past(output: Output, out: Path) -> Past | None:
+    """Returns the run in `out` that `--resume` will probably continue: its newest checkpoint with a usable page.
 
     Raises:
       UserError: a page can't be read, or has an unknown version.
     """
-    if not config.output.resume:
-        return None
-    return newest_past((place.out if place.remote else place.folder) / "checkpoints")
+    return newest_past(out / CHECKPOINTS) if output.resume else None
 
 
 def prepare(
@@ -174,7 +173,8 @@ def prepare(
             "config.toml are meant from there)"
         ) from e
     times.begin(MODEL)
-    return Prepared(resolved, text, make_program(objective.scheduled(resolved, past), place.mesh), past)
+    horizon = objective.horizon(resolved, past)
+    return Prepared(resolved, text, make_program(scheduled(resolved, horizon), place.mesh), horizon, past)
 
 
 def check_memory(program: Program) -> None:
@@ -250,7 +250,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
 
 
 def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
-    """What a resumed run says that has done all of its steps."""
+    """Returns the message of a resumed run that has done all of its steps."""
     assert ready.past is not None  # only a resumed run has done any
     training, out, (step, consumed) = ready.config.training, shown(place.out), position_in(ready.past)
     asked = f"--steps asks for {training.steps:,}"
@@ -267,13 +267,13 @@ def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
 
 
 def resume_command(objective: Objective, folder: Path) -> str:
-    """What to type to resume the run in a folder."""
+    """Returns the command that resumes the run in a folder."""
     return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
 def open_checkpoints(place: Place, output: Output) -> Checkpoints:
     """The checkpoints of a run, in its folder or in the store where that is."""
-    return _checkpoints(place, "checkpoints", output.keep_last, output.keep_every)
+    return _checkpoints(place, CHECKPOINTS, output.keep_last, output.keep_every)
 
 
 def open_best(place: Place, step: int) -> Checkpoints:

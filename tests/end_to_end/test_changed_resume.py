@@ -49,12 +49,16 @@ def resume(short: Launcher, name: str, *options: str) -> Finished:
     return short.run_here(name, "--config", f"{name}/config.toml", "--resume", *options, is_told=False)
 
 
+def with_paths(config: configs.Config, short: Launcher) -> configs.Config:
+    """The config of a run, whose relative paths are meant from the launcher's folder, as other folders read it."""
+    return configs.replace(config, cache_dir=short.folder / "cache", data=str(short.folder / "text.txt"))
+
+
 def samples(short: Launcher, out: Path) -> np.ndarray:
     """The samples that a run has read by its newest checkpoint, int[samples, tokens], in its order."""
     past = newest_past(out / "checkpoints")
     assert past is not None
-    config = configs.replace(past.config, cache_dir=short.folder / "cache", data=str(short.folder / "text.txt"))
-    dataset = data.open_in_order(config, past.order)
+    dataset = data.open_in_order(with_paths(past.config, short), past.order)
     return np.array([dataset[i]["tokens"] for i in range(past.order.begins, past.consumed_samples)])
 
 
@@ -73,7 +77,7 @@ def test_more_samples_go_on_in_the_order_of_the_run(short: Launcher, run: Finish
     assert len(read) == 320
     past = newest_past(out / "checkpoints")
     assert past is not None and past.order == SampleOrder(0, (160, 320))
-    at_once = data.open_dataset(configs.replace(past.config, data=str(short.folder / "text.txt")), "train", 320)
+    at_once = data.open_dataset(with_paths(past.config, short), "train", 320)
     expected = counts(np.array([at_once[i]["tokens"] for i in range(320)]))
     assert np.ptp(counts(read)) <= np.ptp(expected) + 1  # as evenly as one long run
     assert len(counts(read)) >= len(expected) - 2
@@ -254,3 +258,13 @@ def test_two_ends_of_a_run_are_refused(short: Launcher, run: Finished) -> None:
 def test_a_warmup_longer_than_the_run_is_said(short: Launcher) -> None:
     said = short.train_here("warm", "--steps", "3", *SMALL)
     assert "note    warmup_steps 4 is not below the run's 3 steps: the learning rate climbs to 1.00e-03" in said.stdout
+
+
+def test_a_run_that_is_resumed_twice_within_its_warmup_decays_over_its_last_steps(short: Launcher) -> None:
+    short.train_here("climbing", "--steps", "3", *SMALL)
+    assert resume(short, "climbing", "--steps", "4").code == 0
+    longer = resume(short, "climbing", "--steps", "8")
+    assert longer.code == 0, longer.stderr
+    # Megatron's cosine from the peak 2e-3 at step 4 to 2e-4 at step 8.
+    expected = [2e-4 + 1.8e-3 * (1 + np.cos(np.pi * (k - 4) / 4)) / 2 for k in range(4, 8)]
+    assert [entry["learning_rate"] for entry in longer.metrics[4:]] == pytest.approx(expected, rel=1e-5)

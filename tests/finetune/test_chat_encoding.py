@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, trainers
 from mtjax.data.tokens.tokenizer import FastTokenizer, byte_level
 from mtjax.errors import UserError
 from mtjax.finetune import chat_encoding
-from mtjax.finetune.chat_encoding import ChatEncoder, Written
+from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
 from mtjax.finetune.chat_rows import chat_of
 from mtjax.finetune.chat_samples import truncation_notes
 from mtjax.generate.chat import ChatTemplate, Message
@@ -56,15 +56,15 @@ CASES = [
 
 def encoded(
     template: str, messages: list[Message], tokenizer: FastTokenizer = BYTES, **more
-) -> tuple[list[Written], set[str], ChatTemplate]:
+) -> tuple[list[EncodedSample], set[str], ChatTemplate]:
     """A conversation's samples, what is said about them, and the template."""
     compiled = ChatTemplate(TEMPLATES.get(template, template), NAMES, "a test")
     return *ChatEncoder(tokenizer, compiled).samples(chat_of({"messages": messages, **more})), compiled
 
 
-def trained(tokenizer: FastTokenizer, sample: Written, start: int = 0) -> str:
+def trained(tokenizer: FastTokenizer, sample: EncodedSample, start: int = 0) -> str:
     """The tokens from `start` on that are trained on, as text."""
-    return tokenizer.decode(sample.ids[start:][sample.learnt[start:]])
+    return tokenizer.decode(sample.ids[start:][sample.trained[start:]])
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
@@ -82,11 +82,11 @@ def test_each_answer_is_trained_on_behind_the_tokens_by_which_it_is_asked_for(
     for place, answer in zip(places, answers, strict=True):
         prompt = tokenizer.encode_marked(template.render(messages[:place]))
         own = [sample for sample in samples if sample.ids[: len(prompt)].tolist() == prompt]
-        learnt = own[0].learnt[len(prompt) :]
+        learnt = own[0].trained[len(prompt) :]
         size = int(np.argmin(learnt)) if not learnt.all() else len(learnt)
         assert tokenizer.decode(own[0].ids[len(prompt) : len(prompt) + size]).lstrip() == answer.lstrip()
         total += size
-    assert sum(int(sample.learnt.sum()) for sample in samples) == total  # and nothing else
+    assert sum(int(sample.trained.sum()) for sample in samples) == total  # and nothing else
 
 
 def test_an_answer_whose_first_letters_would_be_one_token_with_the_prompt_is_encoded_apart():
@@ -97,7 +97,7 @@ def test_an_answer_whose_first_letters_would_be_one_token_with_the_prompt_is_enc
             asked = template.render(messages[:place])
             whole = template.render(messages[: place + 1], to_be_answered=False)
             prompt = tokenizer.encode_marked(asked)
-            assert sample.ids[: len(prompt)].tolist() == prompt and not sample.learnt[: len(prompt)].any()
+            assert sample.ids[: len(prompt)].tolist() == prompt and not sample.trained[: len(prompt)].any()
             assert tokenizer.encode_marked(whole)[: len(prompt)] != prompt  # as one token, were it encoded at once
             assert tokenizer.decode(sample.ids[:-1]) == tokenizer.decode(tokenizer.encode_marked(whole))
 
@@ -142,7 +142,7 @@ def test_tools_and_variables_of_a_row_reach_the_template():
 def test_thoughts_switched_off_are_in_the_prompt():
     (sample,), _, _ = encoded("qwen3", chats.SINGLE, chat_template_kwargs={"enable_thinking": False})
     assert trained(BYTES, sample) == f"the dog{END}"
-    assert BYTES.decode(sample.ids[: int(np.argmax(sample.learnt))]).endswith(f"assistant\n{EMPTY}")
+    assert BYTES.decode(sample.ids[: int(np.argmax(sample.trained))]).endswith(f"assistant\n{EMPTY}")
 
 
 def test_what_may_surprise_is_said():
@@ -182,8 +182,8 @@ def test_the_token_that_ends_an_answer_is_found_behind_a_space():
 
 
 def test_what_is_cut_and_what_has_nothing_left_is_counted():
-    def sample(size: int, asked: int) -> Written:
-        return Written(np.arange(size), np.arange(size) >= asked)
+    def sample(size: int, asked: int) -> EncodedSample:
+        return EncodedSample(np.arange(size), np.arange(size) >= asked)
 
     samples = [sample(5, 2), sample(20, 4), sample(20, 9), sample(20, 15), sample(5, 5), sample(20, 20)]
     assert truncation_notes(samples, 8, "samples") == [

@@ -14,7 +14,7 @@ from mtjax.convert.saved_model import SavedModel
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.__main__ import main
-from mtjax.finetune.chat_encoding import ChatEncoder, Written
+from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
 from mtjax.finetune.chat_rows import Chat
 from mtjax.finetune.chat_samples import PackedChats, pack
 from mtjax.finetune.chatting import Chatting
@@ -40,7 +40,7 @@ def written_by(template: str, *texts: str) -> tuple[str, str]:
     """A conversation as the model reads it, and what of it is learnt."""
     encoder = ChatEncoder(TOKENIZER, ChatTemplate(template, {}, "a test"))
     (written,), _ = encoder.samples(Chat(messages(*texts)))
-    return TOKENIZER.decode(written.ids), TOKENIZER.decode(written.ids[written.learnt])
+    return TOKENIZER.decode(written.ids), TOKENIZER.decode(written.ids[written.trained])
 
 
 def test_answers_and_what_ends_them_are_learnt_and_nothing_else():
@@ -55,7 +55,7 @@ def test_a_prompt_and_its_completion_need_no_template():
     encoder = ChatEncoder(TOKENIZER, None)
     (written,), _ = encoder.samples(Chat(prompt="the road", completion=" and the end"))
     assert written.ids.tolist() == [*TOKENIZER.encode("the road and the end"), TOKENIZER.eod]
-    assert TOKENIZER.decode(written.ids[written.learnt]) == " and the end<|endoftext|>"
+    assert TOKENIZER.decode(written.ids[written.trained]) == " and the end<|endoftext|>"
     assert encoder.ends == [TOKENIZER.eod]
     with pytest.raises(UserError, match="has no chat_template to write messages out with: name a Jinja file"):
         encoder.samples(Chat(messages("a", "b")))
@@ -72,8 +72,8 @@ def test_packs_hold_every_item_once_and_none_is_too_long(lengths):
 
 
 def test_a_packed_sequence_keeps_conversations_apart():
-    def chat(*ids: int, asked: int) -> Written:
-        return Written(np.array(ids, np.int32), np.arange(len(ids)) >= asked)
+    def chat(*ids: int, asked: int) -> EncodedSample:
+        return EncodedSample(np.array(ids, np.int32), np.arange(len(ids)) >= asked)
 
     chats = [chat(1, 2, 3, 4, asked=2), chat(5, 6, 7, asked=1), chat(*range(10, 30), asked=1)]
     chats.append(chat(*range(40, 60), asked=15))  # nothing of its answer is within 8 tokens
@@ -173,8 +173,8 @@ def test_the_validation_loss_is_a_mean_over_tokens_of_answers_whatever_the_batch
     from tests.tiny import initial_state, program_of
 
     losses = []
-    chats = [Written(np.arange(1, 8, dtype=np.int32), np.arange(7) >= 3)] * 3
-    chats.append(Written(np.arange(60, 75, dtype=np.int32), np.arange(15) >= 9))
+    chats = [EncodedSample(np.arange(1, 8, dtype=np.int32), np.arange(7) >= 3)] * 3
+    chats.append(EncodedSample(np.arange(60, 75, dtype=np.int32), np.arange(15) >= 9))
     for size in (2, 8):
         fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": size}
         program = program_of("2x1", reset_position_ids=True, reset_attention_mask=True, **fields)

@@ -79,7 +79,7 @@ def test_tokens_in_generation_blocks_are_trained_on(name, conversation, theirs):
     )
     (written,), remarks = encoder.samples(chat_of({"messages": messages}))
     assert written.ids.tolist() == expected["input_ids"]
-    assert written.learnt.astype(int).tolist() == expected["assistant_masks"]
+    assert written.trained.astype(int).tolist() == expected["assistant_masks"]
     assert any("does not learn to stop" in remark for remark in remarks) == (name != "generation")
 
 
@@ -131,6 +131,6 @@ def test_a_completion_that_goes_on_from_its_prompt_has_the_tokens_of_the_joined_
         encoded = theirs(prompt + completion, return_offsets_mapping=True)
         assert written.ids.tolist() == [*encoded["input_ids"], theirs.eos_token_id]
         overlaps = [end > len(prompt) for _, end in encoded["offset_mapping"]]
-        assert written.learnt.tolist() == [*overlaps, True]
+        assert written.trained.tolist() == [*overlaps, True]
         is_apart = encoded["input_ids"][: overlaps.index(True)] == theirs(prompt)["input_ids"]
         assert bool(remarks) != is_apart

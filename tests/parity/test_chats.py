@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.finetune.chat_encoding import Written
+from mtjax.finetune.chat_encoding import EncodedSample
 from mtjax.finetune.chat_samples import PackedChats
 from mtjax.sharding.placement import global_batch
 from tests.parity.compare import shaken
@@ -34,7 +34,7 @@ def network_of(kind: str, settings: dict[str, Any]) -> Any:
     return shaken(lambda: model(model.config_class(**settings))).float()
 
 
-def chats() -> list[Written]:
+def chats() -> list[EncodedSample]:
     """Conversations of different lengths, of two turns each."""
     random = np.random.default_rng(0)
     written = []
@@ -42,11 +42,11 @@ def chats() -> list[Written]:
         size = int(random.integers(5, LENGTH + 2))
         learnt = np.zeros(size, bool)
         learnt[2:4], learnt[size - int(random.integers(1, 3)) :] = True, True
-        written.append(Written(random.integers(1, 250, size).astype(np.int32), learnt))
+        written.append(EncodedSample(random.integers(1, 250, size).astype(np.int32), learnt))
     return written
 
 
-def packed_batch(written: list[Written]) -> dict[str, np.ndarray]:
+def packed_batch(written: list[EncodedSample]) -> dict[str, np.ndarray]:
     packed = PackedChats.of(written, LENGTH, 0)
     assert len(packed) == BATCH
     assert max(map(len, packed.packs)) > 1
@@ -55,7 +55,7 @@ def packed_batch(written: list[Written]) -> dict[str, np.ndarray]:
     return batch | {"sample_index": np.arange(BATCH, dtype=np.uint32)}
 
 
-def their_loss(network: Any, written: list[Written]) -> Any:
+def their_loss(network: Any, written: list[EncodedSample]) -> Any:
     """The mean over all tokens of answers, as their labels of -100 have it."""
     longest = max(len(chat.ids) for chat in written)
     ids = torch.zeros(len(written), longest, dtype=torch.long)
@@ -63,12 +63,12 @@ def their_loss(network: Any, written: list[Written]) -> Any:
     for row, chat in enumerate(written):
         size = len(chat.ids)
         ids[row, :size], mask[row, :size] = torch.tensor(chat.ids).long(), 1
-        labels[row, :size] = torch.tensor(np.where(chat.learnt, chat.ids, -100)).long()
+        labels[row, :size] = torch.tensor(np.where(chat.trained, chat.ids, -100)).long()
     # A token of learned positions more than a sequence here has: the last is a label only.
     return network(ids[:, : longest - 1], attention_mask=mask[:, : longest - 1], labels=None).logits, labels
 
 
-def mean_loss(network: Any, written: list[Written]) -> Any:
+def mean_loss(network: Any, written: list[EncodedSample]) -> Any:
     logits, labels = their_loss(network, written)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 

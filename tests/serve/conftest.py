@@ -63,7 +63,7 @@ def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     loaded = load(Options(f"hf:{folder}", mesh=mesh, batch=sequences), processes=1)
     host, model = Host(loaded.engines, sequences, WAITING), loaded.model
     limits = Limits(BODY, host.max_context, 60)
-    tokens = Tokens(model.tokenizer, model.folder, model.prompt_ids)
+    tokens = Tokens(model.tokenizer, model.folder, model.first_ids, model.prompt_ids)
     service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))
     bound, ready = listen("127.0.0.1", 0), threading.Event()
     server = Server(service, 10, ready.set)

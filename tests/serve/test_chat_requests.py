@@ -57,7 +57,7 @@ def test_an_answer_is_asked_for_by_the_tokens_behind_which_it_was_trained_on(liv
     )
     for place in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
         ids = ask(live, "POST", "/tokenize", {"messages": messages[:place], "tools": [TOOL]})[1]["tokens"]
-        assert any(s.ids[: len(ids)].tolist() == ids and s.learnt[len(ids)] for s in samples)
+        assert any(s.ids[: len(ids)].tolist() == ids and s.trained[len(ids)] for s in samples)
 
 
 def test_keys_of_messages(live, template) -> None:

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.convert.__main__ import main as convert
 from mtjax.generate.weights import load_model
 from mtjax.serve import answers
 from mtjax.serve.tokens import Tokens
 from mtjax.sharding.axes import use_rules
-from tests.convert.hf_folders import VOCAB, llama_tokenizer
+from tests.convert.hf_folders import GPT2_CONFIG, VOCAB, gpt2_shapes, llama_tokenizer, random_tensors, write_folder
 from tests.serve.asking import ask
 from tests.serve.conftest import CONTEXT
 
@@ -200,8 +200,14 @@ def test_prompts_of_a_request_draw_noise_of_their_own(live, monkeypatch) -> None
 
 
 def test_add_bos_puts_the_tokenizers_own_token_in_front(live, tmp_path, monkeypatch) -> None:
-    llama_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    assert Tokens(open_tokenizer(str(tmp_path / "tokenizer.json")), tmp_path).first == [1]
+    source = write_folder(tmp_path / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG | {"bos_token_id": 1})
+    assert convert(["--from", f"hf:{source}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 0
+    # Where the tokenizer adds nothing, the config of the weights names it, also after a conversion.
+    for front in ("<s>", ""):
+        for folder, kind in ((source, "hf:"), (tmp_path / "ours", "")):
+            llama_tokenizer(front, "</s>").save(str(folder / "tokenizer.json"))
+            model = load_model(f"{kind}{folder}")
+            assert Tokens(model.tokenizer, model.folder, model.first_ids).first == [1]
     tokens = live.service.tokens
     (cat,) = tokens.decoder.encode(" cat")
     monkeypatch.setattr(tokens, "first", [cat])

@@ -6,8 +6,10 @@ import pytest
 from mtjax.config import Config, replace, to_dict
 from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError
-from mtjax.train.changes import find_changes, parse_allowed, position_of, scheduled, table
+from mtjax.train import changes
+from mtjax.train.changes import find_changes, parse_allowed, position_of, table
 from mtjax.train.checkpoints.past import Past, RunRecord
+from mtjax.train.objective import PRETRAINING
 from mtjax.train.schedule import Horizon, horizon_of, make_schedule, make_weight_decay
 
 TEXT = TrainingText("book.txt", "abc", 90)
@@ -22,6 +24,10 @@ def past_of(config: Config, step: int = 40) -> Past:
     horizon = horizon_of(config.optimizer, config.training.steps)
     record = RunRecord(DataPosition(SampleOrder(0, (320,)), (TEXT,)), horizon, "/somewhere")
     return Past(step, 8 * step, to_dict(config), record)
+
+
+def scheduled(config: Config, past: Past) -> Config:
+    return changes.scheduled(config, PRETRAINING.horizon(config, past))
 
 
 STYLES = [

@@ -44,6 +44,15 @@ CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 DENSE: dict[str, Any] = {"num_layers": 3, "first_dense_layers": 1}
 """Two layers with experts behind one with an MLP."""
 
+EXCHANGE: dict[str, Any] = {
+    "expert_method": "exchange",
+    "sequence_parallel": True,
+    "zero": 3,
+    "microbatch_size": 1,
+    "recompute": "selective",
+}
+"""Tokens are sent between expert ranks, and parameters are sharded over data (ZeRO 3)."""
+
 PADDED: dict[str, Any] = {"task": "chat"}
 """Samples of chats, which end in padding."""
 
@@ -81,13 +90,7 @@ CASES: list[Any] = [
     pytest.param(
         "data=2,expert=2,model=2",
         DEEPSEEK,
-        {
-            "expert_method": "exchange",
-            "sequence_parallel": True,
-            "zero": 3,
-            "microbatch_size": 1,
-            "recompute": "selective",
-        },
+        EXCHANGE,
         marks=pytest.mark.long,
     ),
     pytest.param(
@@ -101,13 +104,7 @@ PADDING: list[Any] = [
     pytest.param(
         "data=2,expert=2,model=2",
         DEEPSEEK | PADDED,
-        {
-            "expert_method": "exchange",
-            "sequence_parallel": True,
-            "zero": 3,
-            "microbatch_size": 1,
-            "recompute": "selective",
-        },
+        EXCHANGE,
         marks=pytest.mark.long,
     ),
     pytest.param(

@@ -59,7 +59,7 @@ class Restored:
     folder: Path = Path()
     """The tier it was in."""
     past: Past | None = None
-    """What its page says of the run; None where the run begins."""
+    """The run as its page describes it; None for a new run."""
 
 
 Elsewhere = Callable[[int], Restored | None]

@@ -1,4 +1,4 @@
-"""Where a run stood when a checkpoint was saved: what a resumed run has to continue."""
+"""The state of a run, apart from its arrays, when a checkpoint was saved: what a resumed run continues."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from mtjax.train.schedule import Horizon, horizon_of
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint's page holds of its run besides the config: what was decided when the run began.
+    """What a checkpoint's page records of its run in addition to the config: decisions made when the run began.
 
     Attributes:
       position: the order of samples, and what they are made from.
       horizon: over which steps the learning rate decays and the weight decay grows.
-      started_in: the folder from which relative paths were meant.
+      started_in: the working directory, which relative paths refer to.
     """
 
     position: DataPosition
@@ -66,7 +66,7 @@ class Past:
 
     @classmethod
     def of_page(cls, step: int, page: Mapping[str, Any]) -> "Past":
-        """What a page says.
+        """Reads a page.
 
         Raises:
           Damaged: its record of the run lacks something.
