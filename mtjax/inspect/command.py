@@ -72,8 +72,7 @@ class Job:
         """Compiles and reports."""
         run_config, teacher = self.taught(run_config)
         report = inspect(run_config, self.target, self.contract, self.time_on, teacher)
-        if report.step.note:
-            self.console.print(f"note    {report.step.note}", highlight=False)
+        text.show_note(report.step.note, self.console)
         return report
 
     def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
