@@ -120,6 +120,8 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     always = set(chosen) | ({"sequence_parallel"} if plan.model_ways > 1 else set())
     chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_method": plan.expert_method}
     chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
+    # Refused with any other recompute, which the plan may have.
+    chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
     for group, fields in asked.items():
