@@ -139,8 +139,13 @@ class Command(NamedTuple, Generic[Options]):
 
     config: config.Config
     options: Options
-    name: str
-    """Of the config: its file without folder and `.toml`."""
+    source: str
+    """The config's name or path, as typed."""
+
+    @property
+    def name(self) -> str:
+        """The config's file, without folder and `.toml`."""
+        return Path(self.source).name.removesuffix(".toml")
 
 
 PLAIN = frozenset({"finetuning"})
@@ -194,7 +199,7 @@ def parse(
         config.validate(chosen)
     except UserError as e:
         raise UserError(f"{e}{_origins(str(e), argv, name)}") from e
-    return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
+    return Command(chosen, parsed.command, name)
 
 
 def _with_what_was_not_typed(chosen: config.Config, argv: Sequence[str], file: Path) -> config.Config:
