@@ -28,7 +28,7 @@ AUTO = "auto"
 """What stands for the mesh of a run that takes the planner's fastest."""
 
 POSITIONAL: dict[int, Axes] = {1: (DATA,), 2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
-"""What the numbers of "64", "64x8" and "8x4x8" stand for."""
+"""The axes that the numbers of "64", "64x8" and "8x4x8" are ways of."""
 
 
 @dataclass(frozen=True, kw_only=True)
