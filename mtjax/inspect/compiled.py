@@ -184,9 +184,9 @@ def expected_blocks(program: Program) -> int:
 def _lower(program: Program) -> jax.stages.Lowered:
     try:
         return program.lower_step()
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
     except RuntimeError as e:
-        if isinstance(e, jax.errors.JaxRuntimeError):
-            raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
         if "cuDNN not found" not in str(e):
             raise
         raise UserError(
