@@ -140,8 +140,13 @@ class Command(NamedTuple, Generic[Options]):
 
     config: config.Config
     options: Options
-    name: str
-    """Of the config: its file without folder and `.toml`."""
+    source: str
+    """The config's name or path, as typed."""
+
+    @property
+    def name(self) -> str:
+        """The config's file, without folder and `.toml`."""
+        return Path(self.source).name.removesuffix(".toml")
 
 
 PLAIN = frozenset({"finetuning"})
@@ -198,7 +203,7 @@ def parse(
         config.validate(chosen)
     except UserError as e:
         raise UserError(f"{e}{_origins(str(e), typed, path, tables)}") from e
-    return Command(chosen, parsed.command, Path(name).name.removesuffix(".toml"))
+    return Command(chosen, parsed.command, name)
 
 
 def _with_what_was_not_typed(

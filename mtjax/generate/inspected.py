@@ -25,7 +25,7 @@ from mtjax.inspect.options import Options
 from mtjax.inspect.report import Row, table
 from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_json
 from mtjax.inspect.targets import Target, find_target
-from mtjax.inspect.text import collectives_table, contract_notes, contract_table, size
+from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
 from mtjax.models.placed import Placed
 from mtjax.theory.contract import Contract, Symbols, requirements
 from mtjax.theory.decoding import decoding_contract, decoding_symbols
@@ -133,8 +133,7 @@ def show(report: DecodingReport, console: Console) -> None:
         f"mesh {report.mesh.in_words}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
         highlight=False,
     )
-    if report.note:
-        console.print(f"note    {report.note}", highlight=False)
+    show_note(report.note, console)
     console.print(collectives_table(report.rows))
     console.print(contract_table(report))
     for note in contract_notes(report):

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         named = command.options.teacher
         config = replace(command.config, teacher=named) if named else command.config
-        return run(config, command.options, taught)
+        return run(config, command.options, command.source, taught)
 
     return cli.run_main(body)
 

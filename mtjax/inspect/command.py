@@ -27,17 +27,30 @@ from mtjax.theory.contract import Contract
 from mtjax.theory.hardware import GB, Server
 
 
-def run(config: Config, options: Options, taught: Taught) -> int:
-    """Compiles and prints; returns the exit code, 1 where a program breaks its contract. `taught` knows teachers."""
+def run(asked: Config, options: Options, source: str, taught: Taught) -> int:
+    """Compiles and prints.
+
+    Args:
+      asked: the config as it was given.
+      options: those of the command.
+      source: the config's name or path as typed, for the command of a faster plan.
+      taught: asked for the teacher.
+
+    Returns:
+      The exit code: 1 where a program breaks its contract.
+    """
     quiet = options.json == Path("-")
     job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), taught)
-    config = job.with_vocabulary(config)
+    config = job.with_vocabulary(asked)
     trace = find_trace(options.measured) if options.measured is not None else None  # before seconds of compiling
     reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
     measured = measure(reports[0], trace) if trace is not None else None
     if measured is not None and job.verbose:
         text.show_measured(measured, job.console)
     save(reports, options, measured)
+    if options.html is not None:
+        decision = Decision.on(reports[0], asked, source, options.price)
+        write(options.html, page(reports[0], reports[1:], decision))
     return 0 if all(r.verdict.holds for r in reports) else 1
 
 
@@ -72,8 +85,7 @@ class Job:
         """Compiles and reports."""
         run_config, teacher = self.taught(run_config)
         report = inspect(run_config, self.target, self.contract, self.time_on, teacher)
-        if report.step.note:
-            self.console.print(f"note    {report.step.note}", highlight=False)
+        text.show_note(report.step.note, self.console)
         return report
 
     def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
@@ -115,7 +127,7 @@ class Job:
 
 
 def save(reports: Sequence[Report], options: Options, measured: Measured | None = None) -> None:
-    """Writes what the options ask for."""
+    """Writes the JSON and the programs that the options ask for."""
     if options.json is not None:
         documents = [to_json(r, measured) for r in reports]
         document = documents[0] if len(documents) == 1 else {"schema": SCHEMA, "reports": documents}
@@ -124,8 +136,6 @@ def save(reports: Sequence[Report], options: Options, measured: Measured | None 
             sys.stdout.write(content)
         else:
             write(options.json, content)
-    if options.html is not None:
-        write(options.html, page(reports[0], reports[1:], Decision.on(reports[0], options.price)))
     if options.dump is not None:
         for number, report in enumerate(reports, 1):
             dump(report.step, options.dump, number)

@@ -23,9 +23,9 @@ from mtjax.theory.plans import Plan
 from mtjax.train.step import Program, make_program
 
 NO_TILES = "Couldn't find output tile sizes"
-"""What XLA says where it finds no way to cut a product for a kernel of its own (Triton), with no GPU to try on."""
+"""XLA's error where it finds no tile sizes for a matmul in its own kernels (Triton), with no GPU to measure on."""
 OWN_KERNELS = "xla_gpu_enable_triton_gemm"
-"""Whether XLA makes such kernels for products; without, all are cuBLAS's."""
+"""XLA's option for such kernels; without them, all matmuls are cuBLAS's."""
 
 EXPERTS_SCOPE = "experts"
 """Named scope of what ranks do with tokens and experts of each other."""
@@ -61,7 +61,7 @@ class CompiledStep:
     trace_seconds: float
     compile_seconds: float
     note: str | None = None
-    """How it was compiled, where not with the run's own options."""
+    """How it was compiled, if not with the run's own options."""
 
     @property
     def mesh(self) -> MeshShape:
@@ -125,7 +125,7 @@ def compile_program(program: Program, target: Target) -> CompiledStep:
 def compile_for(
     target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, str | None]:
-    """Compiles a program for a target, if need be without XLA's own kernels for products.
+    """Compiles a program for a target, if necessary without XLA's own kernels for matmuls.
 
     Args:
       target: what it is lowered for.
@@ -133,7 +133,7 @@ def compile_for(
       options: the compiler options with which it was lowered.
 
     Returns:
-      The compiled program; and a sentence where it could not be compiled with these options alone, otherwise None.
+      The compiled program; and a note if it could not be compiled with these options alone, otherwise None.
 
     Raises:
       UserError: XLA can't compile it.
@@ -184,9 +184,9 @@ def expected_blocks(program: Program) -> int:
 def _lower(program: Program) -> jax.stages.Lowered:
     try:
         return program.lower_step()
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
     except RuntimeError as e:
-        if isinstance(e, jax.errors.JaxRuntimeError):
-            raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
         if "cuDNN not found" not in str(e):
             raise
         raise UserError(

@@ -12,8 +12,10 @@ from io import BytesIO
 import tomli_w
 
 from mtjax import config as configs
+from mtjax.config import Config
 from mtjax.inspect.report import Report
 from mtjax.plan.search import Candidate, describe, search
+from mtjax.plan.search_report import train_command
 from mtjax.plan.units import days, percent, seconds
 from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.flops import SECONDS_PER_DAY, cost
@@ -38,12 +40,22 @@ class Decision:
     """Of one GPU for one hour."""
     faster: Candidate | None
     """The planner's fastest plan for as many GPUs, where it beats the one compiled by the same formulas."""
+    command: str | None
+    """Trains the faster plan; None without one."""
 
     @classmethod
-    def on(cls, report: Report, price: float | None = None) -> "Decision":
-        """Searches for a faster plan, by formula, where the hardware is known: seconds."""
+    def on(cls, report: Report, asked: Config, source: str, price: float | None = None) -> "Decision":
+        """Searches for a faster plan, by formula, where the hardware is known: seconds.
+
+        Args:
+          report: of the compiled plan.
+          asked: the config as it was given.
+          source: the config's name or path as typed.
+          price: of one GPU for one hour.
+        """
         server = report.time.server if report.time else None
-        return cls(report, price, faster_plan(report, server) if server else None)
+        faster = faster_plan(report, server) if server else None
+        return cls(report, price, faster, train_command(faster.plan, asked, source) if faster else None)
 
 
 def faster_plan(report: Report, server: Server) -> Candidate | None:
@@ -82,6 +94,8 @@ def _run(decision: Decision) -> Sequence[tuple[str, str]]:
         rows.append((f"cost at {decision.price:g} per GPU and hour", f"{money:,.0f} ({between})"))
     rows.append(("range", escape(accuracy.in_words)))
     rows.append(("a faster plan", _faster(decision, time.by_plan)))
+    if decision.command is not None:
+        rows.append(("its command", f"<code>{escape(decision.command)}</code>"))
     return rows
 
 

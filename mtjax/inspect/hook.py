@@ -24,8 +24,7 @@ def show_program(program: Program, console: Console, teacher: Model | None = Non
       The report; `report.verdict.holds` says whether the program keeps its contract.
     """
     step = compile_program(program, running_target(program.mesh))
-    if step.note:
-        console.print(f"note    {step.note}", highlight=False)
+    text.show_note(step.note, console)
     result = report(step, teacher=teacher)
     text.show(result, console)
     return result

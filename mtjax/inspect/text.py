@@ -362,6 +362,12 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
     return "+".join(axes) or "nobody"
 
 
+def show_note(note: str | None, console: Console) -> None:
+    """Prints how a program was compiled, where that was not with the run's own options."""
+    if note:
+        console.print(f"note    {note}", highlight=False)
+
+
 def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
     """The first arrays, and how many more."""
     shown = ", ".join(str(a) for a in arrays[:most])

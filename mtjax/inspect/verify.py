@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax.config import Config
-from mtjax.errors import UserError
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.plan.report import COMPILED, MODEL, show, table
+from mtjax.inspect.text import show_note
+from mtjax.plan.report import show, table
 from mtjax.plan.units import gib, seconds, si
 from mtjax.theory import memory, traffic
 from mtjax.theory.contract import JOINED
@@ -77,7 +77,7 @@ def _traffic(report: Report) -> Iterator[Check]:
 
 def verification_table(checks: list[Check]) -> Table:
     """Formula, program, error."""
-    result = table("Verified against the compiled program", "", MODEL, COMPILED, "error", "")
+    result = table("Verified against the compiled program", "", "model", "compiled", "error", "")
     for c in checks:
         error = "exact" if c.formula == c.program else f"{c.error:+.2%}"
         result.add_row(c.name, _amount(c.formula, c.unit), _amount(c.program, c.unit), error, c.note)
@@ -96,16 +96,11 @@ def print_verification(console: Console, run: Config, target: str) -> None:
     """Compiles and prints the error of each formula.
 
     Raises:
-      UserError: the target can't be compiled for here, XLA fails, or the mesh does not fit.
+      UserError: the target can't be compiled for here, XLA can't compile it, or the mesh does not fit.
     """
     console.print("\nCompiling ...", style="dim")
-    try:
-        report = inspect(run, find_target(target))
-    except jax.errors.JaxRuntimeError as e:
-        raise UserError(
-            f"XLA can't compile this step for {target}: {str(e).splitlines()[0][:150]}... - where Triton's tiles are "
-            "the reason, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false uses cuBLAS instead"
-        ) from e
+    report = inspect(run, find_target(target))
+    show_note(report.step.note, console)
     result = verification_table(compare(report))
     result.caption = f"compiled in {report.step.compile_seconds:.0f} s for {report.target.name}; nothing was run"
     show(console, result)

@@ -39,8 +39,8 @@ class Padding(NamedTuple):
 def with_text_lengths(model: Model, batch: Mapping[str, Array]) -> dict[str, Array]:
     """The batch, with the text lengths of its samples if it has a padding mask and the model routers that need them.
 
-    Call it outside of the manual region: there a sample is still one row, whichever ranks share its tokens, and the sum
-    costs one small reduction a step instead of one in each layer.
+    Call it outside the manual region: there a sample is still one row, whichever ranks share its tokens, and the sum
+    takes one small reduction per step instead of one per layer.
     """
     if not model.num_experts or PADDING_MASK not in batch:
         return dict(batch)
@@ -75,6 +75,6 @@ class Context:
     expert_method: ExpertMethod = "gather"
     """How tokens come to the experts of other ranks."""
     padding: Padding | None = None
-    """Which tokens are padding, that routers neither count nor send to experts; None where all are text."""
+    """Which tokens are padding, which routers neither count nor send to experts; None where all are text."""
     reading: Reading | None = None
     """Where the tokens stand in sequences whose earlier tokens a cache, the layers' state, holds; None without one."""

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 
 from rich.console import Console
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         named = command.options.teacher
         config = replace(command.config, teacher=named) if named else command.config
-        run(config, command.options, _source(argv) or DEFAULT, _verify, _taught)
+        run(config, command.options, command.source, _verify, _taught)
 
     return cli.run_main(body)
 
@@ -46,13 +45,6 @@ def _taught(config: Config) -> tuple[Config, Model | None]:
     from mtjax.finetune.teacher import taught  # reads what a teacher's weights say of themselves: needs jax
 
     return taught(config)
-
-
-def _source(argv: Sequence[str] | None) -> str | None:
-    """The config as typed, a name or a path, for the command that a search prints."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
-    return next((value for flag, value in reversed(list(pairwise(parts))) if flag == "--config"), None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a plan loses by a setting of its config, and what the user may do about it."""
+"""Settings of a config that make its plan slower or larger than necessary, and what to change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,16 +14,16 @@ from mtjax.theory.plans import Plan
 from mtjax.theory.timing import step_time
 
 WORTH_SAYING = 0.02
-"""Share of the step's time, or of a GPU's parameters, from which on a hint is given."""
+"""Share of the step's time, or of a GPU's parameters, above which a hint is given."""
 
 
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
-    """Sentences about the plan of a config, the most expensive loss first."""
+    """Hints on the plan of a config."""
     yield from filter(None, (flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan)))
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
-    """Says so where dropout on attention's probabilities is all that rules out flash attention."""
+    """A hint if only dropout on attention's probabilities rules out flash attention."""
     dropout = run.model.attention_dropout
     without = config.replace(run, attention_dropout=0.0)
     if plan.flash_attention or not dropout or choose_kernel(without, "gpu")[0] != "cudnn":
@@ -41,7 +41,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 
 
 def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:
-    """Says which share of the parameters ZeRO leaves on every data rank, as none of their dimensions divides."""
+    """A hint if ZeRO leaves parameters on every data rank because none of their dimensions is divisible."""
     if not plan.zero or plan.zero_ways == 1:
         return None
     held = fullest_counts(anatomy, plan)

@@ -1,4 +1,4 @@
-"""What one plan costs: parameters, FLOPs, memory, traffic, time, as tables. Every figure says where it comes from."""
+"""What one plan costs: parameters, FLOPs, memory, traffic, time, as tables. All figures are by formula."""
 
 from dataclasses import replace
 
@@ -24,9 +24,6 @@ from mtjax.theory.software import MTJAX
 from mtjax.theory.teaching import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
 from mtjax.theory.timing import StepTime, step_time
-
-MODEL, COMPILED = "model", "compiled"
-"""Where a figure comes from: a formula, or the compiled program."""
 
 
 def make_console() -> Console:

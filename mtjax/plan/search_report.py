@@ -79,7 +79,7 @@ def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:
 
 
 def reasons(candidate: Candidate) -> str:
-    """What takes most of the plan's time besides the products with weights."""
+    """The largest parts of the plan's time other than matmuls with weights."""
     time = candidate.time
     losses = {k: v for k, v in time_parts(time).items() if k != "products"}
     return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(losses.items())[:3])
@@ -120,6 +120,8 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     always = set(chosen) | ({"sequence_parallel"} if plan.model_ways > 1 else set())
     chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_method": plan.expert_method}
     chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
+    # Refused with any other recompute, which the plan may have.
+    chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
     asked = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
     for group, fields in asked.items():
@@ -127,7 +129,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
             if name in always or value != shipped[group].get(name):
                 words.append(_option(name, value))
         words += [_option(name, None) for name in shipped[group] if name not in fields]
-    if not is_finetuned:  # names that stand for the reader's own files
+    if not is_finetuned:  # placeholders for the reader's own files
         words += [] if run.data.data else ["--data CORPUS.jsonl"]
         words += [] if run.data.tokenizer else ["--tokenizer TOKENIZER"]
     return " ".join(words)

@@ -35,7 +35,7 @@ class Asked:
     sampling: Sampling
     """Without the number of tokens."""
     has_seed: bool
-    """Whether the request gives a seed; else each of its prompts draws noise of its own."""
+    """Whether the request gives a seed; if not, each of its prompts draws different noise."""
     samples: int
     stops: tuple[str, ...]
     stream: bool

@@ -21,9 +21,9 @@ from mtjax.serve.tokens import Tokens
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Of messages, and what templates know them as."""
 KEYS = ("role", "content", "name", "tool_call_id", *REASONING)
-"""Of messages; templates that do not write the last ones lose nothing that was said."""
+"""Keys that any message may have; a template that does not read the last ones loses no text of the conversation."""
 EMPTY = ("annotations", "audio", "function_call", "refusal", "tool_calls")
-"""Keys of the messages that OpenAI's servers answer with: a client sends them back, often with nothing in them."""
+"""Keys of the messages in OpenAI's answers: clients send them back, often empty."""
 INPUTS = ("tools", "documents", "chat_template_kwargs")
 """Fields that the template reads."""
 MOST_MESSAGES = 4096
@@ -72,7 +72,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
 
 
 def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs:
-    """Reads what the template is given besides the messages; with `tool_choice` "none" it is given no tools.
+    """Reads the template's inputs other than the messages; with `tool_choice` "none" the template gets no tools.
 
     Raises:
       Refused: a field is wrong, or the template does not read it.
@@ -97,8 +97,8 @@ def read_messages(given: Any, template: ChatTemplate | None = None) -> list[dict
     """Reads a conversation.
 
     Raises:
-      Refused: it is not a list of messages with a role and text, or a message has a key that is not known, and that the
-        template does not read either.
+      Refused: it is not a list of messages with a role and text, or a message has a key that is neither known nor read
+        by the template.
     """
     if not isinstance(given, list) or not given:
         raise wrong("messages", shortened(given), "a list of at least one message")

@@ -32,7 +32,7 @@ from mtjax.theory.plans import ExpertMethod
 from mtjax.theory.rules import Axes
 
 Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
-"""Numbers of tokens' experts; and how many tokens of each sample an expert takes at most, where samples differ."""
+"""Numbers of tokens' experts; and the capacity of each sample, or None where all have the same or none."""
 
 
 class Product(Protocol):
@@ -69,8 +69,8 @@ def apply_experts(
       product: what experts compute.
       x: tokens.
       gates: float32 weights of the experts' outputs.
-      experts: numbers of each token's experts, among all of them; and with a capacity perhaps one for each sample, at
-        most the common one, int32 [batch]. Numbers behind the last expert stand for none.
+      experts: numbers of each token's experts, among all of them, where a number past the last expert means no expert;
+        and, where samples differ, the capacity of each sample, int32 [batch], none above `capacity`.
       up: matrices of all experts in the type of x, with the logical names of their dimensions, "expert" the first.
       down: the same, back to the stream.
       capacity: tokens of a sample that an expert takes at most: the first ones; all when None.
@@ -209,8 +209,8 @@ class _Places(NamedTuple):
     ) -> "_Places":
         """Pairs take places in the order of the text, so that what is lost depends on a sample alone.
 
-        Each expert and sample has places for `capacity` pairs; of them only so many are taken as `limits` says, if it
-        is given. Where ranks over `context` share samples, each has places for what is not lost of its own tokens.
+        Each expert and sample has places for `capacity` pairs, of which at most `limits` are taken if these are given.
+        Where ranks over `context` share samples, each has places for what is not lost of its own tokens.
         """
         samples, length = experts.shape[:2]
         each = experts.reshape(samples, -1)

@@ -1,6 +1,6 @@
-"""Who started this process: what the command line, JAX's variables, torchrun, MPI, Slurm or Kubernetes say about it.
+"""Which processes belong to a run, by the command line, JAX's variables, torchrun, MPI, Slurm or Kubernetes.
 
-A source counts when it names several processes. The first of this order is used:
+A source counts if it describes several processes. The first one in this order is used:
 
 1. the command line: --coordinator, --num-processes, --process-id
 2. JAX's variables: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
@@ -27,17 +27,17 @@ SLURM_NEEDS = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", SLURM_TASKS, SLURM_PROCESS
 OPEN_MPI_COUNT, OPEN_MPI_PROCESS = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
 OPEN_MPI_NEEDS = (OPEN_MPI_PROCESS, "OMPI_COMM_WORLD_LOCAL_RANK")
 OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
-"""Where Open MPI up to version 4 says how its first process is reached."""
+"""Open MPI up to version 4: the address of its first process."""
 
 Method = Literal["slurm", "ompi", "mpi4py", "kubernetes"]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes of a run, as one source names them."""
+    """The processes of a run, as one source describes them."""
 
     source: str
-    """In words, with the names of what was read."""
+    """Its name, with those of the variables or options that were read."""
     count: int
     """Number of processes; -1 when the launcher must be asked."""
     process: int | None = None
@@ -108,7 +108,7 @@ def _options(parallel: Parallel) -> Launch | None:
 
 
 def _jax_variables(environment: Mapping[str, str], launcher: Launch | None) -> Launch | None:
-    """What JAX's variables say; a launcher gives those that are missing."""
+    """Reads JAX's variables; values that are missing are taken from a launcher."""
     coordinator = environment.get(JAX_ADDRESS)
     count, process = _number(environment, JAX_COUNT, 1), _number(environment, JAX_PROCESS, 0)
     if count == 1 or (coordinator is None and count is None and process is None):
@@ -121,15 +121,15 @@ def _jax_variables(environment: Mapping[str, str], launcher: Launch | None) -> L
 
 
 def _torchrun(environment: Mapping[str, str], launcher: Launch | None) -> Launch | None:
-    """What torchrun's variables say; a launcher gives those that are missing.
+    """Reads torchrun's variables; values that are missing are taken from a launcher.
 
-    MASTER_ADDR and MASTER_PORT alone say nothing: job scripts export them for other programs.
+    MASTER_ADDR and MASTER_PORT alone do not count: job scripts export them for other programs.
     """
     host, port = environment.get(TORCH_HOST), _number(environment, TORCH_PORT, 1)
     count, process = _number(environment, TORCH_COUNT, 1), _number(environment, TORCH_PROCESS, 0)
     if count == 1 or (count is None and process is None):
         return None
-    # torchrun's agent keeps a server of its own at MASTER_PORT, so that jax's has to take another port.
+    # torchrun's agent listens at MASTER_PORT itself, so jax's service has to take another port.
     has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     asked = _number(environment, JAX_PORT, 1)
     served = asked or (None if port is None else port + has_agent)
@@ -142,15 +142,15 @@ def _torchrun(environment: Mapping[str, str], launcher: Launch | None) -> Launch
 
 
 def _completed(found: Launch, values: Mapping[str, object], launcher: Launch | None) -> Launch:
-    """What variables say, with the numbers that are not set taken from the launcher.
+    """Takes values that no variable has from the launcher.
 
     Args:
-      found: what they say; -1 and None where they say nothing.
-      values: of each variable; None where it is not set.
-      launcher: of Slurm or MPI; None without one.
+      found: the values of the variables; -1 and None for those that are not set.
+      values: by variable; None where it is not set.
+      launcher: Slurm's, MPI's or Kubernetes's; None without one.
 
     Raises:
-      UserError: something is missing still, or the process is not one of the run's.
+      UserError: something is still missing, or the process is not one of the run's.
     """
     missing = [name for name, value in values.items() if value is None]
     if missing and launcher is not None:
@@ -225,7 +225,7 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
     """A variable's value; None where it is not set.
 
     Raises:
-      UserError: it is no whole number, or less than `least`.
+      UserError: it is not a whole number, or is less than `least`.
     """
     text = environment.get(name, "").strip()
     if not text:

@@ -1,6 +1,5 @@
 """Several processes as one run: joins this process to `jax.distributed`, as `mtjax.sharding.launchers` found."""
 
-import contextlib
 import errno
 import os
 import socket
@@ -40,8 +39,8 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
       How many processes take part; 1 when nothing says that there are several.
 
     Raises:
-      UserError: what says how they find each other is incomplete or contradictory, the coordinator's address can't be
-        used, or a process did not appear in time.
+      UserError: the options or variables by which they find each other are incomplete or contradictory, the
+        coordinator's address can't be used, or a process did not appear in time.
     """
     launch = find_launch(parallel, environment)
     if launch is None:
@@ -64,16 +63,16 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
 
 
 def several_expected(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether options or a launcher say that there are other processes.
+    """Whether there are other processes, by the options or the environment.
 
     Raises:
-      UserError: what they say is incomplete or contradictory.
+      UserError: these are incomplete or contradictory.
     """
     return find_launch(parallel, environment) is not None
 
 
 def parse_address(address: str, source: str) -> tuple[str, int]:
-    """Host and port of an address; an IPv6 host stands in brackets.
+    """Splits an address into host and port; an IPv6 host is written in brackets.
 
     Raises:
       UserError: it is not host:port; names `source`, which gave it.
@@ -92,7 +91,8 @@ def _example(address: str) -> str:
 
 
 def _asked(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, list[int] | None]:
-    """The coordinator's address, number of processes, number of this one and its GPUs; the launcher says the rest."""
+    """The coordinator's address, number of processes, number of this one and its GPUs; asks the launcher for those
+    that are not known yet."""
     if launch.method is None:
         assert launch.coordinator is not None and launch.process is not None, "only a launcher may be asked"
         return launch.coordinator, launch.count, launch.process, devices
@@ -120,30 +120,37 @@ def _check_port(bind_address: str, coordinator: str) -> None:
     """
     host, port = parse_address(bind_address, BIND_ADDRESS)
     for family in (socket.AF_INET6, socket.AF_INET):
-        with contextlib.suppress(socket.gaierror):
-            name = "0.0.0.0" if host == "::" and family == socket.AF_INET else host
-            address = socket.getaddrinfo(name, port, family, socket.SOCK_STREAM)[0][4]
-            try:
-                with socket.socket(family, socket.SOCK_STREAM) as probe:
-                    # As gRPC does, which then may listen where a connection of an earlier run has just been closed.
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == socket.AF_INET6:
-                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                    probe.bind(address)
-                    probe.listen()
-                    return
-            except OSError as e:
-                if family == socket.AF_INET6 and not _in_use(e):
-                    continue  # a machine without IPv6
-                reason = "another program listens there" if _in_use(e) else first_line(e)
-                raise UserError(
-                    f"process 0 can't listen at port {port} of the coordinator's address {coordinator}: {reason}; "
-                    f"take another port in all processes (under a launcher with {JAX_PORT})"
-                ) from e
+        name = "0.0.0.0" if host == "::" and family == socket.AF_INET else host
+        try:
+            _listen(name, port, family)
+        except socket.gaierror:
+            continue  # the host has no address of this family
+        except OSError as e:
+            in_use = e.errno == errno.EADDRINUSE
+            if family == socket.AF_INET6 and not in_use:
+                continue  # a machine without IPv6
+            reason = "another program listens there" if in_use else first_line(e)
+            raise UserError(
+                f"process 0 can't listen at port {port} of the coordinator's address {coordinator}: {reason}; "
+                f"take another port in all processes (under a launcher with {JAX_PORT})"
+            ) from e
+        return
 
 
-def _in_use(error: OSError) -> bool:
-    return error.errno == errno.EADDRINUSE
+def _listen(host: str, port: int, family: socket.AddressFamily) -> None:
+    """Listens at an address for a moment.
+
+    Raises:
+      OSError: that is not possible; `socket.gaierror` where the host has no address of this family.
+    """
+    address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As gRPC does, which then may listen where a connection of an earlier run has just been closed.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(address)
+        probe.listen()
 
 
 def _await_name(host: str, coordinator: str, timeout: float) -> None:
@@ -152,7 +159,7 @@ def _await_name(host: str, coordinator: str, timeout: float) -> None:
     Raises:
       UserError: it has none in time.
     """
-    start, told = time.monotonic(), False
+    start, is_announced = time.monotonic(), False
     while True:
         try:
             socket.getaddrinfo(host, None)
@@ -163,9 +170,9 @@ def _await_name(host: str, coordinator: str, timeout: float) -> None:
                     f"the host of the coordinator's address {coordinator} has no address here after {timeout:.0f} s: "
                     f"{first_line(e)}"
                 ) from e
-        if not told:
+        if not is_announced:
             print(f"waiting up to {timeout:.0f} s for an address of the host {host!r}", file=sys.stderr, flush=True)
-            told = True
+            is_announced = True
         time.sleep(min(1.0, timeout))
 
 
@@ -183,17 +190,17 @@ def _initialize(**options: object) -> None:
 def local_devices(environment: Mapping[str, str]) -> list[int] | None:
     """The GPUs of this process among those of its host: all when it is the host's only process, else one.
 
-    None leaves it to jax, which takes all unless the launcher says which.
+    None leaves it to jax, which takes all unless the launcher assigns some.
 
     Raises:
       UserError: there are more processes on this host than it has GPUs.
     """
+    present = next((names for names in LOCAL_VARIABLES if environment.get(names[1])), None)
+    if present is None:
+        return None
+    launcher, of_host, of_process = present
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    present = [names for names in LOCAL_VARIABLES if environment.get(names[1])]
-    if not present:
-        return None
-    launcher, of_host, of_process = present[0]
     processes = environment[of_host]
     if processes == "1" or processes.startswith("1("):
         return list(range(count)) or None

@@ -87,7 +87,7 @@ def is_matrix(names: tuple[str, ...]) -> bool:
 
 
 def is_decayed(names: tuple[str, ...]) -> bool:
-    """Whether weight decay applies: to all that has two dimensions or more in a layer and is no bias, as in Megatron.
+    """Whether weight decay applies: as in Megatron, to parameters of two or more dimensions per layer, except biases.
 
     Those are the matrices, and T5's table of a number for each bucket of distances and head.
     """

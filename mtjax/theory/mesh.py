@@ -17,8 +17,8 @@ MOST_DEVICES = 2**20
 LONGEST = 200
 """Characters of a mesh in words."""
 
-ABBREVIATIONS = dict(zip(AXES, ("DP", "PP", "CP", "EP", "TP"), strict=True))
-"""Mesh axis -> data, pipeline, context, expert and tensor parallelism."""
+ABBREVIATIONS = {DATA: "DP", STAGE: "PP", CONTEXT: "CP", EXPERT: "EP", MODEL: "TP"}
+"""Mesh axis -> the usual abbreviation of data, pipeline, context, expert or tensor parallelism."""
 
 LEAST_SHARED = 4096
 """Tokens of a sample that each of the ranks which share it has at least, on meshes that mtjax proposes: a shorter
@@ -28,10 +28,7 @@ AUTO = "auto"
 """What stands for the mesh of a run that takes the planner's fastest."""
 
 POSITIONAL: dict[int, Axes] = {1: (DATA,), 2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
-"""What the numbers of "64", "64x8" and "8x4x8" stand for."""
-
-SHORT: dict[str, str] = {"dp": DATA, "pp": STAGE, "cp": CONTEXT, "ep": EXPERT, "tp": MODEL}
-"""Usual abbreviations of kinds of parallelism -> the axis."""
+"""The axes that the numbers of "64", "64x8" and "8x4x8" are ways of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +151,9 @@ def _named_ways(text: str) -> dict[str, int]:
             raise UserError(
                 f"mesh {text!r} is neither DATAxMODEL, like 64x8, nor named, like {example} or dp=8,pp=4,tp=8"
             )
-        axis = SHORT.get(match[1].lower(), match[1])
+        axis = next((axis for axis, short in ABBREVIATIONS.items() if short == match[1].upper()), match[1])
         if axis not in AXES:
-            short = {axis: name for name, axis in SHORT.items()}
-            axes = ", ".join(f"{axis} ({short[axis]})" for axis in AXES)
+            axes = ", ".join(f"{axis} ({ABBREVIATIONS[axis].lower()})" for axis in AXES)
             raise UserError(
                 f"mesh {text!r}: no axis is called {match[1]!r}{nearest(match[1], AXES)}; the axes are {axes}"
             )

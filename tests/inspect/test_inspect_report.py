@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import shlex
+from html import unescape
 from html.parser import HTMLParser
 from io import StringIO
 
@@ -9,6 +12,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from mtjax import cli
 from mtjax.inspect import text
 from mtjax.inspect.compare import comparison_table, other_config, sent_bytes, sweep_configs
 from mtjax.inspect.decision import Decision
@@ -20,6 +24,9 @@ from mtjax.plan.search import describe
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_2H, DGX_H100
+from mtjax.theory.mesh import parse_mesh
+from mtjax.theory.plans import Plan
+from mtjax.train.__main__ import Options as TrainOptions
 from tests.inspect.steps import needs_aot, tiny
 
 
@@ -142,7 +149,7 @@ def test_the_page_needs_nothing_else(gpu_report):
 @needs_aot
 def test_the_page_says_what_one_decides_by(gpu_report):
     """Two layers of 64 keep no H100 busy: that is red, and the planner knows a faster mesh of eight."""
-    decision = Decision.on(gpu_report, price=2.5)
+    decision = Decision.on(gpu_report, gpu_report.config, "gpt2-tiny", price=2.5)
     assert decision.faster is not None
     html = page(gpu_report, decision=decision)
     checker = Checker()
@@ -150,12 +157,16 @@ def test_the_page_says_what_one_decides_by(gpu_report):
     assert checker.open == [] and checker.loads == []
     assert '<b class="bad">' in html and "TFLOP/s" in html
     assert f"{describe(decision.faster.plan)}: " in html
+    typed = re.search(r"<code>mtjax train (.*?)</code>", html)
+    assert typed
+    chosen = cli.parse(shlex.split(unescape(typed[1])), "mtjax train", "", TrainOptions).config
+    assert Plan.of(chosen, parse_mesh(chosen.parallel.mesh)) == decision.faster.plan
     time, steps = gpu_report.time, gpu_report.config.training.steps
     money = 8 * steps * time.seconds / 3600 * 2.5
     assert f"cost at 2.5 per GPU and hour</th><td>{money:,.0f} (" in html
     assert "25 published runs on H100" in html and f"jax {jax.__version__}" in html
     assert "hidden_size = 64" in html
-    dear = dataclasses.replace(decision, price=None, faster=None)
+    dear = dataclasses.replace(decision, price=None, faster=None, command=None)
     assert "cost at" not in page(gpu_report, decision=dear) and "the planner finds none" in page(
         gpu_report, decision=dear
     )

@@ -215,6 +215,15 @@ def test_the_command_is_the_plan():
         assert Plan.of(parsed, parse_mesh(parsed.parallel.mesh)) == chosen
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_command_offloads_inputs_where_the_plan_keeps_them(recompute):
+    run = config.replace(config.load("gpt2-355m"), recompute="full", recompute_offload=True)
+    plan = dataclasses.replace(Plan.of(run, MeshShape(data=8)), recompute=recompute)
+    words = shlex.split(train_command(plan, run, "gpt2-355m"))
+    training = cli.parse(words[2:], "mtjax train", "", TrainOptions).config.training
+    assert training.recompute_offload == (recompute == "full")
+
+
 def test_a_model_of_80_layers_on_48_gpus():
     run = config.load("llama3-70b")
     shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())

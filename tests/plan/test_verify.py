@@ -1,11 +1,15 @@
 """Formulas against the models and the compiled program."""
 
 from functools import partial
+from io import StringIO
+from types import SimpleNamespace
 
 import jax
 import pytest
+from rich.console import Console
 
 from mtjax import config
+from mtjax.inspect import verify
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.verify import Check, compare
@@ -55,6 +59,16 @@ def test_a_program_for_cpus_agrees_where_cpus_are_told(mesh):
         assert checks[name].formula == checks[name].program
     assert checks["optimizer"].error == pytest.approx(0, abs=1e-3)
     assert "step time" not in checks
+
+
+def test_a_program_compiled_with_other_options_is_noted(monkeypatch):
+    step = SimpleNamespace(note="it was compiled without a kernel", compile_seconds=1)
+    report = SimpleNamespace(step=step, target=find_target("cpu"))
+    monkeypatch.setattr(verify, "inspect", lambda *_: report)
+    monkeypatch.setattr(verify, "compare", lambda _: [])
+    out = StringIO()
+    verify.print_verification(Console(file=out, width=140), config.load("gpt2-tiny"), "cpu")
+    assert "note    it was compiled without a kernel\n" in out.getvalue()
 
 
 rare = partial(pytest.param, marks=pytest.mark.exhaustive)

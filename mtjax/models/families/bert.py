@@ -123,7 +123,7 @@ class BERT(Encoder, WithVocabulary):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Masked sentence pairs, or where their order is not learnt masked text: `mtjax.data.samples.bert`."""
+        """Masked sentence pairs, or masked text without the sentence-order loss: `mtjax.data.samples.bert`."""
         names = {"tokens": jnp.int32, "token_types": jnp.int32, "padding_mask": jnp.int32}
         names |= {"labels": jnp.int32, "loss_mask": jnp.float32}
         arrays = {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
@@ -132,8 +132,8 @@ class BERT(Encoder, WithVocabulary):
 
     @staticmethod
     def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Each masked token counts once in the masked-LM loss, each sample in that of the sentence order, if that is
-        learnt."""
+        """Each masked token counts once in the masked-LM loss, each sample in the sentence-order loss, if there is
+        one."""
         weights = {"masked_lm": batch["loss_mask"]}
         if "sentence_order" in batch:
             weights["sentence_order"] = jnp.ones_like(batch["sentence_order"], jnp.float32)

@@ -155,8 +155,8 @@ class GPT(Decoder, WithVocabulary):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Next-token batches; positions and segments where the data resets them at document ends, and which tokens are
-        padding where samples have some: sequences of chats."""
+        """Next-token batches; positions and segments where the data resets them at document ends, and a padding mask
+        for the packed sequences of chats."""
         names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
         names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
         names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}

@@ -43,7 +43,7 @@ class Routes(NamedTuple):
     """Where tokens go."""
 
     experts: Int[Array, "batch act_seq chosen"]
-    """Numbers of experts; those of padding are behind the last."""
+    """Numbers of experts; for padding, numbers past the last one."""
     gates: Float[Array, "batch act_seq chosen"]
     """Weights of the experts' outputs, float32."""
     report: dict[str, Array]
@@ -66,7 +66,7 @@ class Router(nnx.Module):
         share of the scores (arXiv 2101.03961, section 2.2), and the squares of the logits' log-sums (arXiv 2202.08906).
         Of ranks that share a sample each reports its own tokens' part of both, by the load of all of them.
 
-        Padding counts in neither, nor in the load, and goes to no expert: its experts have numbers behind the last.
+        Padding counts in neither, nor in the load, and goes to no expert: its numbers are past the last expert.
         """
         model, place = self.model, spec("batch", "act_seq", None)
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.places)
@@ -101,7 +101,7 @@ class Router(nnx.Module):
         padding: Padding | None,
         tokens: int,
     ) -> dict[str, Array]:
-        """See `Routes.report`; of a sample this rank has so many `tokens`."""
+        """`Routes.report`; this rank has `tokens` of each sample's tokens."""
         model, length = self.model, sample_length(tokens)
         shares, squares = scores / (scores.sum(-1, keepdims=True) + EPSILON), jnp.square(jax.nn.logsumexp(logits, -1))
         count: Any = length
@@ -122,8 +122,8 @@ class Router(nnx.Module):
 
 
 def sample_capacity(model: Model, length: int, padding: Padding | None) -> Any:
-    """Tokens of a sample that an expert takes at most, of samples of `length` tokens: an integer for all, or where some
-    are padding int32 [batch], by what is text; None where experts take all."""
+    """Tokens of a sample that an expert takes at most: an integer for samples of `length` tokens, or, where some tokens
+    are padding, an int32 [batch] by the text lengths; None where experts take all."""
     most = expert_capacity(model, length)
     if most is None or padding is None:
         return most

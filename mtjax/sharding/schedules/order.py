@@ -1,13 +1,13 @@
-"""A total order of what a stage sends, by data, for devices whose runtime does not keep one.
+"""A total order of a stage's collectives by data dependencies, for devices whose runtime does not keep one.
 
-XLA for CPUs starts a collective as soon as those before it in its schedule have been started, and takes a conditional
-for started while the collectives in its branch are not; in a program that was loaded from the compilation cache, it
-knows nothing of collectives in branches at all. Two devices may then begin a conditional's collectives and those beside
-it in different orders, and wait for each other forever, or be joined with the wrong partner: all collectives that
-`shard_map` writes over the same devices have one name. GPU programs are not concerned: every device runs its operations
-in the order of the schedule, conditionals as a whole.
+XLA for CPUs starts a collective as soon as those before it in the schedule have started, and counts a conditional as
+started before the collectives in its branch are; a program loaded from the compilation cache does not order the
+collectives in branches at all. Two devices may then start the collectives of a conditional and those outside it in
+different orders and wait for each other forever, or a collective may be matched with another one: all collectives that
+`shard_map` creates over the same devices have the same name. GPUs are not affected: every device runs its operations in
+the order of the schedule, and each conditional to its end.
 
-So on CPUs each conditional waits for what comes before it, and what comes after it waits for the conditional.
+So on CPUs each conditional waits for the operations before it, and those after it wait for the conditional.
 """
 
 from dataclasses import dataclass
@@ -25,34 +25,34 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Order:
-    """Whether, and how, parts of a program wait for each other."""
+    """Makes parts of a program wait for each other, if that is needed."""
 
     is_needed: bool
-    """Whether the runtime keeps no order by itself; otherwise nothing here changes the program."""
+    """Whether the runtime does not keep an order itself; if it does, no method changes the program."""
 
     def zero(self, *before: Tree) -> Array | int:
-        """0, which is not known before the floating-point arrays of `before` are there."""
+        """A 0 that depends on the floating-point arrays of `before`."""
         arrays = [a for a in jax.tree.leaves(before) if _is_float(a)]
         return zero_behind(arrays) if self.is_needed and arrays else 0
 
     def when(self, holds: Array, *before: Tree) -> Array:
-        """`holds`, not known before the arrays of `before` are there."""
+        """`holds`, made to depend on the floating-point arrays of `before`."""
         return holds & (self.zero(*before) == 0) if self.is_needed else holds
 
     def behind(self, tree: Tree, *before: Tree) -> Tree:
-        """`tree`, whose floating-point arrays are not there before those of `before`."""
+        """`tree`, whose floating-point arrays are made to depend on those of `before`."""
         return self.waiting(tree, self.zero(*before))
 
     def waiting(self, tree: Tree, zero: Array | int) -> Tree:
-        """`tree`, whose floating-point arrays are not there before a `zero`."""
+        """`tree`, whose floating-point arrays are made to depend on a `zero`."""
         if isinstance(zero, int):
             return tree
         ranks = set(varying_axes(zero))
 
         def one(a: Any) -> Any:
-            # What is the same on all ranks was computed from constants alone, and waits for nothing.
+            # An array that is the same on all ranks was computed from constants alone: it has nothing to wait for.
             waits = _is_float(a) and ranks <= set(varying_axes(a))
-            # By a choice, not a sum, which would make 0 of -0.
+            # By selecting, not adding, which would turn -0 into 0.
             return jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if waits else a
 
         return jax.tree.map(one, tree)

@@ -50,7 +50,7 @@ class Staged:
     keeps_inputs: bool
     """Whether stages keep the input of a chunk alone, and compute it again."""
     order: Order
-    """In which collectives run: by data, where the runtime keeps none (`mtjax.sharding.schedules.order`)."""
+    """Of collectives: by data dependencies where the runtime keeps none (`mtjax.sharding.schedules.order`)."""
 
     def gradients(self, model: CutModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """As `Schedule.gradients` says."""
@@ -94,7 +94,7 @@ class _Turn(NamedTuple):
     counts: Array
     """Whether this stage has work in this half."""
     zero: Array | int
-    """0, as `Order.zero` has it: not known before the half may begin."""
+    """A 0 (`Order.zero`) that depends on everything before this half."""
 
 
 def _with_own(losses: Sums, own: Sums, counts: Array | bool = True) -> Sums:
@@ -345,7 +345,7 @@ class _Run:
         return jnp.asarray(np.asarray(rows, np.int32))
 
     def _turn(self, row: Array, after: Tree = None) -> _Turn:
-        """A row of the timetable; in order, it is not read before the arrays `after` are there."""
+        """A row of the timetable; where an order is needed, reading it depends on the arrays `after`."""
         zero = self.begun + self.order.zero(after)
         microbatch, chunk, slot, counts = row[self.stage] + zero
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
