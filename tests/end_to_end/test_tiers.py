@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mtjax.train.checkpoints.local import IDENTITY
 from tests.end_to_end.runs import Finished, Launcher, ended, finish, free_port
 
 pytestmark = pytest.mark.long
@@ -37,6 +38,8 @@ def interrupted(launcher: Launcher, name: str) -> Path:
     for suffix in ("", "-disk-0", "-disk-1"):
         shutil.copytree(launcher.folder / f"whole{suffix}", launcher.folder / f"{name}{suffix}")
     shutil.rmtree(launcher.folder / name / "checkpoints" / "12")
+    identity = launcher.folder / name / IDENTITY  # of a run in its own folder: a copy would not read these disks
+    identity.write_text(identity.read_text().replace(str(launcher.folder / "whole"), str(launcher.folder / name)))
     return next((launcher.folder / f"{name}-disk-1").glob("mtjax-*"))
 
 

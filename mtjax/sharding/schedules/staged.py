@@ -198,7 +198,8 @@ class _Run:
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
-        return self.order.behind((carry.losses, carry.sums), carry)
+        # Nobody reads the last gradient: whatever waited for it would have it computed.
+        return self.order.behind((carry.losses, carry.sums), carry._replace(gradient=()))
 
     def _tick(self, kept: Kept, phase: Phase, carry: _Carry, rows: tuple[Array, Array]) -> tuple[_Carry, None]:
         """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward.
@@ -268,7 +269,8 @@ class _Run:
         gradients, gradient = pull((gradient, _of_losses(own, turn.counts)))
         sums = accumulated(self.records, sums, gradients, self._in_stack(section))
         enter = partial(self._enter_backward, section, wire, turn)
-        first = order.when(self._enters(section, turn) & turn.counts, gradient, sums)
+        # The branch waits for the gradient where it reads it, and nobody computes it for a frozen embedding otherwise.
+        first = order.when(self._enters(section, turn) & turn.counts, sums)
         gradient, sums = on_stage(first, enter, lambda *values: values, gradient, sums)
         return gradient, sums, losses
 
