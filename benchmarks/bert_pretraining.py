@@ -44,8 +44,8 @@ from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.checkpoints.weights import find_weights, restore_weights
-from mtjax.train.step import Program, make_program
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.metrics import read_metrics
+from mtjax.train.step import TrainStep, make_train_step
 
 Batch = dict[str, np.ndarray]
 
@@ -175,7 +175,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         weights = find_weights(folder)
         self.folder, self.config = folder, weights.config
-        self.program: Program = make_program(self.config, attach_devices(parse_mesh("1x1")))
+        self.program: TrainStep = make_train_step(self.config, attach_devices(parse_mesh("1x1")))
         self.parameters = restore_weights(weights, self.program.abstract_state.parameters)
         self._logits = jax.jit(self._compute)
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.inspect.dump import write
+from mtjax.inspect.write_files import write
 
 MODEL = {"family": "llama", "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 352}
 TRAINING = {"sequence_length": 128, "global_batch_size": 32, "compute_dtype": "float32", "mesh": "1x1", "log_every": 50}

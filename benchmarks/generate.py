@@ -75,13 +75,13 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     from mtjax.generate.decoder import Decoder
     from mtjax.generate.engine import Engine
     from mtjax.generate.request import Request, Sampling, Token
-    from mtjax.models.placed import Placed
+    from mtjax.models.sharded_model import ShardedModel
     from mtjax.sharding.mesh import make_mesh
     from mtjax.theory.mesh import parse_mesh
 
     small = configs.load("gpt2-small")
     config = configs.replace(small, compute_dtype="float32", mesh="1x1", vocab_size=VOCAB, microbatch_size=None)
-    placed = Placed(config, make_mesh(parse_mesh("1x1"), jax.devices()))
+    placed = ShardedModel(config, make_mesh(parse_mesh("1x1"), jax.devices()))
     parameters = jax.tree.map(lambda a: jnp.asarray(weights(a.shape)), placed.abstract_parameters)
     decoder = Decoder(placed, jax.device_put(parameters, placed.parameter_sharding))
 

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.inspect.dump import write
+from mtjax.inspect.write_files import write
 
 TYPES = ("float32", "bfloat16")
 SETTINGS = {"mesh": "4x2", "zero": 1, "warmup_steps": 50, "log_every": 1, "valid_every": 0}
@@ -34,7 +34,7 @@ SETTINGS = {"mesh": "4x2", "zero": 1, "warmup_steps": 50, "log_every": 1, "valid
 def losses(wire: str, steps: int, folder: Path) -> list[float]:
     """The loss of each step of one run."""
     out = folder / wire
-    settings = SETTINGS | {"gradient_wire_dtype": wire, "steps": steps, "out": out}
+    settings = SETTINGS | {"grad_reduce_dtype": wire, "steps": steps, "out": out}
     options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     subprocess.run([sys.executable, "-m", "mtjax.train", *options], check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

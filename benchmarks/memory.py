@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
-from mtjax.inspect.dump import write
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
+from mtjax.inspect.write_files import write
 
 TARGET = "h100x8"
 MODELS = {"gpt2-1.2b": "64x1", "gpt2-8.3b": "64x8"}

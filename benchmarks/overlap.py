@@ -24,11 +24,11 @@ from rich.table import Table
 from mtjax import config
 from mtjax.config import Config
 from mtjax.inspect.compiled import compile_program
-from mtjax.inspect.dump import write
 from mtjax.inspect.report import report
 from mtjax.inspect.targets import find_target
+from mtjax.inspect.write_files import write
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from mtjax.train.xla_options import Chosen
 
 TARGET = "h100x8"
@@ -45,7 +45,7 @@ MESHES = {"small": "2x4", "gpt2-8.3b": "64x8", "llama2-7b": "8x8"}
 BATCHES = {"llama2-7b": {"global_batch_size": 8, "attention": "xla"}}
 TENSOR: dict[str, Any] = {}
 ZERO_1, ZERO_2, ZERO_3 = ({"sequence_parallel": True, "zero": stage} for stage in (1, 2, 3))
-IN_HALF = {"gradient_wire_dtype": "bfloat16"}
+IN_HALF = {"grad_reduce_dtype": "bfloat16"}
 XLAS_OWN, OURS = "its own", "ours"
 ROWS: dict[str, list[dict[str, Any]]] = {
     "small": [TENSOR, ZERO_2],
@@ -93,7 +93,7 @@ def config_of(model: str, layout: dict[str, Any]) -> Config:
 def measure(model: str, layout: dict[str, Any], options: str) -> Result:
     """Compiles one row of the table."""
     run, target = config_of(model, layout), find_target(TARGET)
-    program = make_program(run, target.mesh(parse_mesh(run.parallel.mesh)))
+    program = make_train_step(run, target.mesh(parse_mesh(run.parallel.mesh)))
     if options == XLAS_OWN:
         program.xla = Chosen({})
     found = report(compile_program(program, target))

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
-from mtjax.inspect.dump import write
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
+from mtjax.inspect.write_files import write
 from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.flops import hardware_flops
 from mtjax.theory.hardware import DGX_2H

@@ -40,12 +40,12 @@ from train_step import processor
 from mtjax import config
 from mtjax.config import Config
 from mtjax.inspect import hlo
-from mtjax.inspect.walk import walk
+from mtjax.inspect.hlo_walk import walk
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.timetable import Timetable, timetable
-from mtjax.train.step import Program, make_program
+from mtjax.train.step import TrainStep, make_train_step
 
 DATA, STAGES = 2, 4
 MESH = f"data={DATA},stage={STAGES},model=1"
@@ -73,7 +73,7 @@ class Run:
     schedule: str
     microbatches: int
     table: Timetable
-    program: Program
+    program: TrainStep
     loops: list[int]
     """Trip counts of the compiled loops that permute."""
     permutes: int
@@ -108,16 +108,16 @@ class Run:
 
 def config_of(schedule: str, microbatches: int) -> Config:
     """A run of the model."""
-    mine = {"schedule": schedule, "chunks": SCHEDULES[schedule], "mesh": MESH}
+    mine = {"pipeline_schedule": schedule, "chunks": SCHEDULES[schedule], "mesh": MESH}
     return config.replace(config.Config(), **MODEL, **mine, global_batch_size=DATA * microbatches)
 
 
 def compile_run(schedule: str, microbatches: int) -> Run:
     """Compiles a program and counts its ticks."""
     run = config_of(schedule, microbatches)
-    program = make_program(run, attach_devices(parse_mesh(MESH)))
+    program = make_train_step(run, attach_devices(parse_mesh(MESH)))
     loops, permutes = compiled_ticks(program.lower_step().compile().as_text() or "")
-    table = timetable(run.parallel.schedule, STAGES, microbatches, SCHEDULES[schedule])
+    table = timetable(run.parallel.pipeline_schedule, STAGES, microbatches, SCHEDULES[schedule])
     return Run(schedule, microbatches, table, program, loops, permutes, [], [])
 
 

@@ -22,8 +22,8 @@ from train_step import surroundings
 from mtjax.config import replace
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.step import make_program
-from mtjax.train.watch.replicas import Replicas
+from mtjax.train.observability.corruption_checks import CorruptionChecks
+from mtjax.train.step import make_train_step
 
 
 def cpu_seconds(do: Callable[[], object]) -> float:
@@ -37,8 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="of a step and both checks")
     options = parser.parse_args()
-    program = make_program(replace(model(), check_replicas=1), attach_devices(parse_mesh(MESH)))
-    replicas, state = Replicas(program), program.initialize(0)
+    program = make_train_step(replace(model(), check_replicas=1), attach_devices(parse_mesh(MESH)))
+    replicas, state = CorruptionChecks(program), program.initialize(0)
     seconds: dict[str, list[float]] = {"step": [], "check_of_a_step": [], "check_of_a_state": []}
     for number in range(options.rounds + 1):  # the first, which compiles, does not count
         batch = batch_of(program, number)

@@ -27,7 +27,7 @@ from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.train.checkpoints.local import LocalCheckpoints
-from mtjax.train.step import Program, State, make_program
+from mtjax.train.step import State, TrainStep, make_train_step
 
 MESH = "2x4"
 
@@ -38,7 +38,7 @@ def model() -> Config:
     return replace(Config(), **sizes, global_batch_size=8, compute_dtype="float32", steps=100_000)
 
 
-def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
+def batch_of(program: TrainStep, step: int) -> dict[str, jax.Array]:
     size, length = program.config.training.global_batch_size, program.config.model.sequence_length
     text = np.random.default_rng(step).integers(0, 8192, (size, length + 1)).astype(np.int32)
     host = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": np.ones((size, length), np.float32)}
@@ -46,7 +46,7 @@ def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
     return global_batch(program.batch_sharding, host, size)
 
 
-def timed_steps(program: Program, state: State, count: int) -> tuple[State, list[float]]:
+def timed_steps(program: TrainStep, state: State, count: int) -> tuple[State, list[float]]:
     """Steps, each waited for, and their seconds."""
     seconds = []
     for step in range(count):
@@ -59,7 +59,7 @@ def timed_steps(program: Program, state: State, count: int) -> tuple[State, list
 
 
 def measure(
-    program: Program, state: State, tier: Checkpoints | LocalCheckpoints, between: int, rounds: int
+    program: TrainStep, state: State, tier: Checkpoints | LocalCheckpoints, between: int, rounds: int
 ) -> tuple[State, dict[str, Any]]:
     """Rounds of one save and `between` steps; the first save, which compiles, does not count."""
     waited, worked, following, fingerprinted = [], [], [], []
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="saves measured of each tier")
     options = parser.parse_args()
     shape = parse_mesh(MESH)
-    program = make_program(model(), attach_devices(shape))
+    program = make_train_step(model(), attach_devices(shape))
     state = program.initialize(0)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     state, _ = timed_steps(program, state, 2)

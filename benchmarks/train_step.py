@@ -108,11 +108,11 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
     from mtjax.sharding.mesh import attach_devices
     from mtjax.sharding.placement import global_batch
     from mtjax.theory.mesh import parse_mesh
-    from mtjax.train.step import make_program
-    from mtjax.train.watch.metrics import device_memory
+    from mtjax.train.observability.metrics import device_memory
+    from mtjax.train.step import make_train_step
 
     mesh = attach_devices(parse_mesh(config.parallel.mesh))
-    program = make_program(config, mesh)
+    program = make_train_step(config, mesh)
     state = program.initialize(0)
     size = config.training.global_batch_size
 

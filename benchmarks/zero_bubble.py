@@ -36,8 +36,8 @@ from train_step import processor
 from mtjax import config
 from mtjax.inspect import hlo
 from mtjax.inspect.products import count_flops
-from mtjax.models.context import RESIDUAL, Context
-from mtjax.models.placed import Placed
+from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh
@@ -65,13 +65,13 @@ Program = tuple[Any, tuple[Tree, ...]]
 
 def programs() -> dict[str, Program]:
     """Every program by name."""
-    placed = Placed(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
+    placed = ShardedModel(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
     ((section,),) = placed.sections
     parameters = placed.initialize_parameters(0)
     keys = jax.random.split(jax.random.key(1), 2)
 
     def chunk(layers: Tree, x: jax.Array) -> jax.Array:
-        return placed.model({**parameters, section: layers}).sections[section].stack(x, Context())[0]
+        return placed.model({**parameters, section: layers}).sections[section].stack(x, LayerContext())[0]
 
     def both(layers: Tree, x: jax.Array, g: jax.Array) -> Tree:
         return jax.vjp(chunk, layers, x)[1](g)

@@ -25,6 +25,7 @@ from mtjax.config.common import COMMON
 from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import in_own_folder
+from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
 from mtjax.migrate.argument import option_of
@@ -180,10 +181,13 @@ def parse(
       UserError: the config file or an option is wrong, or values don't fit each other.
       SystemExit: help was asked for (0).
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
     name = argument(argv, "--config") or default
     path = config.find(name)
-    tables = config.read_toml(path)
+    in_file = config.read_toml(path)
+    tables = with_new_names(in_file)
+    if renamed := [*renamed, *(f"{pair} (in {path})" for pair in old_names_in(in_file))]:
+        print(f"note    {'; '.join(renamed)}: the old name works until mtjax 0.2", file=sys.stderr, flush=True)
     start = config.from_dict(tables, source=str(path))
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options

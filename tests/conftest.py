@@ -26,10 +26,10 @@ import jax
 import pytest
 
 from mtjax.cli import GARBAGE
-from mtjax.sharding.mesh import THREADS_OF_A_DEVICE
+from mtjax.sharding.mesh import THREADS_PER_DEVICE
 
 gc.set_threshold(*GARBAGE)
-os.environ.setdefault("NPROC", str(8 * THREADS_OF_A_DEVICE))
+os.environ.setdefault("NPROC", str(8 * THREADS_PER_DEVICE))
 jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
 hypothesis.settings.load_profile("suite")

@@ -82,8 +82,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: of parameters that are gathered once a step, all layers have the first one's",
-        "gather_layer(layer_at(stack, number))",
-        "gather_layer(layer_at(stack, 0))",
+        "gather_layer(index_layer(stack, number))",
+        "gather_layer(index_layer(stack, 0))",
         "sharding",
         "test_gradients_by_matrices_gathered_in_16_bits",
     ),
@@ -273,7 +273,7 @@ FAULTS = (
     ),
     Fault(
         "train: a checkpoint's page is not checked",
-        'page.pop("checksum", None) != page_checksum(page)',
+        'page.pop("checksum", None) != metadata_checksum(page)',
         'page.pop("checksum", None) is None',
         "train",
         "test_page_of_metadata_is_checked",
@@ -450,7 +450,7 @@ FAULTS = (
     ),
     Fault(
         "sharding: the type of gradients on the wire is said and not done",
-        "g = g.astype(total.wire)",
+        "g = g.astype(total.comm_dtype)",
         "g = g.astype(jnp.float32)",
         "sharding",
         "test_a_sum_rounds_what_is_sent",
@@ -492,8 +492,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: gradients of what all stages hold are not summed over stages",
-        "            if record.late:",
-        "            if record.late and record.is_stacked:",
+        "            if record.deferred_axes:",
+        "            if record.deferred_axes and record.is_stacked:",
         "train",
         "test_stages_change_nothing",
     ),
@@ -527,8 +527,8 @@ FAULTS = (
     ),
     Fault(
         "theory: experts' matrices are cast as if all ranks over which ZeRO splits had the same",
-        "on_device(weight, layout, mesh), mesh.ways(zero_axes(layout, weight.names))",
-        "on_device(weight, layout, mesh), mesh.ways(zero_axes(layout, ()))",
+        "on_device(weight, layout, mesh), mesh.degree(zero_axes(layout, weight.names))",
+        "on_device(weight, layout, mesh), mesh.degree(zero_axes(layout, ()))",
         "theory",
         "test_experts_are_split_over",
     ),
@@ -548,7 +548,7 @@ FAULTS = (
     ),
     Fault(
         "theory: what ZeRO can't split is counted as if it could",
-        'whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))',
+        'whole, left = (held.replicated if plan.residuals == "jax" else 0 for held in (counts, own))',
         "whole = left = 0",
         "theory",
         "test_zero_splits_what_a_stage_holds",
@@ -799,8 +799,8 @@ FAULTS = (
     ),
     Fault(
         "serve: half a character reaches the tokenizer",
-        "        text.encode()\n    except UnicodeEncodeError as e:\n        raise Refused",
-        "        pass\n    except UnicodeEncodeError as e:\n        raise Refused",
+        "        text.encode()\n    except UnicodeEncodeError as e:\n        raise ApiError",
+        "        pass\n    except UnicodeEncodeError as e:\n        raise ApiError",
         "serve",
         "test_a_wrong_field_is_named",
     ),
@@ -835,7 +835,7 @@ FAULTS = (
     ),
     Fault(
         "finetune: a resumed run forgets what was best",
-        'best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))',
+        'best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))',
         "best = Best(goal)",
         "finetune",
         "test_a_run_that_does_not_get_better_ends_early",
@@ -916,7 +916,7 @@ def main(words: list[str]) -> int:
     chosen = [fault for fault in FAULTS if not words or any(word in fault.what for word in words)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if failed := failure(copied(folder / "whole"), chosen, folder / "cache"):
+        if failed := failure(copied(folder / "compute_spec"), chosen, folder / "cache"):
             print(f"{failed}\nThis fails without any fault.")
             return 1
         with ThreadPoolExecutor(ATTEMPTS_AT_ONCE) as pool:

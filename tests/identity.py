@@ -71,9 +71,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 def run_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:
     """Three losses and gradient norms, exact, and what the parameters are called."""
-    from mtjax.train.step import make_program
+    from mtjax.train.step import make_train_step
 
-    program = make_program(tiny_config(**{k: v for k, v in fields.items() if k != "mesh"}), mesh_of(fields["mesh"]))
+    program = make_train_step(tiny_config(**{k: v for k, v in fields.items() if k != "mesh"}), mesh_of(fields["mesh"]))
     _, metrics = run_steps(program, 3)
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
     return {

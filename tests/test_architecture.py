@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "distillation"),
-            *("ahead", "flash", "int8", "kv_heads", "opaque", "parameters", "unstacked"),
+            *("prefetch", "flash", "int8", "kv_heads", "no_hoist", "param_comm", "unstack"),
         )
     },
     "data": BASE,
@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
-PLACES_MODELS = {"models.placed"}
+PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
 COMMANDS = {
     "train.__main__": {"cli", "evaluate", "generate", "inspect", "interrupt", "plan"},
@@ -49,14 +49,14 @@ COMMANDS = {
 """What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `--evaluate`, the
 sample at its end, `plan --verify`, `inspect --generate`; `--teacher` of both."""
 
-IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "cut", "families", "placed")
+IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "pipeline_model", "families", "sharded_model")
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_THEORY = (
-    *("rules", "mesh", "layout", "adapters", "timetable", "schedules", "attention", "plans", "contract", "parts"),
+    *("rules", "mesh", "layout", "adapters", "timetable", "schedules", "attention", "plan", "contract", "parts"),
     *("anatomy", "families"),
 )
 """Inside theory, too; what is not named here stands above them."""
-IN_TRAIN = ("processes", "checkpoints", "folder", "watch", "changes", "objective", "setup", "loop", "__main__")
+IN_TRAIN = ("processes", "checkpoints", "folder", "observability", "changes", "objective", "setup", "loop", "__main__")
 """And in train; what is not named here stands below them."""
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mtjax import cli, config, data
 from mtjax.config import Config
-from mtjax.config.setting import LAYERS, SAMPLES, WIDTH
+from mtjax.config.field_metadata import LAYERS, SAMPLES, WIDTH
 from mtjax.data.cache import Cache, check_room
 from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
 from mtjax.errors import UserError
@@ -26,10 +26,10 @@ from mtjax.inspect.options import Options as InspectOptions
 from mtjax.theory import target
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.mesh import AUTO, parse_mesh
-from mtjax.train.checkpoints.damage import Damaged, page_checksum, read_page
+from mtjax.train.checkpoints.corruption import CorruptedCheckpoint, metadata_checksum, read_metadata
+from mtjax.train.observability.metrics import plot_losses, read_metrics
 from mtjax.train.options import Options as TrainOptions
 from mtjax.train.processes.local import processes_needed
-from mtjax.train.watch.metrics import plot_losses, read_metrics
 from tests.convert.hf_folders import LLAMA_CONFIG
 
 PATIENCE = 60
@@ -145,12 +145,12 @@ def test_a_page_that_is_none_is_damage_whatever_its_checksum(wrong: dict[str, An
     page = {"config": {"model": {}}, "consumed_samples": 8, "fingerprints": {}}
     (tmp_path / "page").mkdir()
     for content in (page, page | wrong):
-        whole = content | {"checksum": page_checksum(content)}
+        whole = content | {"checksum": metadata_checksum(content)}
         (tmp_path / "page/metadata").write_text(json.dumps(whole))
         if content is page:
-            assert read_page(tmp_path) == page
-    with pytest.raises(Damaged, match="its page of metadata is not what a checkpoint has"):
-        read_page(tmp_path)
+            assert read_metadata(tmp_path) == page
+    with pytest.raises(CorruptedCheckpoint, match="its page of metadata is not what a checkpoint has"):
+        read_metadata(tmp_path)
 
 
 def test_samples_too_short_for_a_sentence() -> None:

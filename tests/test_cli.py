@@ -15,6 +15,7 @@ import pytest
 from mtjax import __version__, cli, config
 from mtjax.config import Config
 from mtjax.config.common import COMMON, COMMON_FINETUNING
+from mtjax.config.renamed import with_new_options
 from mtjax.data.__main__ import COMMANDS as data_commands
 from mtjax.errors import UserError
 
@@ -448,3 +449,33 @@ def test_a_family_on_the_command_line_brings_its_settings() -> None:
     model = cli.parse(["--family", "llama", "--norm-epsilon", "1e-6"], "prog", "", Options).config.model
     assert (model.family, model.norm, model.position, model.norm_epsilon) == ("llama", "rmsnorm", "rope", 1e-6)
     assert cli.parse(["--family=llama", "--bias"], "prog", "", Options).config.model.bias
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--balance-loss", "0.5"], (["--router-aux-loss", "0.5"], ["--balance-loss, which is --router-aux-loss now"])),
+        (["--failed_saves=2"], (["--max-failed-saves=2"], ["--failed_saves, which is --max-failed-saves now"])),
+        (
+            ["--expert-method", "exchange"],
+            (
+                ["--expert-dispatch", "all-to-all"],
+                ["--expert-method exchange, which is --expert-dispatch all-to-all now"],
+            ),
+        ),
+        (
+            ["--context-method=gather"],
+            (
+                ["--context-method=all-gather"],
+                ["--context-method gather, which is --context-method all-gather now"],
+            ),
+        ),
+        (["--schedule"], (["--pipeline-schedule"], ["--schedule, which is --pipeline-schedule now"])),
+        (
+            ["--context-method", "ring", "--prompt", "schedule"],
+            (["--context-method", "ring", "--prompt", "schedule"], []),
+        ),
+    ],
+)
+def test_options_by_their_old_names_are_read_with_a_note(words, expected) -> None:
+    assert with_new_options(words) == expected

@@ -15,8 +15,8 @@ from mtjax import config
 from mtjax.config import Config, sizes
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import Family
-from mtjax.config.setting import setting_of
-from mtjax.config.shape import differences
+from mtjax.config.field_metadata import setting_of
+from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, nearest
 
 BOUNDED = [

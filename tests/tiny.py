@@ -14,15 +14,15 @@ from mtjax.config.sizes import decoder_length, most_masked
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.gpt import GPT
 from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.placement import global_batch
-from mtjax.sharding.records import parameter_records
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.step import Program, State, make_program
+from mtjax.train.step import State, TrainStep, make_train_step
 
 VOCAB = 250
 
@@ -54,7 +54,7 @@ def mesh_of(text: str) -> Mesh:
 
 def records_like(axes: Any, parameters: Any, mesh: str = "1x1") -> Any:
     """Records of parameters with these logical names in the tensor layout."""
-    return parameter_records(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
+    return param_specs(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,19 @@ def gradients_like(
 ) -> tuple[Any, Any]:
     """Losses and gradients of one microbatch, for parameters with these logical names in the tensor layout."""
     records = records_like(axes, parameters, mesh)
-    region = Region(parse_mesh(mesh), TENSOR.rules, records)
+    region = ManualRegion(parse_mesh(mesh), TENSOR.rules, records)
     reduction = Reduction(records, zero=0, num_microbatches=1)
     return distributed_gradients(Whole(loss_sum), parameters, batch, region, Accumulate(1), reduction)
 
 
-def program_of(mesh: str, **fields: Any) -> Program:
+def program_of(mesh: str, **fields: Any) -> TrainStep:
     """The program of a tiny config, compiled once for all tests that ask for this config, in whatever words."""
     return _program(mesh, tiny_config(**fields))
 
 
 @cache
-def _program(mesh: str, config: Config) -> Program:
-    return make_program(config, mesh_of(mesh))
+def _program(mesh: str, config: Config) -> TrainStep:
+    return make_train_step(config, mesh_of(mesh))
 
 
 forget_programs = _program.cache_clear
@@ -147,13 +147,13 @@ def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndar
     return {name: batch[name] for name in BERT.batch_arrays(config)}
 
 
-def batch_of(program: Program, step: int) -> dict[str, jax.Array]:
+def batch_of(program: TrainStep, step: int) -> dict[str, jax.Array]:
     """`host_batch` on the program's mesh."""
     size = program.config.training.global_batch_size
     return global_batch(program.batch_sharding, host_batch(program.config, step), size)
 
 
-def initial_state(program: Program) -> State:
+def initial_state(program: TrainStep) -> State:
     """Seed 0's, on the program's mesh. The first program of a model makes it; the others are spared compiling that, for
     initial parameters do not depend on the mesh (see `tests/models/test_gpt.py`)."""
     like = program.abstract_state
@@ -168,7 +168,7 @@ def initial_state(program: Program) -> State:
 _initial_states: dict[Any, Any] = {}
 
 
-def run_steps(program: Program, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
+def run_steps(program: TrainStep, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
     """Steps from `state`, or from seed 0; the last state and every step's metrics."""
     state = state or initial_state(program)
     metrics = []

@@ -18,7 +18,7 @@ from mtjax.config import Config
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.placement import global_batch
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.step import Program, make_program
+from mtjax.train.step import TrainStep, make_train_step
 
 Tree = Any
 FULL_PRECISION = 1e-4
@@ -81,12 +81,12 @@ def config_of(fields: dict[str, Any]) -> Config:
     return configs.replace(Config(), **(own | fields))
 
 
-def program_on(device: Any, config: Config) -> Program:
+def program_on(device: Any, config: Config) -> TrainStep:
     """The program of a config on one device."""
-    return make_program(config, make_mesh(parse_mesh("1x1"), [device]))
+    return make_train_step(config, make_mesh(parse_mesh("1x1"), [device]))
 
 
-def gradients(program: Program, parameters: Tree, scale: float | None = None) -> tuple[float, Tree]:
+def gradients(program: TrainStep, parameters: Tree, scale: float | None = None) -> tuple[float, Tree]:
     """Loss and gradients of one batch, on the host."""
     size = program.config.training.global_batch_size
     batch = global_batch(program.batch_sharding, next_tokens(program.config, 0), size)

@@ -21,8 +21,8 @@ from mtjax.theory.counts import parameters
 from mtjax.theory.flops import model_flops
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.timing import step_time
-from mtjax.train.step import make_program
-from mtjax.train.watch.metrics import device_memory
+from mtjax.train.observability.metrics import device_memory
+from mtjax.train.step import make_train_step
 
 TRACED = 3
 """Steps."""
@@ -42,7 +42,7 @@ def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, A
       waits: whether another process may be using the GPU.
     """
     mesh = attach_devices(parse_mesh(config.parallel.mesh))
-    program = make_program(config, mesh)
+    program = make_train_step(config, mesh)
     predicted = report(compile_program(program, running_target(mesh)))
     if waits:
         child.wait_for_turn()

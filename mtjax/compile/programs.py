@@ -9,7 +9,7 @@ import jax
 from mtjax.config import Config
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
-from mtjax.generate.continued import lower_continuation
+from mtjax.generate.training_sample import lower_continuation
 from mtjax.plan.auto import fastest_mesh
 from mtjax.train.changes import scheduled
 from mtjax.train.checkpoints.checkpoint import lower_fingerprints
@@ -19,7 +19,7 @@ from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import PRETRAINING, continues_text, resolve
 from mtjax.train.processes.peers import Peers
 from mtjax.train.setup import find_devices, find_past, with_mesh
-from mtjax.train.step import Program, make_program
+from mtjax.train.step import TrainStep, make_train_step
 
 Lower = Callable[[], list[jax.stages.Lowered]]
 
@@ -47,7 +47,7 @@ def compile_run(config: Config, folder: str | None) -> None:
         tokenizer = find_tokenizer(config, out, weights).tokenizer
         past = find_past(config.output, out) if out else None
         resolved = resolve(config, tokenizer, Path(), past)
-        program = make_program(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
+        program = make_train_step(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]
@@ -66,7 +66,7 @@ def _compile(program: jax.stages.Lowered, cache: CompileCache) -> bool:
     return cache.found > found
 
 
-def programs(program: Program, tokenizer: Tokenizer, batch_sizes: tuple[int, ...]) -> Iterator[tuple[str, Lower]]:
+def programs(program: TrainStep, tokenizer: Tokenizer, batch_sizes: tuple[int, ...]) -> Iterator[tuple[str, Lower]]:
     """Names of what a run needs, in this order, and the programs of each."""
     config = program.config
     given = program.restore_target if config.training.init_from else None

@@ -6,10 +6,10 @@ from typing import Any
 
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import EXPERTS
+from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.run import Config
-from mtjax.config.setting import SAMPLES, setting_of
 from mtjax.config.sizes import (
     decoder_layers,
     decoder_length,
@@ -190,13 +190,15 @@ def check_experts(config: Config) -> None:
       UserError: the first that don't.
     """
     model, default = config.model, Model()
-    count, chosen, method = model.num_experts, model.experts_top_k, config.parallel.expert_method
-    if method != "gather" and not count:
-        raise UserError(f"expert_method is {method}, and num_experts is 0: set num_experts, or remove expert_method")
-    if method != "gather" and model.capacity_factor is not None:
+    count, chosen, method = model.num_experts, model.experts_top_k, config.parallel.expert_dispatch
+    if method != "all-gather" and not count:
         raise UserError(
-            f"expert_method is {method}, and capacity_factor {model.capacity_factor:g} has tokens exchanged by places "
-            "already: leave one of the two out"
+            f"expert_dispatch is {method}, and num_experts is 0: set num_experts, or remove expert_dispatch"
+        )
+    if method != "all-gather" and model.capacity_factor is not None:
+        raise UserError(
+            f"expert_dispatch is {method}, and capacity_factor {model.capacity_factor:g} already limits "
+            "what is sent: remove one of the two"
         )
     if not count:
         for name in sorted(EXPERTS - {"num_experts"}):
@@ -232,8 +234,10 @@ def check_experts(config: Config) -> None:
     check_expert_groups(model)
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
-    if not model.router_bias and model.router_bias_rate != default.router_bias_rate:
-        raise UserError(f"router_bias_rate is {model.router_bias_rate:g}, and there are no biases: set router_bias")
+    if not model.router_bias and model.router_bias_update_rate != default.router_bias_update_rate:
+        raise UserError(
+            f"router_bias_update_rate is {model.router_bias_update_rate:g}, and there are no biases: set router_bias"
+        )
 
 
 def check_expert_groups(model: Model) -> None:
@@ -242,18 +246,18 @@ def check_expert_groups(model: Model) -> None:
     Raises:
       UserError: they are not; says what would fit.
     """
-    count, groups, kept = model.num_experts, model.expert_groups, model.expert_groups_kept
+    count, groups, kept = model.num_experts, model.expert_groups, model.expert_groups_top_k
     if count % groups:
         raise UserError(
             f"num_experts {count} does not divide into {groups} expert_groups; the nearest numbers of groups that "
             f"divide it are {nearest_divisors(count, groups)}"
         )
     if kept > groups:
-        raise UserError(f"expert_groups_kept {kept} is above expert_groups {groups}: a token keeps each once at most")
+        raise UserError(f"expert_groups_top_k {kept} is above expert_groups {groups}: a token keeps each once at most")
     each, chosen = count // groups, model.experts_top_k
     if chosen > kept * each:
         raise UserError(
-            f"experts_top_k {chosen} is above the {kept * each} experts of {kept} expert_groups_kept: take "
+            f"experts_top_k {chosen} is above the {kept * each} experts of {kept} expert_groups_top_k: take "
             f"{-(-chosen // each)} or more"
         )
     if groups > 1 and each < 2 and model.router_score == "sigmoid":

@@ -7,7 +7,7 @@ _MODEL = (
     *("norm", "position", "activation", "tie_embeddings", "hidden_dropout", "attention_dropout", "num_experts"),
 )
 _DATA = ("data", "valid_data", "tokenizer", "split")
-_PARALLELISM = ("mesh", "zero", "sequence_parallel", "schedule", "chunks")
+_PARALLELISM = ("mesh", "zero", "sequence_parallel", "pipeline_schedule", "chunks")
 _OUTPUT = ("out", "resume", "log_every", "valid_every", "checkpoint_every", "keep_last")
 
 COMMON: Mapping[str, tuple[str, ...]] = {

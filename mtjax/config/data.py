@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.config.setting import at_least, seconds
+from mtjax.config.field_metadata import at_least, seconds
 
 
 @dataclass(frozen=True)

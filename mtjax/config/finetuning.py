@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.setting import WIDTH, Bound, above_zero, at_least, setting, share
+from mtjax.config.field_metadata import WIDTH, Bound, above_zero, at_least, setting, share
 
 _ABOVE_0 = Bound(lambda value: 0 < value <= 1, "above 0 and at most 1")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mtjax.config.families import FAMILIES
-from mtjax.config.setting import (
+from mtjax.config.field_metadata import (
     HEADS,
     INNER_WIDTH,
     LAYERS,
@@ -75,7 +75,7 @@ class Model:
     """Groups of equal size that experts are divided into, in their order: a router first chooses the best groups for a
     token, and experts among theirs. A group is as good as its best expert, with sigmoid as its two best together (arXiv
     2405.04434, 2412.19437)."""
-    expert_groups_kept: int = at_least(1, 1, most=HEADS, shapes=WITH_EXPERTS)
+    expert_groups_top_k: int = at_least(1, 1, most=HEADS, shapes=WITH_EXPERTS)
     """Groups that are chosen for a token."""
     router_normalize: bool = setting(True, shapes=WITH_EXPERTS)
     """Divide the scores of a token's experts by their sum; with softmax, that is softmax over the chosen ones alone."""
@@ -87,9 +87,9 @@ class Model:
     router_bias: bool = setting(False, shapes=WITH_EXPERTS)
     """Choose experts by score plus a bias of each expert's own, which learns from its load instead of from the loss
     (arXiv 2408.15664)."""
-    router_bias_rate: float = amount(0.001, shapes=NEVER)
+    router_bias_update_rate: float = amount(0.001, shapes=NEVER)
     """What a step adds to the biases of experts with less than the mean load, and takes from those with more."""
-    balance_loss: float = amount(0.01, shapes=NEVER)
+    router_aux_loss: float = amount(0.01, shapes=NEVER)
     """Weight of each layer's balance loss (arXiv 2101.03961), 1 where experts have equal load: computed for each
     sample, so that it does not depend on the mesh, and added to the loss."""
     router_z_loss: float = amount(0.0, shapes=NEVER)

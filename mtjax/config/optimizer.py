@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.setting import amount, at_least, share
+from mtjax.config.field_metadata import amount, at_least, share
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.config.setting import at_least
+from mtjax.config.field_metadata import at_least
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Output:
     """Keep the best checkpoint in --out's best, by valid_loss or by TASK/RESULT of --evaluate, say lambada/accuracy."""
     checkpoint_every: int = at_least(0, 1000)
     """Steps between checkpoints; 0 saves at the end only."""
-    failed_saves: int = at_least(0, 2)
+    max_failed_saves: int = at_least(0, 2)
     """Saves in a row that may fail, say of a full disk, before the run ends; its last one must not."""
     keep_last: int = at_least(1, 3)
     """Number of newest checkpoints to keep."""

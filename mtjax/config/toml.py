@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from mtjax.config.renamed import with_new_names
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
 from mtjax.migrate.argument import option_of
@@ -36,7 +37,7 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
     """
     config = base or Config()
     hints = get_type_hints(Config)
-    for section, table in tables.items():
+    for section, table in with_new_names(tables).items():
         if section not in hints:
             place = section_by_setting().get(section)
             hint = f" - it goes under [{place}]" if place else nearest(section, hints)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtjax.config.setting import SAMPLES, TOKENS, above_zero, at_least, numbers
+from mtjax.config.field_metadata import SAMPLES, TOKENS, above_zero, at_least, numbers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Training:
     """float16: steps without overflow after which the dynamic scale doubles."""
     hysteresis: int = at_least(1, 2)
     """float16: overflows after which the dynamic scale begins to halve."""
-    max_bad_steps: int = at_least(1, 5)
+    max_nonfinite_steps: int = at_least(1, 5)
     """The run ends after this many steps in a row whose loss or gradient is not finite; such steps change nothing."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it: selective, the scores, softmax and dropout of

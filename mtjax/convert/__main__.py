@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
+from mtjax.config.field_metadata import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
 from mtjax.convert.places import ADAPTERS, parse_place
 from mtjax.errors import UserError
 

@@ -109,10 +109,10 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "router_normalize": chosen > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
         "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
         "expert_groups": groups,
-        "expert_groups_kept": kept,
+        "expert_groups_top_k": kept,
         "router_bias": bool(arguments.get("moe_router_enable_expert_bias", False)),
-        "router_bias_rate": float(arguments.get("moe_router_bias_update_rate") or 0.001),
-        "balance_loss": sum(weights),
+        "router_bias_update_rate": float(arguments.get("moe_router_bias_update_rate") or 0.001),
+        "router_aux_loss": sum(weights),
         "router_z_loss": float(arguments.get("moe_z_loss_coeff") or 0.0),
         "router_jitter": float(arguments.get("moe_input_jitter_eps") or 0.0),
     }
@@ -134,8 +134,8 @@ def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
         "experts_top_k 1 with router_normalize": chosen == 1 and model.router_normalize,
     }
     misfits = [what for what, holds in wrong.items() if holds]
-    if model.expert_groups_kept < model.expert_groups:
-        misfits += _misfit_groups(chosen, model.expert_groups_kept, is_sigmoid)
+    if model.expert_groups_top_k < model.expert_groups:
+        misfits += _misfit_groups(chosen, model.expert_groups_top_k, is_sigmoid)
     return misfits
 
 
@@ -150,7 +150,7 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
     """
     if not model.num_experts:
         return {}
-    dense, is_limited = dense_layers(model), model.expert_groups_kept < model.expert_groups
+    dense, is_limited = dense_layers(model), model.expert_groups_top_k < model.expert_groups
     is_softmax = model.router_score == "softmax"
     return {
         "num_experts": model.num_experts,
@@ -163,11 +163,11 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
         "moe_router_pre_softmax": is_softmax and not model.router_normalize,
         "moe_router_topk_scaling_factor": None if model.router_scale == 1 else model.router_scale,
         "moe_router_num_groups": model.expert_groups if is_limited else None,
-        "moe_router_group_topk": model.expert_groups_kept if is_limited else None,
+        "moe_router_group_topk": model.expert_groups_top_k if is_limited else None,
         "moe_router_enable_expert_bias": model.router_bias,
-        "moe_router_bias_update_rate": model.router_bias_rate,
-        "moe_router_load_balancing_type": "seq_aux_loss" if model.balance_loss else "none",
-        "moe_aux_loss_coeff": model.balance_loss,
+        "moe_router_bias_update_rate": model.router_bias_update_rate,
+        "moe_router_load_balancing_type": "seq_aux_loss" if model.router_aux_loss else "none",
+        "moe_aux_loss_coeff": model.router_aux_loss,
         "moe_z_loss_coeff": model.router_z_loss or None,
         "moe_input_jitter_eps": model.router_jitter or None,
         "moe_router_dtype": "fp32",

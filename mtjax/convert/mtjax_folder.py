@@ -24,7 +24,7 @@ from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
 from mtjax.theory.adapters import ADAPTER
 from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
-from mtjax.train.checkpoints.damage import page_checksum
+from mtjax.train.checkpoints.corruption import metadata_checksum
 from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
 
 LARGEST_CHUNK = 64 << 20
@@ -158,7 +158,7 @@ class MtjaxSink:
                 "is_run": self._origin.is_run,
             },
         }
-        page["checksum"] = page_checksum(page)
+        page["checksum"] = metadata_checksum(page)
         path = self._folder / CONVERTED / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(page))

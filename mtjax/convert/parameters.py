@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from mtjax.config import Config, Model, Parallel
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import make_mesh
-from mtjax.sharding.records import ParameterRecord
+from mtjax.sharding.param_specs import ParamSpec
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.stages import layer_numbers
 
@@ -58,13 +58,13 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
       UserError: the config is not possible.
     """
     alone = dataclasses.replace(config, parallel=Parallel())
-    placed = Placed(alone, make_mesh(MeshShape(), jax.devices("cpu")))
+    placed = ShardedModel(alone, make_mesh(MeshShape(), jax.devices("cpu")))
     return {record.name: _parameter(record, config.model) for record in jax.tree.leaves(placed.records)}
 
 
-def _parameter(record: ParameterRecord, model: Model) -> Parameter:
+def _parameter(record: ParamSpec, model: Model) -> Parameter:
     distinct: list[str] = []
-    for axis in record.used_axes:
+    for axis in record.layer_axes:
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
     num_layers = record.shape[0] if record.is_stacked else None
     numbers = layer_numbers(model, record.name)

@@ -23,11 +23,11 @@ from mtjax.convert.table import with_vocab
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
-from mtjax.models.placed import Placed
-from mtjax.sharding.records import dotted
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.param_specs import dotted
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
@@ -52,7 +52,7 @@ NO_HINTS = Hints()
 
 def vocab_multiple_for(shape: MeshShape) -> int:
     """A vocabulary padded to a multiple of this divides over the mesh."""
-    return math.lcm(128, shape.ways(TENSOR.rules.vocab))
+    return math.lcm(128, shape.degree(TENSOR.rules.vocab))
 
 
 def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:
@@ -82,7 +82,7 @@ def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> C
     return without_training(
         saved,
         parallel,
-        global_batch_size=rows * plan.data_ways,
+        global_batch_size=rows * plan.data_degree,
         microbatch_size=next(size for size in range(max(largest, 1), 0, -1) if rows % size == 0),
         **settings,
     )
@@ -189,7 +189,7 @@ class SavedModel:
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def parameters(self, placed: Placed) -> Tree:
+    def parameters(self, placed: ShardedModel) -> Tree:
         """The weights on a mesh, as `placed` keeps them: our own by each device's part, others parameter by parameter.
 
         Raises:
@@ -203,7 +203,7 @@ class SavedModel:
         arrays = self.read({dotted(path): leaf for path, leaf in leaves}, placed)
         return jax.tree_util.tree_unflatten(structure, list(arrays.values()))
 
-    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], placed: Placed) -> dict[str, jax.Array]:
+    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], placed: ShardedModel) -> dict[str, jax.Array]:
         """Some of the parameters by their names here, each placed as its target says; of positions the first ones.
 
         Raises:

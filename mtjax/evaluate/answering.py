@@ -15,7 +15,7 @@ from mtjax.data import Tokenizer
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError, require
-from mtjax.evaluate.answers import Kept
+from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores, scores_of
 from mtjax.evaluate.run import kept_by_all, score_rows
 from mtjax.evaluate.score import Scorer
@@ -23,7 +23,7 @@ from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.processes.coordination import this_process
 
 Arguments = Mapping[str, Any]
 """A task's `generation_kwargs`."""
@@ -64,7 +64,7 @@ class Answering:
         self._added = added_tokens(tokenizer)
         self._scorer, self._parameters = scorer, parameters
         self._stop_ids, self._sequences, self._out, self._identity = stop_ids, sequences, out, identity
-        self._kept: list[Kept] = []
+        self._kept: list[SavedAnswers] = []
         self._engine: Engine | None = None
 
     # --- ids

@@ -13,7 +13,7 @@ Answers = dict[int, tuple[float, bool]]
 """By a row's number: the log-probability of what counts, and whether it is the model's own choice."""
 
 
-class Kept:
+class SavedAnswers:
     """Answers, kept beside the results' file, a line for each batch; use as a context manager.
 
     Attributes:
@@ -34,7 +34,7 @@ class Kept:
                 self.answers = self._read(self.path)
         self._writes = writes and self.path is not None
 
-    def __enter__(self) -> "Kept":
+    def __enter__(self) -> "SavedAnswers":
         if self._writes:
             assert self.path is not None
             before, self.answers = self.answers, {}

@@ -9,17 +9,17 @@ from mtjax.config import Config
 from mtjax.convert.saved_model import for_rows
 from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, special_names
 from mtjax.errors import UserError, nearest, parse_json_object
-from mtjax.evaluate.answers import Kept
+from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.train.checkpoints.weights import SPECIAL_IDS
-from mtjax.train.objective import VALID_LOSS, Text
-from mtjax.train.step import Program
-from mtjax.train.watch.best import Goal
+from mtjax.train.objective import VALID_LOSS, RunData
+from mtjax.train.observability.best import Goal
+from mtjax.train.step import TrainStep
 
 ROWS = 8
 """Rows that each data rank reads at once; twice the stages where those are more."""
@@ -87,7 +87,7 @@ class Opened:
     task: Task
 
 
-def first_tokens_in(text: Text) -> list[int]:
+def first_tokens_in(text: RunData) -> list[int]:
     """Returns the ids that stand before a text: the same as `mtjax evaluate` takes for the run's folder.
 
     Raises:
@@ -119,7 +119,7 @@ class RunEvaluations:
         task, _, name = (self._keep_best or "").partition("/")
         return Goal(f"{task}/{name}", KINDS[task].measures[name]) if task in self._asked else None
 
-    def open(self, program: Program, text: Text) -> None:
+    def open(self, program: TrainStep, text: RunData) -> None:
         """Reads the tasks' files for the program's model.
 
         Rows go through it as `mtjax evaluate` sends them, whatever batches the run has; parameters lie as the run's.
@@ -128,7 +128,7 @@ class RunEvaluations:
           UserError: a file is not its task's.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
-        self._scorer = Scorer(Placed(config, program.mesh, trains=True))
+        self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._asked.items():
             self._opened.append(Opened(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
@@ -138,7 +138,7 @@ class RunEvaluations:
         assert self._scorer is not None  # it was opened
         entries = {}
         for opened in self._opened:
-            kept = Kept(None, "")
+            kept = SavedAnswers(None, "")
             for _ in score_all(self._scorer, parameters, opened.task.rows, kept):
                 pass
             results = opened.task.results(scores_of(kept.answers))

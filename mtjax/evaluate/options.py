@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import TOKENS, WIDTH, at_least
+from mtjax.config.field_metadata import TOKENS, WIDTH, at_least
 from mtjax.errors import UserError
 
 DESCRIPTION = """Evaluates a GPT or Llama on text that it has not been trained for.

@@ -16,18 +16,18 @@ from mtjax.data import Tokenizer
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line
-from mtjax.evaluate.answers import Kept
+from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.options import Options
 from mtjax.evaluate.rows import Row, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.compile_cache import CompileCache
-from mtjax.train.processes.exchange import exchange, this_process
+from mtjax.train.processes.coordination import all_gather_text, this_process
 from mtjax.train.processes.peers import Peers
 
 
@@ -36,7 +36,7 @@ class Subject:
     """Weights on a mesh, ready to be asked."""
 
     saved: SavedModel
-    placed: Placed
+    placed: ShardedModel
     scorer: Scorer
     tokenizer_name: str
     tokenizer: Tokenizer
@@ -90,19 +90,19 @@ def opened(options: Options) -> Iterator[Subject]:
         peers.advice = "start the evaluation again: what is done is kept beside --out"
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
-        placed = Placed(config_of(options, saved.config, parallel), mesh)
+        placed = ShardedModel(config_of(options, saved.config, parallel), mesh)
         scorer = Scorer(placed, length_of(options, placed.config))
         yield Subject(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
 
 
-def kept_by_all(out: Path | None, identity: str) -> Kept:
+def kept_by_all(out: Path | None, identity: str) -> SavedAnswers:
     """The answers that an earlier start has left, the same in all processes.
 
     Raises:
       UserError: the processes see different ones.
     """
-    kept = Kept(out, identity, writes=this_process() == 0)
-    if len(set(exchange("the answers that are kept", str(len(kept.answers))))) > 1:
+    kept = SavedAnswers(out, identity, writes=this_process() == 0)
+    if len(set(all_gather_text("the answers that are kept", str(len(kept.answers))))) > 1:
         raise UserError(f"the processes see different files at {kept.path}: --out must be on a disk that all share")
     return kept
 
@@ -182,7 +182,7 @@ def length_of(options: Options, config: Config) -> int:
     return length
 
 
-def introduce(placed: Placed, data: str) -> None:
+def introduce(placed: ShardedModel, data: str) -> None:
     """Says what is about to happen."""
     if this_process():
         return
@@ -190,20 +190,20 @@ def introduce(placed: Placed, data: str) -> None:
     print(
         f"model   {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, sequence "
         f"{model.sequence_length}, {placed.config.training.compute_dtype}\n"
-        f"mesh    {placed.shape.in_words}\n"
+        f"mesh    {placed.shape.description}\n"
         f"data    {data}",
         flush=True,
     )
 
 
-def data_in_words(task: Task, kept: Kept) -> str:
+def data_in_words(task: Task, kept: SavedAnswers) -> str:
     """What a task asks, and how much of it is done."""
     counted = sum(row.counted for row in task.rows)
     done = f"; {len(kept.answers):,} rows are done already" if kept.answers else ""
     return f"{len(task.rows):,} rows, {counted:,} tokens count{done}" + (f"\nnote    {task.note}" if task.note else "")
 
 
-def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, kept: Kept) -> None:
+def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, kept: SavedAnswers) -> None:
     """Scores all rows that are not kept yet, with a bar."""
     with ProgressLine("evaluating", len(rows)) as progress:
         for done in score_all(scorer, parameters, rows, kept):

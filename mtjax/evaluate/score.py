@@ -11,14 +11,14 @@ from jax import Array
 
 from mtjax.config.sizes import named
 from mtjax.errors import UserError
-from mtjax.evaluate.answers import Kept
+from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores
-from mtjax.models.context import PADDING_MASK
 from mtjax.models.families.gpt import GPT
-from mtjax.models.placed import Placed, Tree
+from mtjax.models.layer_context import PADDING_MASK
+from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.context.places import token_order
-from mtjax.sharding.placement import global_batch, process_rows, replicated, token_ways
+from mtjax.sharding.context.zigzag import token_order
+from mtjax.sharding.placement import context_degree, global_batch, process_rows, replicated
 from mtjax.sharding.vocab import vocab_parallel_scores
 
 SHORTEST = 64
@@ -36,7 +36,7 @@ class Scorer:
       UserError: the model does not predict the next token, or the mesh does not divide a row.
     """
 
-    def __init__(self, placed: Placed, longest: int | None = None) -> None:
+    def __init__(self, placed: ShardedModel, longest: int | None = None) -> None:
         if not issubclass(placed.family, GPT):
             raise UserError(
                 f"{named(placed.config.model)} does not predict the next token: evaluate a gpt or llama model"
@@ -44,7 +44,7 @@ class Scorer:
         self.placed = placed
         self.longest = longest or placed.config.model.sequence_length
         self.batch = placed.config.training.global_batch_size
-        parts = placed.parts_of_samples
+        parts = placed.sample_length_multiple
         if self.longest % parts:
             raise UserError(f"on mesh {placed.shape} a row is a multiple of {parts} tokens, and {self.longest} is not")
         self._mine = process_rows(placed.batch_sharding, self.batch)
@@ -52,7 +52,7 @@ class Scorer:
     @cached_property
     def lengths(self) -> list[int]:
         """The shapes that programs are compiled for: tokens of a row."""
-        parts = self.placed.parts_of_samples
+        parts = self.placed.sample_length_multiple
         steps = (SHORTEST << i for i in range(self.longest.bit_length()))
         return [n for n in steps if n < self.longest and n % parts == 0] + [self.longest]
 
@@ -76,7 +76,7 @@ class Scorer:
         batch = global_batch(self.placed.batch_sharding, local, self.batch)
         out = self.placed.on_mesh(self._compiled, parameters, batch)
         log_probability, is_best = (np.asarray(array) for array in out)
-        counts = counts[:, token_order(token_ways(self.placed.batch_sharding), length)]
+        counts = counts[:, token_order(context_degree(self.placed.batch_sharding), length)]
         total = np.where(counts, log_probability.astype(np.float64), 0.0).sum(1)
         return Scores(total[: len(rows)], np.all(is_best | ~counts, axis=1)[: len(rows)])
 
@@ -94,14 +94,14 @@ class Scorer:
     def _score(self, parameters: Tree, batch: dict[str, Array]) -> tuple[Array, Array]:
         placed = self.placed
         with use_rules(placed.layout.rules):
-            model = placed.model_in_use(parameters)
+            model = placed.inference_model(parameters)
             assert isinstance(model, GPT)  # __init__ has looked
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
-            hidden = model.final_norm(placed.final_stream(parameters, read))
+            hidden = model.final_norm(placed.final_hidden_states(parameters, read))
             return vocab_parallel_scores(hidden, model.output_table[...], batch["labels"], placed.loss_options)
 
 
-def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[Row], kept: Kept) -> Iterator[int]:
+def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[Row], kept: SavedAnswers) -> Iterator[int]:
     """Scores the rows that are not `kept` yet, batch by batch, and yields how many are."""
     missing = [i for i in range(len(rows)) if i not in kept.answers]
     for batch in scorer.batches([rows[i] for i in missing]):

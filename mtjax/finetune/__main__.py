@@ -15,7 +15,7 @@ from mtjax.finetune.tasks.registry import TASKS
 from mtjax.help import HELP, HELP_ALL
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO, parse_mesh
-from mtjax.train.watch.times import Times
+from mtjax.train.observability.start_timer import StartTimer
 
 if TYPE_CHECKING:
     from mtjax.convert.saved_model import Hints
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments; returns its exit code."""
-    times = Times()
+    times = StartTimer()
     words = list(sys.argv[1:] if argv is None else argv)
 
     def body() -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(body)
 
 
-def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
+def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> None:
     """Runs a finetuning, called by its config's name or, without one, by its task's."""
     from mtjax.finetune.chatting import Chatting
     from mtjax.finetune.initial import PretrainedTrunk
@@ -56,7 +56,7 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     named = config.finetuning.teacher
     teacher = Teacher(named, hints_of(config.parallel.mesh)) if named else None
     if command.options.inspect:
-        from mtjax.inspect.hook import show_program
+        from mtjax.inspect.train_hook import show_program
 
         beside = teacher.beside if teacher else lambda _: None
         show = lambda program, console: show_program(program, console, beside(program.config))  # noqa: E731
@@ -71,7 +71,7 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
     def learnt() -> "OnPretrained":
         return Chatting(trunk, teacher) if task == CHAT else FineTuning(TASKS[task], trunk, teacher)
 
-    def one(config: Config, times: Times) -> bool:
+    def one(config: Config, times: StartTimer) -> bool:
         objective = learnt()
         options = command.options.of_training()
         return train(config, name, options, objective=objective, times=times, show=show, choose_mesh=choose_mesh)
@@ -85,10 +85,10 @@ def run(command: Command[Options], words: Sequence[str], times: Times) -> None:
 
     goal = learnt().goal(config)
     if options.sweep is None:
-        run_seeds(config, name, options.seeds, goal, lambda config: one(config, Times()))
+        run_seeds(config, name, options.seeds, goal, lambda config: one(config, StartTimer()))
     else:
         grid = grid_of(options.sweep, config)
-        run_sweep(config, name, grid, options.seeds, goal, lambda config: one(config, Times()))
+        run_sweep(config, name, grid, options.seeds, goal, lambda config: one(config, StartTimer()))
 
 
 def check_words(words: Sequence[str]) -> None:

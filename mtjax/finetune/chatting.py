@@ -29,9 +29,9 @@ from mtjax.generate.chat import ChatTemplate
 from mtjax.sharding.placement import global_batch, process_rows
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import read_files
-from mtjax.train.objective import Text, say_notes
-from mtjax.train.step import Program
-from mtjax.train.watch.best import Goal
+from mtjax.train.objective import RunData, say_notes
+from mtjax.train.observability.best import Goal
+from mtjax.train.step import TrainStep
 
 LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 """Settings of tasks whose rows have labels."""
@@ -54,9 +54,9 @@ class ChatFiles:
 class Chatting(OnPretrained):
     """The answers of conversations, trained on token by token; prompts are only read."""
 
-    def open_text(
+    def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
-    ) -> tuple[Config, Text]:
+    ) -> tuple[Config, RunData]:
         """The conversations, and the config with steps and length filled in.
 
         Raises:
@@ -94,9 +94,9 @@ class Chatting(OnPretrained):
         lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
         files = self._kept(found, encoder, template)
-        return config, Text(tokenizer, ordered, validation, position, files, found.is_kept)
+        return config, RunData(tokenizer, ordered, validation, position, files, found.is_kept)
 
-    def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
+    def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The mean loss of a token of the answers held out, all of them."""
         size = program.config.training.global_batch_size
         mine, blank = process_rows(program.batch_sharding, size), held_out[0]

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from mtjax.config import Model
-from mtjax.config.shape import differences
+from mtjax.config.model_identity import differences
 from mtjax.convert.saved_model import Hints, SavedModel
 from mtjax.errors import UserError
-from mtjax.sharding.records import dotted
-from mtjax.train.step import Program
+from mtjax.sharding.param_specs import dotted
+from mtjax.train.step import TrainStep
 
 HEAD = "head"
 """The module of a head."""
@@ -42,7 +42,7 @@ class PretrainedTrunk:
         """Where they are."""
         return self.saved.folder
 
-    def check(self, program: Program) -> None:
+    def check(self, program: TrainStep) -> None:
         """Checks that a program's model is theirs, but for the head and fewer positions.
 
         Raises:
@@ -60,7 +60,7 @@ class PretrainedTrunk:
         if listed := "".join(f"\n  {difference}" for difference in differences(theirs, like_theirs)):
             raise UserError(f"the weights in {self.folder} are of another model; use its settings:{listed}")
 
-    def read(self, program: Program) -> Any:
+    def read(self, program: TrainStep) -> Any:
         """The parameters, placed as the program keeps them; what the weights lack of the head is drawn by the seed.
 
         Raises:
@@ -74,7 +74,7 @@ class PretrainedTrunk:
         read = {there: targets[here] for here, there in sources.items() if there in theirs}
         arrays = self.saved.read({name: leaf for name, leaf in read.items() if name is not None}, program)
         missing = {name for name, there in sources.items() if there not in arrays}
-        fresh = program.draw(program.config.training.seed, missing) if missing else {}
+        fresh = program.initialize_named(program.config.training.seed, missing) if missing else {}
         parameters = [fresh[name] if name in missing else arrays[str(sources[name])] for name in targets]
         return jax.tree_util.tree_unflatten(structure, parameters)
 

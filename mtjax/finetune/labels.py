@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtjax.config import Config
-from mtjax.config.setting import HEADS
+from mtjax.config.field_metadata import HEADS
 from mtjax.errors import UserError, nearest, shortened
 from mtjax.finetune.rows import SHOWN, Example
 

@@ -18,9 +18,9 @@ from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
 from mtjax.train.checkpoints.past import Past
-from mtjax.train.objective import Text, say_notes
-from mtjax.train.step import Program
-from mtjax.train.watch.best import Goal
+from mtjax.train.objective import RunData, say_notes
+from mtjax.train.observability.best import Goal
+from mtjax.train.step import TrainStep
 
 
 class FineTuning(OnPretrained):
@@ -38,9 +38,9 @@ class FineTuning(OnPretrained):
         self._outputs: Outputs | None = None
         self._held_out: list[tuple[str, Encoded, Samples]] = []
 
-    def open_text(
+    def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
-    ) -> tuple[Config, Text]:
+    ) -> tuple[Config, RunData]:
         """The task's rows, and the config with steps, lengths and labels filled in.
 
         Raises:
@@ -67,9 +67,9 @@ class FineTuning(OnPretrained):
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
-        return config, Text(tokenizer, train, validation[0], position, found.files, found.is_kept)
+        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_kept)
 
-    def validate(self, program: Program, parameters: Any, held_out: Dataset) -> dict[str, float]:
+    def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """The task's metrics on all rows held out, and the mean loss."""
         self._outputs = self._outputs or Outputs(program)
         entries: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtjax.config.setting import at_least
+from mtjax.config.field_metadata import at_least
 from mtjax.train import options as train
 
 CHAT = "chat"

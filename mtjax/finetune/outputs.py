@@ -9,8 +9,8 @@ from jax import Array
 
 from mtjax.data.samples.sample import Dataset, stack
 from mtjax.models.families.finetuned import GivesOutputs
-from mtjax.models.placed import Placed, Tree
-from mtjax.models.trunk import Stream
+from mtjax.models.sharded_model import ShardedModel, Tree
+from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import global_batch, process_rows, replicated
 
@@ -18,7 +18,7 @@ from mtjax.sharding.placement import global_batch, process_rows, replicated
 class Outputs:
     """Runs a model without dropout, a global batch of its config at a time."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: ShardedModel) -> None:
         self.placed, self.batch = placed, placed.config.training.global_batch_size
         self._mine = process_rows(placed.batch_sharding, self.batch)
 
@@ -38,5 +38,5 @@ class Outputs:
 
     def _outputs(self, parameters: Tree, batch: dict[str, Array]) -> Array:
         with use_rules(self.placed.layout.rules):
-            model = cast(GivesOutputs, self.placed.model_in_use(parameters))
-            return model.outputs(Stream(self.placed.final_stream(parameters, batch)), batch)
+            model = cast(GivesOutputs, self.placed.inference_model(parameters))
+            return model.outputs(HiddenStates(self.placed.final_hidden_states(parameters, batch)), batch)

@@ -16,7 +16,7 @@ from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.registry import task_of
 from mtjax.finetune.tasks.task import Encoded
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
 from mtjax.theory.mesh import parse_mesh
 
@@ -70,7 +70,7 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
         raise UserError(f"{source} has no head for a task: finetune it first, mtjax finetune --init-from {source}")
     task = task_of(config)
     examples = task.examples(data, config, labelled=False)
-    placed = Placed(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
+    placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
     encoded = task.encoded(examples.rows, Encoder(saved.tokenizer()[1], config.model.family), config)
     outputs = Outputs(placed).of(saved.parameters(placed), encoded.samples(config.model.sequence_length))
     values = encoded.comparable(encoded.read(outputs).astype(np.float64))

@@ -20,14 +20,14 @@ from mtjax.finetune.samples import Epochs, Grouped
 from mtjax.finetune.teacher import Lessons, Teacher
 from mtjax.theory.divisibility import parts_of_samples
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
 from mtjax.train.objective import Objective, position_in, say_notes
+from mtjax.train.observability.best import Goal
 from mtjax.train.schedule import Horizon, horizon_of
-from mtjax.train.step import Program
-from mtjax.train.watch.best import Goal
+from mtjax.train.step import TrainStep
 
 LENGTH_STEP = 64
 """Sequences are as long as the longest row, rounded up to a multiple of this, and of what the mesh divides."""
@@ -69,11 +69,11 @@ class OnPretrained(Objective):
         """By what the best checkpoint is chosen: each finetuning says it."""
         raise NotImplementedError
 
-    def lessons(self, program: Program) -> Lessons | None:
+    def teacher_targets(self, program: TrainStep) -> Lessons | None:
         """Those of the teacher."""
         return self.teacher.on(program) if self.teacher else None
 
-    def sample(self, program: Program, parameters: Any, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, parameters: Any, tokenizer: Tokenizer) -> str:
         """Nothing: the metrics say it."""
         return ""
 

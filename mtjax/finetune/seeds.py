@@ -12,8 +12,8 @@ from mtjax.errors import UserError
 from mtjax.finetune.asked import record_settings
 from mtjax.sharding.processes import several_expected
 from mtjax.train.folder.run_folder import choose_folder, writing
-from mtjax.train.watch.best import Best, Goal
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.best import Best, Goal
+from mtjax.train.observability.metrics import read_metrics
 
 RESULTS = "seeds.json"
 """The file of the results."""

@@ -13,7 +13,7 @@ from mtjax.errors import UserError, nearest
 from mtjax.finetune.asked import record_settings
 from mtjax.finetune.seeds import run_seeds, spread
 from mtjax.train.folder.run_folder import choose_folder, writing
-from mtjax.train.watch.best import Goal
+from mtjax.train.observability.best import Goal
 
 RESULTS = "sweep.json"
 """The file of the results."""

@@ -15,12 +15,12 @@ from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.families.gpt import GPT
-from mtjax.models.placed import Batch, Placed, Tree
-from mtjax.models.trunk import TEACHER, TEACHER_TABLE, Stream
+from mtjax.models.sharded_model import Batch, ShardedModel, Tree
+from mtjax.models.trunk import TEACHER, TEACHER_TABLE, HiddenStates
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.theory.divisibility import num_microbatches
-from mtjax.theory.layout import is_sent_rounded
-from mtjax.train.step import Program
+from mtjax.theory.layout import gathers_in_compute_dtype
+from mtjax.train.step import TrainStep
 
 DECODERS = ("gpt", "llama")
 
@@ -136,7 +136,7 @@ class Teacher:
     def _refuse(self, why: str) -> None:
         raise UserError(f"the teacher {self.name} {why}")
 
-    def on(self, program: Program) -> "Lessons":
+    def on(self, program: TrainStep) -> "Lessons":
         """The teacher on the mesh of a student.
 
         Raises:
@@ -147,7 +147,7 @@ class Teacher:
         sizes |= {"global_batch_size": training.global_batch_size, "microbatch_size": training.microbatch_size}
         settings = sizes | {"compute_dtype": training.compute_dtype, "layers_per_stage": None, "teacher": None}
         try:
-            placed = Placed(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
+            placed = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
         except UserError as e:
             raise UserError(f"the teacher {self.name} does not fit the run: {e}") from e
         return Lessons(program, placed, self.saved.parameters(placed))
@@ -177,10 +177,10 @@ class Lessons:
       parameters: its own, float32, of which matrices are kept in the compute type.
     """
 
-    def __init__(self, program: Program, placed: Placed, parameters: Tree) -> None:
+    def __init__(self, program: TrainStep, placed: ShardedModel, parameters: Tree) -> None:
         self.program, self.placed = program, placed
         dtype = placed.config.training.compute_dtype
-        cast = lambda record, a: a.astype(dtype) if is_sent_rounded(record.axes) else a  # noqa: E731
+        cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
         self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)
         added = program.abstract_step_batch()
         self._place = added[TEACHER].sharding
@@ -201,8 +201,8 @@ class Lessons:
     def _said(self, parameters: Tree, batch: Batch) -> Array:
         count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
         with use_rules(self.placed.layout.rules):
-            model = self.placed.model_in_use(parameters)
-            stream = self.placed.final_stream(parameters, batch, count)
+            model = self.placed.inference_model(parameters)
+            stream = self.placed.final_hidden_states(parameters, batch, count)
             if isinstance(model, GPT):
-                return reshard(model.finished(stream), spec("batch", "seq", "embed"))
-            return cast(GivesOutputs, model).outputs(Stream(stream), batch)
+                return reshard(model.final_hidden(stream), spec("batch", "seq", "embed"))
+            return cast(GivesOutputs, model).outputs(HiddenStates(stream), batch)

@@ -12,9 +12,9 @@ import numpy as np
 
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Cache, Decoder, Sequences, filled_text, prompt_chunk
-from mtjax.generate.engine import draws_of
+from mtjax.generate.engine import sampling_batch
 from mtjax.generate.request import Sampling
-from mtjax.generate.sampling import MOST_LIKELY, Drawn
+from mtjax.generate.sampling import MOST_LIKELY, SampledTokens
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
 
 
@@ -85,23 +85,25 @@ class BeamSearch:
         cache, state, drawn = self._read(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
         while search.extended(drawn) and not is_cancelled():
-            cache, state = self.decoder.follow(cache, state, search.sources, search.newest)
-            cache, state, drawn = self.decoder.step(cache, state, active)
+            cache, state = self.decoder.reorder(cache, state, search.sources, search.newest)
+            cache, state, drawn = self.decoder.decode(cache, state, active)
         return search.finished
 
     def _read(
         self, prompt: tuple[int, ...], start: tuple[int, ...], cache: Cache, state: Sequences
-    ) -> tuple[Cache, Sequences, Drawn]:
-        draws, drawn = draws_of(Sampling(), logprobs=True), None
+    ) -> tuple[Cache, Sequences, SampledTokens]:
+        draws, drawn = sampling_batch(Sampling(), logprobs=True), None
         if self.decoder.reads_text:
             length = doubled(self.chunks[0], len(prompt))
             chunk = prompt_chunk(start, 0, 1, 0, draws)
-            cache, state, drawn, _ = self.decoder.read_text(cache, state, filled_text(prompt, length), chunk)
+            cache, state, drawn, _ = self.decoder.prefill_encoder(cache, state, filled_text(prompt, length), chunk)
             return cache, state, drawn
         at = 0
         while at < len(start):
             length = chunk_length(self.chunks, len(start) - at)
-            cache, state, drawn, _ = self.decoder.read(cache, state, prompt_chunk(start, at, length, 0, draws), False)
+            cache, state, drawn, _ = self.decoder.prefill(
+                cache, state, prompt_chunk(start, at, length, 0, draws), False
+            )
             at += length
         assert drawn is not None  # a prompt has tokens
         return cache, state, drawn
@@ -122,7 +124,7 @@ class _Search:
         self.finished: list[Beam] = []
         self.sources = self.newest = np.zeros(options.beams, np.int32)
 
-    def extended(self, drawn: Drawn) -> bool:
+    def extended(self, drawn: SampledTokens) -> bool:
         """Extends the running beams by one token each; returns whether the search goes on."""
         options, beams = self._options, self._options.beams
         found = self._best(np.asarray(drawn.likely), np.asarray(drawn.likely_logprobs))

@@ -187,7 +187,7 @@ class Job:
         for place, prompt, number in wanted:
             ids = self.model.prompt_ids(prompt)
             completion = self._completion(ids, for_text(options.sampling, number, place))
-            completion.on_piece = partial(told, clock, completion, shown if len(wanted) == 1 else None)
+            completion.on_piece = partial(show_token, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
         engine.run()
@@ -297,7 +297,7 @@ class Clock:
         return f"{self._tokens} tokens{speed}"
 
 
-def told(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
+def show_token(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
     """Counts a token that was written, and shows its piece if that is wanted at once."""
     if completion.pieces and piece.token is not None:
         clock.count()

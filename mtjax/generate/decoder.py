@@ -25,16 +25,24 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.generate.matrices import Keeping
-from mtjax.generate.moved import Moving
-from mtjax.generate.prepared import Call, DecoderWeights, prepared, stacks_of
-from mtjax.generate.sampling import Drawn, Draws, Warping, count_drawn, count_prompt, draw_tokens, score_tokens
-from mtjax.models.cache import EncodedText, KeyValues, Reading
+from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
+from mtjax.generate.resharding import LayerwiseTransfer
+from mtjax.generate.sampling import (
+    LogitsParams,
+    SampledTokens,
+    SamplingBatch,
+    count_drawn,
+    count_prompt,
+    draw_tokens,
+    score_tokens,
+)
+from mtjax.generate.weight_format import WeightFormat
 from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
-from mtjax.models.placed import Placed
-from mtjax.sharding.axes import spec, use_rules, ways
-from mtjax.theory.mesh import check_whole_samples
+from mtjax.models.kv_cache import CachePositions, CrossKVCache, KVCache
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.axes import num_shards, spec, use_rules
+from mtjax.theory.mesh import check_no_context_parallel
 
 Tree = Any
 Cache = list[dict[str, Any]]
@@ -50,7 +58,7 @@ class Sequences:
     """The newest token of each, which no layer has read yet."""
     positions: Int[Array, " sequences"]
     """Of these tokens."""
-    draws: Draws
+    draws: SamplingBatch
     counts: Int[Array, "sequences vocab"]
     """See `mtjax.generate.sampling.count_prompt`."""
 
@@ -69,7 +77,7 @@ class PromptChunk:
     """Tokens without the filling."""
     sequence: Int[Array, ""]
     """To which they belong."""
-    draws: Draws
+    draws: SamplingBatch
     """Of this sequence, with one row: for the token after the chunk."""
     is_first: Bool[Array, ""]
     """Whether no chunk of this prompt was read before: what was counted in the sequence is another's."""
@@ -77,7 +85,7 @@ class PromptChunk:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TextToRead:
+class EncoderInput:
     """A text that a sequence answers, filled up to a static length."""
 
     tokens: Int[Array, " seq"]
@@ -93,12 +101,12 @@ class Decoder:
 
     def __init__(
         self,
-        placed: Placed,
+        placed: ShardedModel,
         parameters: Tree,
         start_id: int = 0,
         *,
         int8: bool = False,
-        trained: Placed | None = None,
+        trained: ShardedModel | None = None,
         vocab_size: int | None = None,
         call: Call | None = None,
     ) -> None:
@@ -111,7 +119,7 @@ class Decoder:
           int8: whether the matrices of its layers and the table of its logits are kept in 8 bits
             (`mtjax.sharding.int8`); a T5's encoder is not.
           trained: the GPT or Llama as these parameters are stored, where that is not `placed` but on another mesh of
-            the same devices (`mtjax.generate.moved`).
+            the same devices (`mtjax.generate.resharding`).
           vocab_size: ids from here on are not drawn; the model's own size when None.
           call: what is to be done with each program; the default runs it, and of abstract ones finds the shapes.
 
@@ -123,7 +131,7 @@ class Decoder:
             raise UserError(f"a {named(placed.config.model)} does not write text; gpt, llama and t5 do")
         if placed.stages > 1:
             raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
-        check_whole_samples(placed.shape)
+        check_no_context_parallel(placed.shape)
         if int8 and (count := placed.config.model.num_experts):
             raise UserError(
                 f"weights_dtype int8 is for layers without experts, and num_experts is {count}: leave it out"
@@ -133,20 +141,24 @@ class Decoder:
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
-        self._keeping = Keeping(self.dtype, int8, alone_on_cpu)
+        self._keeping = WeightFormat(self.dtype, int8, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
         assert size is not None  # the table has rows
         self.vocab_size = size
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
         self._call = call or (jax.eval_shape if is_abstract else _call)
         with self._traced():
-            parts = Moving(trained, placed, self._call).of(parameters) if trained else stacks_of(placed, parameters)
-            weights = prepared(*parts, self._keeping, self._call)
+            parts = (
+                LayerwiseTransfer(trained, placed, self._call).of(parameters)
+                if trained
+                else stacks_of(placed, parameters)
+            )
+            weights = prepare_weights(*parts, self._keeping, self._call)
         # Programs take the weights as a list: flax's modules take half a millisecond to flatten, for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: Placed, *, int8: bool = False) -> "Decoder":
+    def abstract(cls, placed: ShardedModel, *, int8: bool = False) -> "Decoder":
         """One without weights, whose programs can be lowered.
 
         Raises:
@@ -175,7 +187,7 @@ class Decoder:
         with self._traced():
             return self._call(self._compiled_resize, cache, length)
 
-    def read(self, cache: Cache, sequences: Sequences, chunk: PromptChunk, scored: bool) -> tuple[Any, ...]:
+    def prefill(self, cache: Cache, sequences: Sequences, chunk: PromptChunk, scored: bool) -> tuple[Any, ...]:
         """Reads a chunk of a prompt, and draws the token after it.
 
         Returns:
@@ -185,24 +197,26 @@ class Decoder:
         with self._traced():
             return self._call(self._compiled_read, self._leaves, cache, sequences, chunk, scored)
 
-    def read_text(self, cache: Cache, sequences: Sequences, text: TextToRead, chunk: PromptChunk) -> tuple[Any, ...]:
+    def prefill_encoder(
+        self, cache: Cache, sequences: Sequences, text: EncoderInput, chunk: PromptChunk
+    ) -> tuple[Any, ...]:
         """Reads the text that a sequence answers, and then as `read`, without scores."""
         with self._traced():
             return self._call(self._compiled_read_text, self._leaves, cache, sequences, text, chunk)
 
-    def copied(self, cache: Cache, source: int, target: int) -> Cache:
+    def copy_sequence(self, cache: Cache, source: int, target: int) -> Cache:
         """The cache, in the memory of the one given, with a sequence as a copy of another."""
         with self._traced():
             return self._call(self._compiled_copy, cache, jnp.int32(source), jnp.int32(target))
 
-    def follow(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
+    def reorder(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
         """Each sequence becomes a copy of another, [sequences], with another newest token."""
         with self._traced():
             return self._call(self._compiled_follow, cache, sequences, sources, tokens)
 
-    def step(
+    def decode(
         self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
-    ) -> tuple[Cache, Sequences, Drawn]:
+    ) -> tuple[Cache, Sequences, SampledTokens]:
         """Reads the newest token of each active sequence and draws the next; in the memory of those given."""
         with self._traced():
             return self._call(self._compiled_step, self._leaves, cache, sequences, active)
@@ -270,18 +284,18 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        kinds = {"attention": KeyValues, "cross": EncodedText} if self.reads_text else {"attention": KeyValues}
-        sizes = (max(num_kv_heads(model), ways("heads")), length, head_dim(model), self.dtype)
+        kinds = {"attention": KVCache, "cross": CrossKVCache} if self.reads_text else {"attention": KVCache}
+        sizes = (max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), self.dtype)
         cache = [
             {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))
         ]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
-        return cache, Sequences(zeros, zeros, no_draws(sequences), counts)
+        return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
 
     def _step(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
         positions = jnp.where(active, state.positions, cache_length(cache))  # beyond it nothing is written
-        hidden, cache = self._hidden(weights, cache, state.tokens[:, None], Reading(positions[:, None]))
+        hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
         table = weights.model.output_table[...]
         drawn = draw_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
         draws = dataclasses.replace(state.draws, number=state.draws.number + active)
@@ -293,7 +307,7 @@ class Decoder:
         self, weights: DecoderWeights, cache: Cache, state: Sequences, chunk: PromptChunk, scored: bool
     ) -> tuple[Any, ...]:
         place, own = jnp.arange(len(chunk.tokens)), chunk.sequence
-        reading = Reading((chunk.start + place)[None], own)
+        reading = CachePositions((chunk.start + place)[None], own)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], reading)
         prompt = jnp.where(place < chunk.count, chunk.tokens, -1)
         counts = count_prompt(state.counts, own, prompt, chunk.is_first)
@@ -311,7 +325,7 @@ class Decoder:
         return cache, state, drawn, scores
 
     def _read_text(
-        self, weights: DecoderWeights, cache: Cache, state: Sequences, text: TextToRead, chunk: PromptChunk
+        self, weights: DecoderWeights, cache: Cache, state: Sequences, text: EncoderInput, chunk: PromptChunk
     ) -> tuple[Any, ...]:
         mask = (jnp.arange(len(text.tokens)) < text.count).astype(jnp.int32)[None]
         encoded = weights.model.encoded(text.tokens[None], mask)
@@ -322,20 +336,20 @@ class Decoder:
         return self._read(weights, after, state, chunk, False)
 
     def _hidden(
-        self, weights: DecoderWeights, cache: Cache, tokens: Array, reading: Reading
+        self, weights: DecoderWeights, cache: Cache, tokens: Array, reading: CachePositions
     ) -> tuple[Float[Array, "batch seq embed"], Cache]:
         """Final hidden states of tokens, and the cache with them."""
-        x, context = weights.model.newest(tokens, reading, cache_length(cache))
+        x, context = weights.model.embed_new(tokens, reading, cache_length(cache))
         after = []
         with jax.named_scope("layers"):
             for layer, states in zip(weights.layers, cache, strict=True):
                 x, states = layer(x, context, states)
                 after.append(states)
-        return weights.model.finished(x), after
+        return weights.model.final_hidden(x), after
 
 
 def prompt_chunk(
-    prompt: Sequence[int], start: int, length: int, sequence: int, draws: Draws, first: int = 0
+    prompt: Sequence[int], start: int, length: int, sequence: int, draws: SamplingBatch, first: int = 0
 ) -> PromptChunk:
     """`length` tokens of a prompt from `start` on, or those that are left of it; reading began at `first`."""
     own, after = prompt[start : start + length], prompt[start + 1 : start + length + 1]
@@ -344,9 +358,9 @@ def prompt_chunk(
     return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), at, count, place, draws, is_first)
 
 
-def filled_text(ids: Sequence[int], length: int) -> TextToRead:
+def filled_text(ids: Sequence[int], length: int) -> EncoderInput:
     """A text that is answered, filled up to a length."""
-    return TextToRead(_filled(ids, length, 0), jnp.int32(len(ids)))
+    return EncoderInput(_filled(ids, length, 0), jnp.int32(len(ids)))
 
 
 def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
@@ -364,8 +378,8 @@ def _call(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def no_draws(rows: int) -> Draws:
+def greedy_batch(rows: int) -> SamplingBatch:
     """The most likely tokens, nothing reported."""
     zeros, ones, none = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
-    warping = Warping(zeros, none, ones, zeros, ones, zeros, zeros)
-    return Draws(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))
+    warping = LogitsParams(zeros, none, ones, zeros, ones, zeros, zeros)
+    return SamplingBatch(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))

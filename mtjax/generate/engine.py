@@ -18,7 +18,7 @@ import numpy as np
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
 from mtjax.generate.request import ENDED, Request, Sampling, Token
-from mtjax.generate.sampling import Drawn, Draws, Warping
+from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
 
 LOOKAHEAD = 128
@@ -163,7 +163,7 @@ class Engine:
         """Tokens for which the cache has room when this request alone begins."""
         return doubled(self._shortest, self._need(_Running(request, 0, request.prompt)))
 
-    def parts(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def prefill_chunks(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Start and static length of each chunk in which a prompt is read."""
         start = 0
         while start < len(prompt):
@@ -275,7 +275,7 @@ class Engine:
         if shared and source != running.place:
             assert self._device is not None
             cache, sequences = self._device
-            self._device = self.decoder.copied(cache, source, running.place), sequences
+            self._device = self.decoder.copy_sequence(cache, source, running.place), sequences
         running.read = running.reused = shared
         self._held[running.place] = running.prompt[:shared]
         self.reused += shared
@@ -288,24 +288,24 @@ class Engine:
             self._reuse(running)
         request, prompt, start = running.request, running.prompt, running.read
         length = 1 if self.decoder.reads_text else chunk_length(self._chunks, len(prompt) - start)
-        draws = draws_of(request.sampling, request.logprobs)
+        draws = sampling_batch(request.sampling, request.logprobs)
         chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
         assert self._device is not None
         if self.decoder.reads_text:
             length = self._text_length(request)
             text = filled_text(request.prompt, length)
-            cache, sequences, drawn, scores = self.decoder.read_text(*self._device, text, chunk)
+            cache, sequences, drawn, scores = self.decoder.prefill_encoder(*self._device, text, chunk)
         else:
-            cache, sequences, drawn, scores = self.decoder.read(*self._device, chunk, request.echo)
+            cache, sequences, drawn, scores = self.decoder.prefill(*self._device, chunk, request.echo)
         self._device = cache, sequences
         running.read = min(start + length, len(prompt))
         self._held[running.place] = prompt[: running.read]
         if request.echo:
-            running.scores += told(scores, prompt[start + 1 : start + length + 1])
+            running.scores += to_tokens(scores, prompt[start + 1 : start + length + 1])
         if running.is_written:
             if request.echo:
                 request.on_prompt([Token(prompt[0]), *running.scores])
-            self._tell(running, *told(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
+            self._tell(running, *to_tokens(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
         return length
 
     def _write_tokens(self, writing: list[_Running]) -> None:
@@ -315,11 +315,11 @@ class Engine:
         if self._active is None or self._active[0] != places:
             self._active = places, jnp.asarray(np.isin(np.arange(self._sequences), places))
         assert self._device is not None
-        cache, sequences, drawn = self.decoder.step(*self._device, self._active[1])
+        cache, sequences, drawn = self.decoder.decode(*self._device, self._active[1])
         self._device = cache, sequences
         tokens = np.asarray(drawn.token).tolist()
         with_logprobs = any(running.request.logprobs for running in writing)
-        rows = told(drawn, tokens, with_logprobs)
+        rows = to_tokens(drawn, tokens, with_logprobs)
         for running in writing:
             row = rows[running.place]
             self._tell(running, row if running.request.logprobs else Token(row.id))
@@ -333,18 +333,18 @@ class Engine:
             self._end(running, "length")
 
 
-def draws_of(sampling: Sampling, logprobs: bool) -> Draws:
+def sampling_batch(sampling: Sampling, logprobs: bool) -> SamplingBatch:
     """What a request asks of its first draw, as one row."""
     fractions = (sampling.temperature, sampling.top_p, sampling.min_p)
     temperature, top_p, min_p = (jnp.full(1, value, jnp.float32) for value in fractions)
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     penalties = (jnp.full(1, value, jnp.float32) for value in penalties)
-    warping = Warping(temperature, jnp.full(1, sampling.top_k, jnp.int32), top_p, min_p, *penalties)
+    warping = LogitsParams(temperature, jnp.full(1, sampling.top_k, jnp.int32), top_p, min_p, *penalties)
     words = np.array([[sampling.seed >> 32, sampling.seed & (2**32 - 1)]], np.uint32)
-    return Draws(warping, jnp.asarray(words), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
+    return SamplingBatch(warping, jnp.asarray(words), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
 
 
-def told(drawn: Drawn, ids: Any, with_logprobs: bool = True) -> list[Token]:
+def to_tokens(drawn: SampledTokens, ids: Any, with_logprobs: bool = True) -> list[Token]:
     """Rows of what was drawn or scored as tokens: the first ones, with these ids."""
     if not with_logprobs:
         return [Token(i) for i in ids]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from mtjax.errors import UserError
-from mtjax.generate.sampling import Drawn, score_tokens
+from mtjax.generate.sampling import SampledTokens, score_tokens
 from mtjax.generate.shapes import doubled
 from mtjax.generate.weights import LoadedModel, special_id
 from mtjax.models.families.bert import BERT
@@ -73,7 +73,7 @@ class Filler:
             for row in range(len(masks))
         ]
 
-    def most_likely(self, ids: Sequence[int], masks: Sequence[int]) -> Drawn:
+    def most_likely(self, ids: Sequence[int], masks: Sequence[int]) -> SampledTokens:
         """The most likely tokens at some places of a text, a row for each place; rows behind are filling."""
         tokens = np.zeros((1, min(doubled(16, len(ids)), self._placed.config.model.sequence_length)), np.int32)
         tokens[0, : len(ids)] = ids
@@ -85,9 +85,9 @@ class Filler:
     def _compiled(self) -> Any:
         return jax.jit(self._traced)
 
-    def _traced(self, parameters: Any, tokens: Array, count: Array, places: Array) -> Drawn:
+    def _traced(self, parameters: Any, tokens: Array, count: Array, places: Array) -> SampledTokens:
         with use_rules(self._rules):
-            model = self._placed.model_in_use(parameters)
+            model = self._placed.inference_model(parameters)
             assert isinstance(model, BERT)
             mask = (jnp.arange(tokens.shape[1]) < count).astype(jnp.int32)[None]
             batch = {"tokens": tokens, "token_types": None, "padding_mask": mask}

@@ -20,17 +20,17 @@ from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.command import console_for
 from mtjax.inspect.compiled import MemoryStats, compile_for, memory_of
-from mtjax.inspect.dump import write
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Row, table
 from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_json
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
-from mtjax.models.placed import Placed
+from mtjax.inspect.write_files import write
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.theory.contract import Contract, Symbols, requirements
 from mtjax.theory.decoding import decoding_contract, decoding_symbols
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, check_whole_samples, parse_mesh
+from mtjax.theory.mesh import MeshShape, check_no_context_parallel, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def inspect_decoding(
       UserError: config, mesh and target don't fit, or the family writes no text.
     """
     shape = parse_mesh(config.parallel.mesh)
-    check_whole_samples(shape)
+    check_no_context_parallel(shape)
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
-    decoder = Decoder.abstract(Placed(config, target.mesh(shape)), int8=int8)
+    decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), int8=int8)
     if length > decoder.longest_text:
         raise UserError(
             f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
@@ -130,7 +130,7 @@ def show(report: DecodingReport, console: Console) -> None:
         f"a step of decoding: {model.family}, {model.num_layers} layers x {model.hidden_size}, "
         f"{report.config.training.compute_dtype}; {report.sequences} sequences, "
         f"room for {report.length} tokens of each\n"
-        f"mesh {report.mesh.in_words}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
+        f"mesh {report.mesh.description}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
         highlight=False,
     )
     show_note(report.note, console)

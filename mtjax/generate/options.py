@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import Bound, at_least, setting
+from mtjax.config.field_metadata import Bound, at_least, setting
 from mtjax.generate.request import Sampling
 from mtjax.theory.decoding import REPORTED
 

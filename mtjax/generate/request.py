@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from mtjax.config.setting import TOKENS, Bound, at_least, setting
+from mtjax.config.field_metadata import TOKENS, Bound, at_least, setting
 
 ENDED = Literal["stop", "length", "cancelled"]
 """Why a request ended: a stop id, or what its listener said; max_tokens, or the end of the context; `Engine.cancel`."""

@@ -19,9 +19,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from mtjax.models.threefry import threefry
-from mtjax.sharding.axes import WHOLE, spec, varying_like
+from mtjax.sharding.axes import REPLICATED, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
-from mtjax.sharding.vocab import VocabSpecs, map_ranks, own_logits, own_rows
+from mtjax.sharding.vocab import VocabSpecs, local_logits, local_rows, map_ranks
 from mtjax.theory.decoding import REPORTED
 
 Table = Array | Int8Matrix
@@ -33,7 +33,7 @@ IN_PROMPT = 1 << 30
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Warping:
+class LogitsParams:
     """How logits become the distribution that is drawn from; each array is [rows]."""
 
     temperature: Float[Array, " rows"]
@@ -55,10 +55,10 @@ class Warping:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Draws:
+class SamplingBatch:
     """What each row asks for."""
 
-    warping: Warping
+    warping: LogitsParams
     seed: UInt32[Array, "rows 2"]
     number: Int[Array, " rows"]
     """Of the draw, from 0."""
@@ -68,7 +68,7 @@ class Draws:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """The tokens, and natural log-probabilities by the model itself, before any warping; zeros where not wanted."""
 
     token: Int[Array, " rows"]
@@ -82,9 +82,9 @@ def draw_tokens(
     hidden: Float[Array, "rows embed"],
     table: Float[Array, "vocab embed"] | Int8Matrix,
     counts: Int[Array, "rows vocab"],
-    draws: Draws,
+    draws: SamplingBatch,
     vocab_size: int,
-) -> Drawn:
+) -> SampledTokens:
     """Draws a token for each row from softmax(hidden @ table.T), warped as the row asks.
 
     Args:
@@ -96,7 +96,7 @@ def draw_tokens(
     """
     places = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Table, counts_BV: Array, draws: Draws) -> Drawn:
+    def local(hidden_BH: Array, table_VH: Table, counts_BV: Array, draws: SamplingBatch) -> SampledTokens:
         logits_BV, column_V = _logits(places, hidden_BH, table_VH, None, vocab_size)
         ranks = _Ranks(places, logits_BV, column_V)
         warping = draws.warping
@@ -111,7 +111,9 @@ def draw_tokens(
         return _reported(ranks, token, draws.reports)
 
     with jax.named_scope("sampling"):
-        mapped = map_ranks(local, (WHOLE, _place_of(places, table), spec("batch", "vocab"), WHOLE), WHOLE)
+        mapped = map_ranks(
+            local, (REPLICATED, _place_of(places, table), spec("batch", "vocab"), REPLICATED), REPLICATED
+        )
         return mapped(hidden, table, counts, draws)
 
 
@@ -121,17 +123,17 @@ def score_tokens(
     tokens: Int[Array, " rows"],
     vocab_size: int,
     bias: Float[Array, " vocab"] | None = None,
-) -> Drawn:
+) -> SampledTokens:
     """Log-probabilities of given tokens, reported as if they had been drawn; `bias` is added to the logits."""
     places = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Table, tokens_B: Array, *bias_V: Array) -> Drawn:
+    def local(hidden_BH: Array, table_VH: Table, tokens_B: Array, *bias_V: Array) -> SampledTokens:
         logits_BV, column_V = _logits(places, hidden_BH, table_VH, bias_V[0] if bias_V else None, vocab_size)
         return _report(_Ranks(places, logits_BV, column_V), tokens_B)
 
     given, where = ((), ()) if bias is None else ((bias,), (places.bias,))
     with jax.named_scope("sampling"):
-        mapped = map_ranks(local, (WHOLE, _place_of(places, table), WHOLE, *where), WHOLE)
+        mapped = map_ranks(local, (REPLICATED, _place_of(places, table), REPLICATED, *where), REPLICATED)
         return mapped(hidden, table, tokens, *given)
 
 
@@ -140,8 +142,8 @@ def _logits(
 ) -> tuple[Array, Array]:
     dtype = hidden_BH.dtype
     if isinstance(table_VH, Int8Matrix):
-        return own_logits(places, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
-    return own_logits(places, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
+        return local_logits(places, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
+    return local_logits(places, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
 
 
 def _place_of(places: VocabSpecs, table: Table) -> Any:
@@ -159,7 +161,7 @@ def count_prompt(
         return lax.dynamic_update_index_in_dim(counts_BV, own_V, row, 0)
 
     places, place = VocabSpecs.in_force(), spec("batch", "vocab")
-    return map_ranks(local, (place, WHOLE, WHOLE, WHOLE), place)(counts, row, tokens, is_first)
+    return map_ranks(local, (place, REPLICATED, REPLICATED, REPLICATED), place)(counts, row, tokens, is_first)
 
 
 def count_drawn(counts: Int[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Int[Array, "rows vocab"]:
@@ -170,12 +172,12 @@ def count_drawn(counts: Int[Array, "rows vocab"], tokens: Int[Array, " rows"]) -
         return counts_BV.at[jnp.arange(len(tokens_B)), at].add(1, mode="drop")
 
     places, place = VocabSpecs.in_force(), spec("batch", "vocab")
-    return map_ranks(local, (place, WHOLE), place)(counts, tokens)
+    return map_ranks(local, (place, REPLICATED), place)(counts, tokens)
 
 
 def _own_or_outside(places: VocabSpecs, tokens: Array, counts_BV: Array) -> Array:
     columns = counts_BV.shape[1]
-    row, owned = own_rows(places, tokens, columns)
+    row, owned = local_rows(places, tokens, columns)
     return jnp.where(owned, row, columns)
 
 
@@ -208,7 +210,7 @@ class _Ranks:
         return lax.psum(spread, self.places.rows)
 
 
-def _penalise(logits_BV: Array, counts_BV: Array, warping: Warping) -> Array:
+def _penalise(logits_BV: Array, counts_BV: Array, warping: LogitsParams) -> Array:
     drawn_BV = counts_BV & (IN_PROMPT - 1)
     repetition = warping.repetition[:, None]
     repeated = jnp.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
@@ -217,7 +219,7 @@ def _penalise(logits_BV: Array, counts_BV: Array, warping: Warping) -> Array:
     return logits_BV - warping.frequency[:, None] * drawn_BV
 
 
-def _sample(ranks: _Ranks, logits_BV: Array, draws: Draws, vocab_size: int) -> Array:
+def _sample(ranks: _Ranks, logits_BV: Array, draws: SamplingBatch, vocab_size: int) -> Array:
     """The columns of the highest sums of logit and Gumbel noise, among those that the warping lets through."""
     warping = draws.warping
     temperature = jnp.where(warping.temperature > 0, warping.temperature, 1)[:, None]
@@ -237,7 +239,7 @@ def _sample(ranks: _Ranks, logits_BV: Array, draws: Draws, vocab_size: int) -> A
     return ranks.best(jnp.where(kept_BV & is_token_V, scaled_BV + noise_BV, -jnp.inf))[1]
 
 
-def _threshold(ranks: _Ranks, below_top_BV: Array, ordered_BV: Array, warping: Warping, vocab_size: int) -> Array:
+def _threshold(ranks: _Ranks, below_top_BV: Array, ordered_BV: Array, warping: LogitsParams, vocab_size: int) -> Array:
     """The lowest score, as `_ordered` writes it, that top-k and then top-p let through."""
     most = jnp.where(warping.top_k > 0, jnp.minimum(warping.top_k, vocab_size), vocab_size)
     by_count = _bisect(ordered_BV, lambda over_BV: ranks.sum(over_BV.astype(jnp.int32)) >= most)
@@ -272,26 +274,26 @@ def _gumbel(seed: Array, number: Array, column_V: Array) -> Array:
     return -jnp.log(-jnp.log1p(-jnp.minimum(v, jnp.float32(1 - 2**-24))))
 
 
-def _reported(ranks: _Ranks, token_B: Array, reports: Array) -> Drawn:
+def _reported(ranks: _Ranks, token_B: Array, reports: Array) -> SampledTokens:
     rows, few = len(token_B), min(MOST_LIKELY, ranks.logits_BV.shape[1])
 
-    def nothing() -> Drawn:
+    def nothing() -> SampledTokens:
         zeros = jnp.zeros((rows, few))
-        return Drawn(token_B, zeros[:, 0], zeros.astype(jnp.int32), zeros)
+        return SampledTokens(token_B, zeros[:, 0], zeros.astype(jnp.int32), zeros)
 
     return lax.cond(reports.any(), lambda: _report(ranks, token_B), nothing)
 
 
-def _report(ranks: _Ranks, token_B: Array) -> Drawn:
+def _report(ranks: _Ranks, token_B: Array) -> SampledTokens:
     """Log-probabilities; a token that is among the most likely has the very number that it has there."""
     logits_BV = ranks.logits_BV
     own_BN, index_BN = lax.top_k(logits_BV, min(MOST_LIKELY, logits_BV.shape[1]))
     value_BN, likely_BN = ranks.side_by_side(own_BN), ranks.side_by_side(ranks.column_V[index_BN].astype(jnp.int32))
     value_BN, order_BN = lax.top_k(value_BN, own_BN.shape[1])
     likely_BN = jnp.take_along_axis(likely_BN, order_BN, axis=1)
-    row, owned = own_rows(ranks.places, token_B, logits_BV.shape[1])
+    row, owned = local_rows(ranks.places, token_B, logits_BV.shape[1])
     chosen = jnp.where(owned, jnp.take_along_axis(logits_BV, row[:, None], axis=1)[:, 0], 0)
     top = value_BN[:, 0]
     mass, chosen = lax.psum(jnp.stack((jnp.exp(logits_BV - top[:, None]).sum(-1), chosen)), ranks.places.rows)
     log_z = top + jnp.log(mass)
-    return Drawn(token_B, chosen - log_z, likely_BN, value_BN - log_z[:, None])
+    return SampledTokens(token_B, chosen - log_z, likely_BN, value_BN - log_z[:, None])

@@ -16,9 +16,9 @@ from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import check_whole_samples, parse_mesh
+from mtjax.theory.mesh import check_no_context_parallel, parse_mesh
 
 Tree = Any
 
@@ -27,7 +27,7 @@ Tree = Any
 class LoadedModel:
     """A model with everything that generating needs."""
 
-    placed: Placed
+    placed: ShardedModel
     parameters: Tree
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
@@ -45,7 +45,7 @@ class LoadedModel:
 
     def on(self, mesh: Mesh) -> "LoadedModel":
         """The same on another mesh of as many model ways."""
-        placed = Placed(self.placed.config, mesh)
+        placed = ShardedModel(self.placed.config, mesh)
         return replace(self, placed=placed, parameters=jax.device_put(self.parameters, placed.parameter_sharding))
 
     @property
@@ -90,14 +90,14 @@ def load_model(
       UserError: there are no such weights, they have no tokenizer or no head of language, or don't fit the mesh.
     """
     shape = parse_mesh(mesh)
-    check_whole_samples(shape)
+    check_no_context_parallel(shape)
     devices = devices or attach_devices(shape)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     if lacking := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the head that fills masks: it has no {', '.join(lacking)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     batch = {"global_batch_size": shape.size, "microbatch_size": None}
-    placed = Placed(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
+    placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, read_by = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     parameters = saved.parameters(placed)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from mtjax.inspect.collectives import computes
 from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.hlo_walk import executions
 from mtjax.inspect.phases import locate
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.inspect.walk import executions
 from mtjax.theory.contract import GRADIENTS, LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER, PARAMETERS
 
 STACKS = "stacks of the loop over layers: written into, sliced out of"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
+from mtjax.inspect.cpu_promotion import NARROW
 from mtjax.inspect.hlo import Array, dtype_bits
 from mtjax.inspect.phases import combined_paths, phase_of
-from mtjax.inspect.widened import NARROW
 from mtjax.theory.contract import (
     EMBEDDING_BACKWARD,
     GRADIENTS,
@@ -143,7 +143,7 @@ class _Pool(Requirement):
     floor: int = 0
 
     @property
-    def least(self) -> int:
+    def min_elements(self) -> int:
         return self.floor
 
 
@@ -161,7 +161,7 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
             kind = REDUCE_SCATTER if REDUCE_SCATTER in (before.line.kind, line.kind) else line.kind
             dtype = NARROW if NARROW in (before.dtype, required.dtype) else required.dtype
             line = replace(line, kind=kind, count="1", elements=f"{_product(before.line)} + {_product(line)}")
-            required = _Pool(line, 1, before.total + required.total, dtype, before.least + required.least)
+            required = _Pool(line, 1, before.total + required.total, dtype, before.min_elements + required.min_elements)
         merged[key] = required
     return list(merged.values())
 
@@ -195,7 +195,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         alike = [e for e in fitting if e.dtype == required.dtype]
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
         unsure = not is_gpu and required.dtype == NARROW  # not all that CPU programs have widened can be told
-        enough = not unsure or sum(e.array.elements * e.left for e in alike) >= required.least
+        enough = not unsure or sum(e.array.elements * e.left for e in alike) >= required.min_elements
         if enough and (not others or any(e.array.elements > 1 for e in alike)):
             fitting = alike  # another line, or none, asks for the others
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
@@ -204,7 +204,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     wrong, notes = _type_notes([e for e, _ in claimed], required, is_gpu)
     if required.line.pooled:
         extra_scalars = max(elements - required.total, 0)
-        if elements >= required.least and extra_scalars <= SMALL_BYTES // 4:
+        if elements >= required.min_elements and extra_scalars <= SMALL_BYTES // 4:
             status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
             status, extra = "differs", [_total_note(required, elements, _whole_stacks(claimed, landmarks))]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.errors import UserError
+from mtjax.inspect.cpu_promotion import widened_sums
 from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
+from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import locate
-from mtjax.inspect.walk import Site, walk
-from mtjax.inspect.widened import widened_sums
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
 from mtjax.theory.traffic import ring_factor
 
@@ -70,7 +70,7 @@ class Collective:
     hidden_behind: tuple[str, ...]
     """Names of the operations that compute something between its start and its end."""
     narrowed: tuple[bool, ...] = ()
-    """Of a sum, whether each array is one of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.widened`."""
+    """Of a sum, whether each array is of bf16 that XLA for CPUs computes in f32, by `mtjax.inspect.cpu_promotion`."""
     made_in: tuple[str | None, ...] = ()
     """Of several arrays summed in one operation, the phase of what makes each, where that has a name; () where the axes
     tell."""

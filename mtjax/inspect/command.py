@@ -15,13 +15,13 @@ from mtjax.errors import UserError
 from mtjax.inspect import compare, text
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.decision import Decision
-from mtjax.inspect.dump import dump, write
 from mtjax.inspect.html import page
 from mtjax.inspect.measured import Measured, find_trace, measure
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
+from mtjax.inspect.write_files import dump, write
 from mtjax.plan.command import Taught
 from mtjax.theory.contract import Contract
 from mtjax.theory.hardware import GB, Server

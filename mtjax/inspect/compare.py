@@ -147,7 +147,7 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
     """
     for model in divisors(devices):
         mesh = MeshShape(data=devices // model, model=model)
-        share, rest = divmod(base.training.global_batch_size, mesh.ways(TENSOR_RULES.batch))
+        share, rest = divmod(base.training.global_batch_size, mesh.degree(TENSOR_RULES.batch))
         wanted = min(base.training.microbatch_size or share, share)
         micro = max((n for n in divisors(share) if n <= wanted), default=None) if share else None
         run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)

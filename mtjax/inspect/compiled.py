@@ -19,8 +19,8 @@ from mtjax.models.kernels.grouped import Blocks
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
-from mtjax.train.step import Program, make_program
+from mtjax.theory.plan import Plan
+from mtjax.train.step import TrainStep, make_train_step
 
 NO_TILES = "Couldn't find output tile sizes"
 """XLA's error where it finds no tile sizes for a matmul in its own kernels (Triton), with no GPU to measure on."""
@@ -52,7 +52,7 @@ class CompiledStep:
     """A train step, compiled for a target."""
 
     config: Config
-    program: Program
+    program: TrainStep
     target: Target
     text: str
     """The optimized program as HLO text."""
@@ -90,10 +90,10 @@ def compile_step(config: Config, target: Target) -> CompiledStep:
     Raises:
       UserError: config and mesh don't fit, or the target can't be compiled for here.
     """
-    return compile_program(make_program(config, target.mesh(parse_mesh(config.parallel.mesh))), target)
+    return compile_program(make_train_step(config, target.mesh(parse_mesh(config.parallel.mesh))), target)
 
 
-def compile_program(program: Program, target: Target) -> CompiledStep:
+def compile_program(program: TrainStep, target: Target) -> CompiledStep:
     """Compiles the train step of an existing program, as in `train --inspect`.
 
     Raises:
@@ -163,25 +163,25 @@ def _refused(target: Target, error: Exception) -> UserError:
     )
 
 
-def expected_blocks(program: Program) -> int:
+def expected_blocks(program: TrainStep) -> int:
     """Of experts' products on a rank, whose loops are as long as there are tokens for: those of equal loads; 0 without
     experts."""
     model, mesh = program.config.model, program.shape
     if not model.num_experts:
         return 0
     plan, length = Plan.of(program.config, mesh), model.sequence_length
-    samples, ways = plan.microbatch_size, plan.expert_ways
-    capacity, tokens = expert_capacity(model, length), int(plan.rank_tokens(length))
+    samples, ways = plan.microbatch_size, plan.expert_degree
+    capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
     pairs = ways * tokens * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
-        each = min(each, ways * plan.rank_tokens(capacity))
+        each = min(each, ways * plan.local_tokens(capacity))
         places = model.num_experts * min(samples * capacity, tokens) if ways > 1 else pairs
     rows = Blocks(model.activation, model.num_experts).rows(places)
     return model.num_experts // ways * math.ceil(each / rows)
 
 
-def _lower(program: Program) -> jax.stages.Lowered:
+def _lower(program: TrainStep) -> jax.stages.Lowered:
     try:
         return program.lower_step()
     except jax.errors.JaxRuntimeError as e:

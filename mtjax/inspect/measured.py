@@ -16,16 +16,16 @@ from jax.profiler import ProfileData
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.config.shape import differences
+from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
 from mtjax.inspect.collectives import computes
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
 from mtjax.inspect.roofline import Roofline
-from mtjax.inspect.walk import Site, walk
 from mtjax.theory.contract import PHASES
 from mtjax.theory.mesh import AUTO, parse_mesh
 
@@ -37,7 +37,7 @@ COLLECTIVES, NOTHING = "collectives", "nothing runs"
 UNKNOWN_SHARE = 0.02
 """Share of the time that may belong to operations without a name in the program."""
 DECIDE = (
-    *("schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "gradient_wire_dtype"),
+    *("pipeline_schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "grad_reduce_dtype"),
     *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
 )
 """Settings, besides the model's, without which a program is another one."""

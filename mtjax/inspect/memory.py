@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.theory.counts import learnt_counts
+from mtjax.theory.counts import trainable_counts
 from mtjax.theory.memory import Memory, stage_memory
-from mtjax.theory.teaching import table_bytes, weight_bytes
+from mtjax.theory.teacher_cost import table_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
-    in_parts = plan.zero > 0 and plan.reduces_at_once
-    whole = plan.precision.gradients * learnt_counts(step.anatomy, plan).all
+    in_parts = plan.zero > 0 and plan.reduces_in_backward
+    whole = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
     gradients = min(int(optimizer / moments) if in_parts else whole, stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtjax.config.setting import above_zero, at_least
+from mtjax.config.field_metadata import above_zero, at_least
 from mtjax.errors import UserError
 from mtjax.plan.options import MOST
 

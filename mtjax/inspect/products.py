@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
-from mtjax.inspect.walk import walk
+from mtjax.inspect.hlo_walk import walk
 
 _LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm|__onednn\$matmul|__cudnn\$conv")
 _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)

@@ -12,13 +12,13 @@ from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.hlo import Array
-from mtjax.inspect.letters import letters
+from mtjax.inspect.legacy_symbols import letters
 from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
 from mtjax.inspect.targets import Target
-from mtjax.sharding.records import dotted
+from mtjax.sharding.param_specs import dotted
 from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
 from mtjax.theory.flops import compiled_flops
@@ -132,7 +132,7 @@ def report(
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
     neighbours, model = server.gpus if server else step.target.devices_per_server, step.config.model
-    ragged_share = exchanged_share(model, step.plan.expert_ways) if model.num_experts else 1.0
+    ragged_share = exchanged_share(model, step.plan.expert_degree) if model.num_experts else 1.0
     collectives = find_collectives(step.module, step.mesh_axes, neighbours, ragged_share)
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = unsplit_parameters(step, contract)
@@ -189,7 +189,7 @@ def landmarks(step: CompiledStep) -> Landmarks:
     outputs = (part for part in step.anatomy.head if isinstance(part, Output))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
-    stacks = {r.name: NamedSharding(step.program.mesh, r.whole).shard_shape(r.shape) for r in stacked}
+    stacks = {r.name: NamedSharding(step.program.mesh, r.compute_spec).shard_shape(r.shape) for r in stacked}
     return Landmarks(parameter_shapes(step), logits, {name: shape for name, shape in stacks.items() if shape[0] > 1})
 
 
@@ -201,7 +201,7 @@ def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
 
 def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     """Notes on parameters that the contract splits over `model` and that are replicated on every device."""
-    ways = step.mesh.ways(step.program.layout.rules.heads)
+    ways = step.mesh.degree(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
     leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
     shapes = parameter_shapes(step)

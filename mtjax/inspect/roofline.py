@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
+from mtjax.inspect.hlo_walk import executions
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import Product, products_of
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.inspect.walk import executions
 from mtjax.theory.hardware import Server
 from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.traffic import Transfer

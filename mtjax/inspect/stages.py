@@ -11,10 +11,10 @@ from mtjax.inspect.collectives import collective_kind, computes, is_started, ove
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.groups import Groups, axes_of, parse_groups
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
+from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import locate
 from mtjax.inspect.products import product_of
-from mtjax.inspect.walk import Site, walk
-from mtjax.sharding.schedules.staged import Staged
+from mtjax.sharding.schedules.pipeline import PipelineSchedule
 from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.memory import Memory, stage_memory
 from mtjax.theory.schedules import megatron_bubble
@@ -72,7 +72,7 @@ class StagesReport:
 def stages_report(step: CompiledStep) -> StagesReport | None:
     """The pipeline of a compiled step; None without one."""
     schedule = step.program.microbatch_schedule(step.plan.microbatches)
-    if not isinstance(schedule, Staged):
+    if not isinstance(schedule, PipelineSchedule):
         return None
     table, parallel = schedule.training, step.config.parallel
     orders = [
@@ -83,7 +83,9 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
         for i in range(table.stages)
     )
     axis = step.program.layout.rules.axes("layers")
-    return StagesReport(parallel.schedule, table, tuple(find_permutes(step.module, step.mesh_axes, axis)), stages)
+    return StagesReport(
+        parallel.pipeline_schedule, table, tuple(find_permutes(step.module, step.mesh_axes, axis)), stages
+    )
 
 
 def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...]) -> Iterator[Permutes]:

@@ -47,7 +47,7 @@ def heading(report: Report) -> str:
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
         f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}; "
         f"{describe_types(step.config)}, {describe_recompute(step.config.training)}\n"
-        f"mesh {step.mesh.in_words}, "
+        f"mesh {step.mesh.description}, "
         f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
         f"samples on each data rank; target {step.target.name}\n"
         f"{asked_of_xla(step.program.xla)}"
@@ -58,7 +58,7 @@ def heading(report: Report) -> str:
 
 def describe_types(config: Config) -> str:
     """The type in which a run computes, and that of gradients on the wire where it is not float32."""
-    wire = config.parallel.gradient_wire_dtype
+    wire = config.parallel.grad_reduce_dtype
     return config.training.compute_dtype + (f", gradients sent in {wire}" if wire != "float32" else "")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtjax import cli
-from mtjax.config.setting import WIDTH, at_least
+from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
 from mtjax.train import options as train_options
 

@@ -14,7 +14,7 @@ from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.folder.run_folder import choose_folder
-from mtjax.train.processes.local import MAX_PROCESSES, Ended, Member, processes_needed, run_members, together
+from mtjax.train.processes.local import MAX_PROCESSES, Ended, Member, member_arguments, processes_needed, run_members
 
 LONGEST_PAUSE = 60.0
 """Seconds: pauses before a restart double up to this."""
@@ -126,7 +126,7 @@ def _count(config: Config, gpus: Sequence[str] | None, environment: Mapping[str,
 
 
 def _run(arguments: Sequence[str], count: int, gpus: Sequence[str] | None, peer_timeout: float) -> Ended:
-    each = together(arguments, count) if count > 1 else [list(arguments)]
+    each = member_arguments(arguments, count) if count > 1 else [list(arguments)]
     share = len(gpus) // count if gpus else 0
     members = [
         Member(own, f"[{i}] ", {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})

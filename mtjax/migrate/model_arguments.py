@@ -131,15 +131,15 @@ _EXPERTS = (
     ),
     equal(
         "--moe-aux-loss-coeff",
-        "--balance-loss N",
+        "--router-aux-loss N",
         "computed per sample, as Megatron's seq_aux_loss; its default aux_loss takes all tokens of a microbatch of the"
         " tensor- and context-parallel group, so the same coefficient balances less strictly there",
         default=0.0,
     ),
     equal(
         "--moe-router-load-balancing-type",
-        "--balance-loss N",
-        "always per sample; none is --balance-loss 0, sinkhorn has no equal",
+        "--router-aux-loss N",
+        "always per sample; none is --router-aux-loss 0, sinkhorn has no equal",
         default="aux_loss",
     ),
     same("--moe-z-loss-coeff", "router_z_loss"),
@@ -153,9 +153,9 @@ _EXPERTS = (
     ),
     same("--moe-router-topk-scaling-factor", "router_scale"),
     same("--moe-router-num-groups", "expert_groups"),
-    same("--moe-router-group-topk", "expert_groups_kept"),
+    same("--moe-router-group-topk", "expert_groups_top_k"),
     equal("--moe-router-enable-expert-bias", "--router-bias", default=False),
-    same("--moe-router-bias-update-rate", "router_bias_rate", default=0.001, note="only with --router-bias"),
+    same("--moe-router-bias-update-rate", "router_bias_update_rate", default=0.001, note="only with --router-bias"),
     same(
         "--moe-expert-capacity-factor",
         "capacity_factor",
@@ -167,7 +167,9 @@ _EXPERTS = (
         "--moe-token-drop-policy", "over capacity the last tokens of a sample are dropped (position)", default="probs"
     ),
     none("--moe-pad-expert-input-to-capacity", "inputs of experts are not padded", default=False),
-    equal("--moe-token-dispatcher-type", "--expert-method", "allgather is gather; alltoall and flex are exchange"),
+    equal(
+        "--moe-token-dispatcher-type", "--expert-dispatch", "allgather is all-gather; alltoall and flex are all-to-all"
+    ),
     always("--moe-grouped-gemm", "experts of a rank are always one grouped matmul", default=False),
     always("--moe-use-legacy-grouped-gemm", "experts of a rank are always one grouped matmul", default=False),
     always("--moe-router-dtype", "routers always compute in float32"),

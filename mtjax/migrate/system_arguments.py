@@ -12,12 +12,12 @@ _PARALLEL = (
     none("--expert-tensor-parallel-size", "experts have the tensor parallelism of the other layers (--mesh model=N)"),
     equal(
         "--num-layers-per-virtual-pipeline-stage",
-        "--schedule interleaved --chunks V",
+        "--pipeline-schedule interleaved --chunks V",
         "it counts layers: V = layers / pipeline stages / N",
     ),
     equal(
         "--num-virtual-stages-per-pipeline-rank",
-        "--schedule interleaved --chunks N",
+        "--pipeline-schedule interleaved --chunks N",
         "virtual stages per pipeline stage",
     ),
     equal("--decoder-first-pipeline-num-layers", "--layers-per-stage A,B,..."),
@@ -31,7 +31,7 @@ _PARALLEL = (
     equal(
         "--cp-comm-type",
         "--context-method",
-        "p2p is ring, allgather is gather; a2a has no equal",
+        "p2p is ring, allgather is all-gather; a2a has no equal",
         default="p2p",
         same=("p2p", "allgather", ("p2p",), ("allgather",), None),
     ),

@@ -82,7 +82,7 @@ _PRECISION = (
     always("--accumulate-allreduce-grads-in-fp32", "gradients are always added up in float32", default=False),
     equal(
         "--grad-reduce-in-bf16",
-        "--gradient-wire-dtype bfloat16",
+        "--grad-reduce-dtype bfloat16",
         "microbatches are still added up in float32",
         default=False,
     ),

@@ -8,9 +8,9 @@ from jaxtyping import Int, Key
 
 from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.models.threefry import random_bits
-from mtjax.models.where import where
+from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
-from mtjax.sharding.opaque import opaque
+from mtjax.sharding.no_hoist import no_hoist
 
 
 def dropout(
@@ -65,7 +65,7 @@ def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], places: Arra
     def of_sample(key: Array, places: Array | None) -> Array:
         return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), places)
 
-    return opaque(jax.vmap(of_sample, in_axes=(0, None)), keys, places)
+    return no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, places)
 
 
 def keep_threshold(rate: float) -> Array:

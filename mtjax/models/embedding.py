@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.models.context import RESIDUAL
+from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.linear import normal
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import vocab_parallel_embedding

@@ -15,9 +15,9 @@ from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
-from mtjax.models.project import with_sequences
+from mtjax.models.project import reshard_sequence
 from mtjax.sharding.axes import spec
-from mtjax.sharding.context.places import sample_length
+from mtjax.sharding.context.zigzag import sample_length
 
 PADDING_LOGIT = -1e30
 HEAD_SITE = 2**31 - 4
@@ -38,12 +38,12 @@ class WithVocabulary(nnx.Module):
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh; training needs none."""
-        x, place = with_sequences(hidden, "seq"), spec("batch", "seq", "vocab")
+        x, place = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
         weight = self.output_table[...].astype(hidden.dtype)
         return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
 
 
-class Masked(NamedTuple):
+class MaskedPositions(NamedTuple):
     """The tokens to guess: the masked-LM head and its logits are computed for these few only."""
 
     chosen: Float[Array, "batch masked seq"]
@@ -52,7 +52,7 @@ class Masked(NamedTuple):
     """Masked tokens beyond the maximum of a sample."""
 
     @classmethod
-    def of(cls, loss_mask: Float[Array, "batch seq"]) -> "Masked":
+    def of(cls, loss_mask: Float[Array, "batch seq"]) -> "MaskedPositions":
         """From a batch's mask, by a product and a sum instead of gathers, which would not stay on their shard.
 
         All of a sample's may be tokens of one rank, where ranks share it.

@@ -10,8 +10,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
+from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
@@ -51,7 +51,7 @@ class Layer(nnx.Module):
         self.rate = model.hidden_dropout
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, states: Mapping[str, State] | None
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
         """Runs the mixers in turn, each adding its output to the residual stream.
 
@@ -73,9 +73,9 @@ class Layer(nnx.Module):
                 after[name] = state
         return x, after or None
 
-    def _dropout(self, mixer: Any, context: Context) -> Pointwise:
+    def _dropout(self, mixer: Any, context: LayerContext) -> Pointwise:
         """Dropout of a mixer's output, before it is added to the residual stream."""
-        keys, places = context.dropout_keys, context.places
+        keys, places = context.dropout_keys, context.positions
         return lambda x: dropout(x, self.rate, keys, mixer.dropout_site, RESIDUAL, places=places)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from mtjax.models.lora import Adapter
 from mtjax.models.project import project
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import Low
+from mtjax.theory.adapters import LoraConfig
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
@@ -45,7 +45,7 @@ class Linear(nnx.Module):
         std: float,
         bias: bool = True,
         sequence: str = "seq",
-        low: Low | None = None,
+        low: LoraConfig | None = None,
         key: Array,
     ) -> None:
         self.num_inputs = len(inputs)

@@ -13,11 +13,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
-from mtjax.models.project import project, with_sequences
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.project import project, reshard_sequence
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import PARTS, Low, adapter_sizes
+from mtjax.theory.adapters import PARTS, LoraConfig, adapter_sizes
 
 INIT = 7
 """Folded into a layer's key for the adapters' initial values."""
@@ -27,7 +27,13 @@ class Adapter(nnx.Module):
     """`scale (x A) B`; B begins at 0, so that the first step's model is the one without it. A is drawn as peft's is."""
 
     def __init__(
-        self, inputs: Mapping[str, int], outputs: Mapping[str, int], low: Low, *, sequence: str = "seq", key: Array
+        self,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        low: LoraConfig,
+        *,
+        sequence: str = "seq",
+        key: Array,
     ) -> None:
         into, out = adapter_sizes(inputs, outputs, low.rank)
         bound = prod(inputs.values()) ** -0.5
@@ -51,19 +57,23 @@ class Adapter(nnx.Module):
         names = self.b.get_metadata()["axes"][len(self.inner) :] if outputs is None else outputs
         low = self.scale * project(x, self.a[...], None, self.inner, self.sequence)
         if self.inner[0] not in PARTS:
-            return project(low, b, None, names, self.sequence, is_kept=False)
-        parts = [project(low[:, :, i], b[i], None, names, self.sequence, is_kept=False) for i in range(b.shape[0])]
+            return project(low, b, None, names, self.sequence, save_for_backward=False)
+        parts = [
+            project(low[:, :, i], b[i], None, names, self.sequence, save_for_backward=False) for i in range(b.shape[0])
+        ]
         return jnp.stack(parts, axis=2)
 
 
-def dropped(x: Float[Array, "batch seq ..."], low: Low | None, context: Context, site: int, *names: str) -> Array:
+def lora_input_dropout(
+    x: Float[Array, "batch seq ..."], low: LoraConfig | None, context: LayerContext, site: int, *names: str
+) -> Array:
     """What an adapter reads of x, the input of its product; `names` are those of x's dimensions behind `seq`."""
     rate = low.dropout if low else 0.0
-    return dropout(x, rate, context.dropout_keys, site, ("batch", "seq", *names), places=context.places)
+    return dropout(x, rate, context.dropout_keys, site, ("batch", "seq", *names), places=context.positions)
 
 
-def read_whole(
-    x: Float[Array, "batch act_seq embed"], low: Low | None, context: Context, site: int
+def gather_sequence_shared(
+    x: Float[Array, "batch act_seq embed"], low: LoraConfig | None, context: LayerContext, site: int
 ) -> tuple[Array, ...]:
     """Whole sequences for a column-parallel product and, where it has one, for its adapter, gathered once.
 
@@ -73,14 +83,14 @@ def read_whole(
     each needs its own part, and the adapter's is on every rank already.
     """
     if low is None:
-        return (with_sequences(x, "seq"),)
+        return (reshard_sequence(x, "seq"),)
     ours, adapters = _read_by_both(x)
-    return ours, dropped(adapters, low, context, site, "embed")
+    return ours, lora_input_dropout(adapters, low, context, site, "embed")
 
 
 @jax.custom_vjp
 def _read_by_both(x: Array) -> tuple[Array, Array]:
-    whole = with_sequences(x, "seq")
+    whole = reshard_sequence(x, "seq")
     return whole, whole
 
 
@@ -89,7 +99,7 @@ def _read_forward(x: Array) -> tuple[tuple[Array, Array], None]:
 
 
 def _read_backward(_: None, gradients: tuple[Array, Array]) -> tuple[Array]:
-    ours, adapters = (with_sequences(g, "act_seq") for g in gradients)
+    ours, adapters = (reshard_sequence(g, "act_seq") for g in gradients)
     return (ours + adapters,)
 
 

@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.models.turned import Turned
-from mtjax.sharding.axes import merge, sequences_are_split, spec, varying_like
+from mtjax.models.transposed_weight import TransposedWeight
+from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
 
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | Int8Matrix | Turned,
+    weight: Array | Int8Matrix | TransposedWeight,
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
     *,
-    is_kept: bool = True,
+    save_for_backward: bool = True,
     by_sample: bool = False,
 ) -> Float[Array, "batch seq ..."]:
     """`x W + b` in the type of x.
@@ -44,21 +44,21 @@ def project(
     row, inner, outer = (
         "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
     )
-    if split := sequences_are_split():
-        x, place = swapped(x), spec(sequence, "batch", *outputs)
+    if split := sequence_is_sharded():
+        x, place = seq_major(x), spec(sequence, "batch", *outputs)
     else:
         place = spec("batch", sequence, *outputs)
     is_int8 = isinstance(weight, Int8Matrix)
-    if isinstance(weight, Turned):
+    if isinstance(weight, TransposedWeight):
         product: Any = weight.product(x, num_inputs, place)
     else:
         matrix = weight.values if is_int8 else weight
         product = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
-    if is_kept and not by_sample:
+    if save_for_backward and not by_sample:
         product = checkpoint_name(product, PRODUCT)
     if split:
-        product = swapped(product)
-    if is_kept and by_sample:
+        product = seq_major(product)
+    if save_for_backward and by_sample:
         product = checkpoint_name(product, PRODUCT)
     if bias is None and not is_int8:
         return product
@@ -67,14 +67,14 @@ def project(
     return (wide if bias is None else wide + bias).astype(x.dtype)
 
 
-def with_sequences(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
+def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
     """The residual stream with sequences placed as the logical name says: whole for "seq", split for "act_seq"."""
-    if not sequences_are_split():
+    if not sequence_is_sharded():
         return reshard(x, spec("batch", sequence, "embed"))
-    return swapped(reshard(swapped(x), spec(sequence, "batch", "embed")))
+    return seq_major(reshard(seq_major(x), spec(sequence, "batch", "embed")))
 
 
-def swapped(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
+def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
     """Sequence first and batch second, or back: for products beside which split sequences are gathered or scattered.
 
     GPUs send arrays whose outermost dimension is the one that is split. Of several samples XLA would transpose the

@@ -21,16 +21,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
-from mtjax.sharding.ahead import can_go_ahead, gather_before, scan_ahead
-from mtjax.sharding.parameters import (
-    adding_gradients,
-    differentiable,
-    layer_at,
-    starting_from,
-    without_sums,
-    zeros_like_parts,
+from mtjax.sharding.param_comm import (
+    accumulate_grads_into,
+    differentiable_shards,
+    index_layer,
+    seed_cotangents,
+    split_accumulators,
+    zeros_like_shards,
 )
-from mtjax.sharding.unstacked import layers_apart
+from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_prefetch
+from mtjax.sharding.unstack import unstacked_layers
 
 PRODUCT = "product"
 """Of activations with a weight."""
@@ -105,15 +105,15 @@ def scan_layers(
     """
     count, group = len(numbers), recompute.group
     loops = _loops(count, recompute)
-    if (apart := layers_apart(layers)) is not None:
+    if (apart := unstacked_layers(layers)) is not None:
         ((saving, _),) = loops
         return _run_one_by_one(saving(run), x, apart, numbers, states)
-    layers, sums = without_sums(layers)
+    layers, sums = split_accumulators(layers)
     elsewhere = first is not None or states is not None or recompute.offload
-    if len(loops) == group == 1 and not elsewhere and can_go_ahead(layers):
+    if len(loops) == group == 1 and not elsewhere and can_prefetch(layers):
         ((saving, _),) = loops
-        return scan_ahead(run, saving, x, layers, numbers, sums)
-    layers = gather_before(layers)
+        return scan_with_prefetch(run, saving, x, layers, numbers, sums)
+    layers = gather_upfront(layers)
     stack: Any = (layers, numbers, states)
     if group > 1:
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
@@ -128,7 +128,7 @@ def scan_layers(
     return x, states
 
 
-def scan_turns(
+def scan_interleaved(
     run: RunLayer,
     x: Array,
     stacks: Sequence[Layers],
@@ -149,7 +149,7 @@ def scan_turns(
     Returns:
       The output of the last, and the states of the last layers of the turns, stacked.
     """
-    turns, found = len(numbers), [without_sums(gather_before(layers)) for layers in stacks]
+    turns, found = len(numbers), [split_accumulators(gather_upfront(layers)) for layers in stacks]
     held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in found) // numbers.shape[1]
     ((saving, _),) = _loops(turns, recompute)
     saved = saving(run)
@@ -225,12 +225,12 @@ def _scan_adding(
     def turn(
         x: Array, carried: list[Array], place: Array, number: Array, state: Any
     ) -> tuple[tuple[Array, list[Array]], Any]:
-        layer, carried = adding_gradients(layer_at(fixed, place), carried, place)
+        layer, carried = accumulate_grads_into(index_layer(fixed, place), carried, place)
         x, state = run(x, layer, number, state)
         return (x, carried), state
 
-    carried, first = jax.tree.leaves(differentiable(layers)), 0
-    sums = zeros_like_parts(carried) if sums is None else sums
+    carried, first = jax.tree.leaves(differentiable_shards(layers)), 0
+    sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
     for saving, turns in loops:
         saved, places = saving(turn), jnp.arange(first, first + turns) + (0 if offset is None else offset)
@@ -238,7 +238,7 @@ def _scan_adding(
         (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), part)
         states.append(state)
         first += turns
-    return starting_from(sums, x, carried), jax.tree.map(lambda *parts: jnp.concatenate(parts), *states)
+    return seed_cotangents(sums, x, carried), jax.tree.map(lambda *parts: jnp.concatenate(parts), *states)
 
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:

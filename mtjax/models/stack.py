@@ -15,12 +15,12 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model, Parallel
-from mtjax.models.context import Context
 from mtjax.models.layer import Layer
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import Recompute, scan_layers, scan_turns
-from mtjax.sharding.axes import on_stage, spec, varying_like, ways
-from mtjax.sharding.parameters import materialize
+from mtjax.models.recompute import Recompute, scan_interleaved, scan_layers
+from mtjax.sharding.axes import cond_by_stage, num_shards, spec, varying_like
+from mtjax.sharding.param_comm import materialize
 from mtjax.theory.stages import PADDING, layer_order
 
 Residual = Float[Array, "batch act_seq embed"]
@@ -36,7 +36,7 @@ class Chunk:
     """Among the stage's chunks."""
 
 
-class Stretch(NamedTuple):
+class LayerSlice(NamedTuple):
     """Layers of a stack that are run one after the other: as `run_layers` takes them."""
 
     numbers: Int[Array, " layers"]
@@ -71,7 +71,9 @@ class Stack(nnx.Module):
           layers: their numbers, where the model has other stacks too; all `num_layers` when None.
         """
         own = tuple(layers or range(model.num_layers))
-        self.order = layer_order(model.num_layers, ways("layers"), parallel.chunks, parallel.layers_per_stage).of(own)
+        self.order = layer_order(model.num_layers, num_shards("layers"), parallel.chunks, parallel.layers_per_stage).of(
+            own
+        )
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(own) < model.num_layers:
@@ -83,27 +85,27 @@ class Stack(nnx.Module):
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
 
         drawn_from = (keys, jnp.asarray(numbers))
-        if ways("layers") > 1:
+        if num_shards("layers") > 1:
             drawn_from = jax.tree.map(lambda a: reshard(a, spec("layers")), drawn_from)
         self.layers = jax.vmap(layer)(*drawn_from)
         self.recompute = recompute
 
     def __call__(
-        self, x: Residual, context: Context, states: State = None, chunk: Chunk | None = None
+        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
     ) -> tuple[Residual, State]:
         """Runs all layers, or a chunk of them; states, stacked along `layers`, go in and out as in `run_layers`."""
-        numbers, recompute, first, is_padded = self.stretch(chunk)
+        numbers, recompute, first, is_padded = self.layer_slice(chunk)
         return run_layers(self.layers, numbers, x, context, recompute, states, first, is_padded)
 
-    def stretch(self, chunk: Chunk | None) -> Stretch:
+    def layer_slice(self, chunk: Chunk | None) -> LayerSlice:
         """All layers, or those of a chunk."""
         if chunk is None:
-            return Stretch(jnp.asarray(self.order.flat), self.recompute)
+            return LayerSlice(jnp.asarray(self.order.flat), self.recompute)
         numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
         first = chunk.number * self.order.places if len(self.order.numbers[0]) > 1 else None
-        return Stretch(numbers, self.recompute.in_chunk, first, self.order.is_padded)
+        return LayerSlice(numbers, self.recompute.in_chunk, first, self.order.is_padded)
 
-    def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+    def scatter_counts(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
         """What is counted of each layer of a chunk, where those of all layers of the stack would stand, in their own
         order; zeros for the others."""
         all_layers = jnp.asarray(sorted(set(self.order.flat) - {PADDING}))
@@ -113,38 +115,38 @@ class Stack(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Mixed:
+class InterleavedStacks:
     """Two stacks of one section: the layers of one behind those of the other, or in turns."""
 
     others: Stack
     stack: Stack
-    takes_turns: bool
+    is_interleaved: bool
     """Whether each layer of the stack comes behind all of the others' with numbers between its own."""
 
     def __call__(
-        self, x: Residual, context: Context, states: State = None, chunk: Chunk | None = None
+        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
     ) -> tuple[Residual, State]:
         """Runs all layers, or a chunk of them, in training; states come out of the stack alone."""
         assert states is None
-        if not self.takes_turns:
+        if not self.is_interleaved:
             x, _ = self.others(x, context, chunk=chunk)
             return self.stack(x, context, chunk=chunk)
-        own, recompute, first, is_padded = self.stack.stretch(chunk)
-        between = self.others.stretch(chunk).numbers.reshape(len(own), -1)
-        numbers, run = jnp.concatenate([between, own[:, None]], 1), partial(_run_place, context, is_padded)
+        own, recompute, first, is_padded = self.stack.layer_slice(chunk)
+        between = self.others.layer_slice(chunk).numbers.reshape(len(own), -1)
+        numbers, run = jnp.concatenate([between, own[:, None]], 1), partial(_run_slot, context, is_padded)
         with jax.named_scope("layers"):
-            return scan_turns(run, x, (self.others.layers, self.stack.layers), numbers, recompute, first)
+            return scan_interleaved(run, x, (self.others.layers, self.stack.layers), numbers, recompute, first)
 
-    def among_all(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+    def scatter_counts(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
         """See `Stack.among_all`: of the stack alone."""
-        return self.stack.among_all(counts, chunk)
+        return self.stack.scatter_counts(counts, chunk)
 
 
 def run_layers(
     layers: Layer,
     numbers: Int[Array, " layers"],
     x: Residual,
-    context: Context,
+    context: LayerContext,
     recompute: Recompute,
     states: State = None,
     first: Int[Array, ""] | None = None,
@@ -166,13 +168,13 @@ def run_layers(
       The residual stream, and the layers' new states, stacked likewise; None where no layer has any.
     """
 
-    run = partial(_run_place, context, is_padded)
+    run = partial(_run_slot, context, is_padded)
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
 
 
-def _run_place(
-    context: Context, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
+def _run_slot(
+    context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
     """One layer, with dropout keys of its own; or what passes a place without one."""
     keys = context.dropout_keys
@@ -183,7 +185,7 @@ def _run_place(
 
     if not is_padded:
         return one(x)
-    return on_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
+    return cond_by_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
 
 
 def _nothing(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:

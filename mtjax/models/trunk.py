@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 from jax import Array
 from jaxtyping import Float, Key
 
-from mtjax.models.context import Context
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.mixer import State
-from mtjax.models.stack import Mixed, Stack
+from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.sharding.vocab import LossOptions
 
 Batch = Mapping[str, Any]
@@ -28,7 +28,7 @@ HARD, SOFT = "hard_loss", "soft_loss"
 """The losses then: by the labels, and by the teacher's probabilities."""
 
 
-class Stream(NamedTuple):
+class HiddenStates(NamedTuple):
     """Everything that passes from one layer to the next, and from one section to the next."""
 
     x: Float[Array, "batch act_seq embed"]
@@ -40,10 +40,10 @@ class Stream(NamedTuple):
 class Section(NamedTuple):
     """A stack of layers, or two, and what it reads."""
 
-    stack: Stack | Mixed
-    embed: Callable[[Batch, Keys, Stream | None], Stream]
+    stack: Stack | InterleavedStacks
+    embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> what the first layer reads."""
-    context: Callable[[Batch, Keys, Stream], Context]
+    context: Callable[[Batch, Keys, HiddenStates], LayerContext]
     """(batch, keys, stream) -> what every layer reads besides the residual stream; without communication."""
     others: tuple[str, ...] = ()
     """Names of the parameters of other stacks than that which the section is called after."""
@@ -61,14 +61,14 @@ class Headless(Protocol):
 class Trunk(Headless, Protocol):
     """A model as a schedule sees it."""
 
-    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """The head: values of each loss, float32, not weighted, from the output of the last section."""
         ...
 
 
 def run_sections(
     trunk: Headless, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
-) -> tuple[Stream, dict[str, State]]:
+) -> tuple[HiddenStates, dict[str, State]]:
     """Runs a model up to its head.
 
     Args:

@@ -9,9 +9,9 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import MeshShape, meshes_within
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 
 
@@ -46,8 +46,8 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
 
 def _fastest(anatomy: Anatomy, plans: list[Plan], server: Server) -> Plan:
     limit = Space().usable * server.gpu.memory
-    inside = [plan for plan in plans if plan.model_ways <= server.gpus] or plans
-    needed = {plan: fullest_stage(anatomy, plan).total for plan in inside}
+    inside = [plan for plan in plans if plan.tensor_degree <= server.gpus] or plans
+    needed = {plan: peak_stage_memory(anatomy, plan).total for plan in inside}
     fitting = [plan for plan in inside if needed[plan] <= limit]
     if not fitting:
         least = min(inside, key=lambda plan: needed[plan])

@@ -22,9 +22,9 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import check, check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import Server
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 SEARCHING = "Comparing plans ..."
 """What a terminal shows meanwhile: of long samples and many GPUs there are thousands."""
@@ -57,7 +57,7 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify, tau
     else:
         plan = _report(console, anatomy, run_config, _planned(run_config, teacher), server, options)
     if options.inference:
-        print_inference(console, anatomy, server, plan.model_ways, options.context or anatomy.model.sequence_length)
+        print_inference(console, anatomy, server, plan.tensor_degree, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
         _plot(console, options.plot, anatomy, plan, server, options)
     if options.verify:
@@ -92,7 +92,7 @@ def _report(
     for hint in hints(anatomy, plan, server, run_config):
         console.print(f"\nHint:  {hint}", soft_wrap=True)
     limit = options.usable * server.gpu.memory
-    if fullest_stage(anatomy, plan).total > limit:
+    if peak_stage_memory(anatomy, plan).total > limit:
         with console.status(SEARCHING):
             found = search(anatomy, plan, plan.mesh.size, server)
             near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
@@ -136,7 +136,7 @@ def _search(
 ) -> Plan:
     """Searches for a number of GPUs or for a number of days; returns the winner."""
     settings = {
-        "schedule": "1f1b",
+        "pipeline_schedule": "1f1b",
         "chunks": 1,
         "layers_per_stage": None,
         "expert_imbalance": _imbalance(anatomy, options),

@@ -8,9 +8,9 @@ from mtjax.config import Config
 from mtjax.plan.units import gib, percent, seconds
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.attention import choose_kernel
-from mtjax.theory.counts import fullest_counts
+from mtjax.theory.counts import peak_stage_counts
 from mtjax.theory.hardware import Server
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 
 WORTH_SAYING = 0.02
@@ -42,15 +42,15 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 
 def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:
     """A hint if ZeRO leaves parameters on every data rank because none of their dimensions is divisible."""
-    if not plan.zero or plan.zero_ways == 1:
+    if not plan.zero or plan.zero_degree == 1:
         return None
-    held = fullest_counts(anatomy, plan)
-    if held.unsplit < WORTH_SAYING * held.all:
+    held = peak_stage_counts(anatomy, plan)
+    if held.replicated < WORTH_SAYING * held.all:
         return None
-    states = held.unsplit * (plan.precision.weights + plan.precision.gradients + plan.precision.optimizer)
+    states = held.replicated * (plan.precision.weights + plan.precision.gradients + plan.precision.optimizer)
     return (
-        f"ZeRO-{plan.zero} shards none of {percent(held.unsplit / held.all)} of a GPU's parameters, which have no "
-        f"dimension that is divisible by {plan.zero_ways} ranks: every GPU holds all of their weights, gradients and "
+        f"ZeRO-{plan.zero} shards none of {percent(held.replicated / held.all)} of a GPU's parameters, which have no "
+        f"dimension that is divisible by {plan.zero_degree} ranks: every GPU holds all of their weights, gradients and "
         f"optimizer state, {gib(states)}; take a number of data ranks that divides hidden_size "
         f"{anatomy.model.hidden_size}"
     )

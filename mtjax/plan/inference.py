@@ -36,7 +36,7 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     """
     tied = anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
-    layers = sum(stack.layers * _layer_flops(anatomy, stack, context) for stack in anatomy.written_stacks)
+    layers = sum(stack.layers * _layer_flops(anatomy, stack, context) for stack in anatomy.decoder_stacks)
     return layers + 2 * sum(w.size for w in head)
 
 
@@ -54,8 +54,8 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
     """Bytes of keys and values: `2 l k L` elements per sequence; of a decoder also those of the text it reads."""
-    stacks = anatomy.written_stacks
-    elements = sum(stack.layers * part.cached(context) for stack in stacks for part in stack.parts)
+    stacks = anatomy.decoder_stacks
+    elements = sum(stack.layers * part.kv_elements(context) for stack in stacks for part in stack.parts)
     return elements * batch * element_bytes
 
 
@@ -102,7 +102,7 @@ def decoding_memory(
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
     cached = 0
-    for stack in anatomy.written_stacks:
+    for stack in anatomy.decoder_stacks:
         for part in stack.parts:
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
@@ -114,7 +114,7 @@ def decoding_memory(
 def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
     """Names of what `--weights-dtype int8` keeps so: matrices of the layers that write, and the table of the logits."""
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
-    layers = [w for stack in anatomy.written_stacks for w in stack.weights]
+    layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
     return frozenset(w.name for w in (*layers, tables[-1]) if is_matrix(w.names))
 
 
@@ -123,7 +123,8 @@ def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     outputs = weight.names[-1] == "embed" and weight.names[0] != "vocab"
     names = [n for n in weight.names if n != LAYERS and (n != "embed") == outputs]
     sizes = {
-        name: size // mesh.ways(layout.rules.axes(name)) for name, size in zip(weight.names, weight.shape, strict=True)
+        name: size // mesh.degree(layout.rules.axes(name))
+        for name, size in zip(weight.names, weight.shape, strict=True)
     }
     return math.prod(sizes[name] for name in names)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.config.setting import TOKENS
+from mtjax.config.field_metadata import TOKENS
 from mtjax.errors import UserError
 from mtjax.theory.mesh import MOST_DEVICES
 

@@ -17,9 +17,9 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.flops import amdahl_speedup
 from mtjax.theory.hardware import Server
-from mtjax.theory.memory import Memory, fullest_stage
+from mtjax.theory.memory import Memory, peak_stage_memory
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 
 
@@ -71,8 +71,8 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
 def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> None:
     """Stacked components, one bar per mesh."""
     choices = mesh_choices(anatomy, plan, server)
-    names = [f"{p.data_ways}x{p.stages}x{p.model_ways}" for p in choices]
-    parts = [memory_parts(fullest_stage(anatomy, p)) for p in choices]
+    names = [f"{p.data_degree}x{p.stages}x{p.tensor_degree}" for p in choices]
+    parts = [memory_parts(peak_stage_memory(anatomy, p)) for p in choices]
     bottom = [0.0] * len(choices)
     for name in parts[0]:
         heights = [p[name] for p in parts]
@@ -98,7 +98,7 @@ def weak_scaling(axes: Axes) -> None:
 
 def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
     """Speed-up over the smallest data ways, the global batch fixed; with the ideal and Amdahl's bound."""
-    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.data_ways)]
+    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.data_degree)]
     times = []
     for data in counts:
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
@@ -106,7 +106,7 @@ def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, ser
             microbatch -= 1
         option = replace(plan, mesh=replace(plan.mesh, data=data), microbatch_size=microbatch)
         times.append(step_time(anatomy, option, server).total)
-    each = plan.stages * plan.model_ways
+    each = plan.stages * plan.tensor_degree
     gpus = [d * each for d in counts]
     axes.plot(gpus, [times[0] / t for t in times], "o-", label="model")
     axes.plot(gpus, counts, ":", color="grey", label="ideal")

@@ -14,9 +14,9 @@ from mtjax.theory.flops import hardware_flops, model_flops
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
 from mtjax.theory.layout import TENSOR_RULES
 from mtjax.theory.machine import Constants
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
+from mtjax.theory.plan import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
 from mtjax.theory.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
 from mtjax.theory.timing import step_time
 
@@ -114,7 +114,7 @@ class Run:
     @property
     def splits_layers(self) -> bool:
         """Whether it has several model ways."""
-        return self.mesh.ways(TENSOR_RULES.heads) > 1
+        return self.mesh.degree(TENSOR_RULES.heads) > 1
 
 
 _A100 = (
@@ -129,7 +129,7 @@ _A100 = (
     Run("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
     Run("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
-STAGED = tuple(run for run in _A100 if run.mesh.has_stages)
+STAGED = tuple(run for run in _A100 if run.mesh.has_pipeline)
 """The rows of Table 1 of arXiv 2104.04473 that have stages."""
 _H100 = (
     Run("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
@@ -246,7 +246,7 @@ def _fastest(
 ) -> Plan:
     """`plan` with the microbatch size and chunks that fit and take the least time."""
     variants = [
-        replace(plan, microbatch_size=b, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
+        replace(plan, microbatch_size=b, chunks=v, pipeline_schedule="interleaved" if v > 1 else "1f1b")
         for b in microbatches
         for v in chunk_counts(anatomy, plan.stages)
     ]
@@ -257,7 +257,7 @@ def _fastest(
 def _fits(anatomy: Anatomy, plan: Plan, server: Server) -> bool:
     if any(problems(anatomy.model, plan)):
         return False
-    return fullest_stage(anatomy, plan).total <= USABLE * server.gpu.memory
+    return peak_stage_memory(anatomy, plan).total <= USABLE * server.gpu.memory
 
 
 def _speed(anatomy: Anatomy, plan: Plan, server: Server, software: Software, constants: Constants | None) -> float:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from mtjax.config.sizes import divisors
 from mtjax.plan.options import Options
-from mtjax.plan.search import describe, expert_methods
+from mtjax.plan.search import describe, expert_dispatches
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import counts, flops, traffic
 from mtjax.theory.accuracy import accuracy_on
@@ -15,13 +15,13 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.contract import JOINED
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
+from mtjax.theory.link_time import members_inside, transfer_time
 from mtjax.theory.machine import Machine
-from mtjax.theory.memory import fullest_stage, stage_memory
-from mtjax.theory.plans import Plan
+from mtjax.theory.memory import peak_stage_memory, stage_memory
+from mtjax.theory.plan import Plan
 from mtjax.theory.schedules import bubble, slots
-from mtjax.theory.sending import members_inside, transfer_time
 from mtjax.theory.software import MTJAX
-from mtjax.theory.teaching import teacher_flops, teacher_of
+from mtjax.theory.teacher_cost import teacher_flops, teacher_of
 from mtjax.theory.timetable import ScheduleName, num_ticks
 from mtjax.theory.timing import StepTime, step_time
 
@@ -64,7 +64,7 @@ def print_report(console: Console, anatomy: Anatomy, plan: Plan, server: Server,
         demand_table(anatomy, plan, server, options.exposed_share),
         time_table(anatomy, plan, server),
     ]
-    if len(expert_methods(anatomy, plan)) > 1:
+    if len(expert_dispatches(anatomy, plan)) > 1:
         parts.append(experts_table(anatomy, plan, server))
     if plan.stages > 1:
         parts.append(pipeline_table(anatomy, plan))
@@ -80,7 +80,7 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
         name = f"met by a token: {anatomy.model.experts_top_k} of {chosen} experts"
         result.add_row(name, f"{counts.active_parameters(anatomy):,}")
     result.add_row("as Megatron-LM's memory formula counts", f"{counts.megatron_parameters(anatomy):,}")
-    held = counts.fullest_counts(anatomy, plan).all
+    held = counts.peak_stage_counts(anatomy, plan).all
     result.add_row("held by a GPU (before ZeRO)", f"{held:,.0f}")
     if teacher := teacher_of(plan):
         result.add_row("the teacher's, which learns nothing", f"{counts.parameters(teacher.anatomy):,}")
@@ -134,11 +134,11 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     result = table("Memory if ...", "", *(f"ZeRO-{z}" for z in range(4)))
     limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
-        for split in (False, True) if plan.model_ways > 1 else (False,):
+        for split in (False, True) if plan.tensor_degree > 1 else (False,):
             unrolled = plan.unrolled and recompute == "none"
             option = replace(plan, recompute=recompute, sequence_parallel=split)
             row = [replace(option, zero=zero, unrolled=unrolled and zero < 3) for zero in range(4)]
-            sizes = [fullest_stage(anatomy, option) for option in row]
+            sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)
             name = f"recompute {recompute}" + (", sequence parallel" if split else "")
             result.add_row(name, *(gib(s.total) + ("*" if s.total > limit else " ") for s in sizes))
@@ -166,13 +166,15 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
 
 def experts_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     """The ways in which tokens may come to other ranks' experts, as planned but for this."""
-    note = "--expert-method; sent over the expert ways, by a rank with the mean load; the step with all else as planned"
+    note = (
+        "--expert-dispatch; sent over the expert ways, by a rank with the mean load; the step with all else as planned"
+    )
     result = table("Tokens to experts", "", "sent", "exposed", "step", note=note)
-    for method in expert_methods(anatomy, plan):
-        option = replace(plan, expert_method=method)
+    for method in expert_dispatches(anatomy, plan):
+        option = replace(plan, expert_dispatch=method)
         time, sent = step_time(anatomy, option, server), traffic.sent_to_experts(anatomy, option)
         row = si(sent, "B"), seconds(time.expert_axis), seconds(time.total)
-        result.add_row(method + (" (planned)" if method == plan.expert_method else ""), *row)
+        result.add_row(method + (" (planned)" if method == plan.expert_dispatch else ""), *row)
     return result
 
 
@@ -182,7 +184,7 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
     compute = step_time(anatomy, plan, server).compute
     for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
-        ways = plan.mesh.ways(tuple(axis.split(JOINED)))
+        ways = plan.mesh.degree(tuple(axis.split(JOINED)))
         has = server.link if ways <= inside else min(server.link, inside * server.network)
         where = "inside a server" if ways <= inside else f"between servers, {inside} of {ways} inside"
         needs = traffic.bandwidth_demand(sent, compute, share)
@@ -246,7 +248,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         counts = (p, m, v * sections)
         row = f"{num_ticks(*counts)}", percent(bubble(*counts)), f"{slots(schedule, *counts)}", f"{layers // v}"
         name = schedule + (f", {v} chunks" if v > 1 else "")
-        result.add_row(name + (" (planned)" if (schedule, v) == (plan.schedule, plan.chunks) else ""), *row)
+        result.add_row(name + (" (planned)" if (schedule, v) == (plan.pipeline_schedule, plan.chunks) else ""), *row)
     return result
 
 
@@ -271,10 +273,10 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
     result.add_row("model FLOP/s per GPU, attention in full", si(rate, "FLOP/s") + f" of {si(peak, 'FLOP/s')}")
     result.add_row("MFU, attention in full / causal half", f"{share(useful)} / {share(causal)}")
     result.add_row("HFU, attention in full", share(done))
-    bound = flops.amdahl_speedup(options.serial_share, plan.data_ways)
-    efficiency = percent(bound / plan.data_ways)
+    bound = flops.amdahl_speedup(options.serial_share, plan.data_degree)
+    efficiency = percent(bound / plan.data_degree)
     serial = f"{100 * options.serial_share:g}% serial"
-    result.add_row(f"Amdahl's bound of {plan.data_ways} data ways, {serial}", f"{bound:.1f}x = {efficiency}")
+    result.add_row(f"Amdahl's bound of {plan.data_degree} data ways, {serial}", f"{bound:.1f}x = {efficiency}")
     if options.tokens:
         took = flops.steps_for_tokens(options.tokens, plan.global_batch_size, anatomy.model.sequence_length)
         length = took * time.total / SECONDS_PER_DAY

@@ -12,9 +12,9 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.divisibility import problems
 from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.theory.hardware import Server
-from mtjax.theory.memory import Memory, fullest_stage
-from mtjax.theory.mesh import MeshShape, meshes_within, shared_ways
-from mtjax.theory.plans import ExpertMethod, Plan, Recompute
+from mtjax.theory.memory import Memory, peak_stage_memory
+from mtjax.theory.mesh import MeshShape, context_degrees, meshes_within
+from mtjax.theory.plan import ExpertDispatch, Plan, Recompute
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import balanced_layers
 from mtjax.theory.timing import StepTime, step_time
@@ -95,7 +95,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Why no plan is possible on a mesh, whatever the microbatch; None where one is."""
-    plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, schedule="1f1b", chunks=1)
+    plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
     plainest = replace(plainest, layers_per_stage=shares)
     return next(problems(anatomy.model, plainest), None)
@@ -124,15 +124,15 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     base = replace(base, mesh=mesh)
     fitting = chunk_shares(anatomy, base.stages, space.uneven)
     allowed = {n: shares for n, shares in fitting.items() if space.chunks is None or n in space.chunks}
-    per_rank = base.global_batch_size // base.data_ways
+    per_rank = base.global_batch_size // base.data_degree
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and base.flash_attention:
                 continue  # there are no stored scores to leave out
-            for sequence in space.sequence if base.model_ways > 1 else (False,):
-                for zero in space.zeros if base.zero_ways > 1 else (0,):
+            for sequence in space.sequence if base.tensor_degree > 1 else (False,):
+                for zero in space.zeros if base.zero_degree > 1 else (0,):
                     for chunks, shares in allowed.items():
                         plan = replace(
                             base,
@@ -140,17 +140,19 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             recompute=recompute,
                             sequence_parallel=sequence,
                             zero=zero,
-                            schedule="interleaved" if chunks > 1 else "1f1b",
+                            pipeline_schedule="interleaved" if chunks > 1 else "1f1b",
                             chunks=chunks,
                             layers_per_stage=shares,
                         )
-                        yield from (replace(plan, expert_method=method) for method in expert_methods(anatomy, plan))
+                        yield from (
+                            replace(plan, expert_dispatch=method) for method in expert_dispatches(anatomy, plan)
+                        )
 
 
-def expert_methods(anatomy: Anatomy, plan: Plan) -> tuple[ExpertMethod, ...]:
+def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
     """How tokens may come to other ranks' experts; `gather` alone where there are none, or these have a capacity."""
-    is_free = plan.expert_ways > 1 and anatomy.model.capacity_factor is None
-    return ("gather", "exchange") if is_free else ("gather",)
+    is_free = plan.expert_degree > 1 and anatomy.model.capacity_factor is None
+    return ("all-gather", "all-to-all") if is_free else ("all-gather",)
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
@@ -198,7 +200,7 @@ def search(
         for plan in variants(anatomy, base, mesh, space):
             if next(problems(anatomy.model, plan), None):
                 continue
-            candidate = Candidate(plan, fullest_stage(anatomy, plan), timed)
+            candidate = Candidate(plan, peak_stage_memory(anatomy, plan), timed)
             (fitting if candidate.memory.total <= limit else excessive).append(candidate)
     fitting.sort(key=lambda c: c.order)
     return Found(fitting, excessive, limit)
@@ -250,7 +252,7 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
     counts = {
         data * context * model
         for data in divisors(base.global_batch_size)
-        for context in shared_ways(anatomy.model.sequence_length)
+        for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
     } | {gpus * 2**k for k in range(1, 7)}
@@ -305,7 +307,7 @@ def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[
     counts = {
         data * stage * context * model
         for data in divisors(base.global_batch_size)
-        for context in shared_ways(anatomy.model.sequence_length)
+        for context in context_degrees(anatomy.model.sequence_length)
         for stage in range(1, space.max_stages + 1)
         if chunk_shares(anatomy, stage, space.uneven)
         for model in divisors(anatomy.model.num_heads)
@@ -321,14 +323,14 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
-    if plan.mesh.shares_samples and plan.context_method != "ring":
+    if plan.mesh.has_context_parallel and plan.context_method != "ring":
         parts.append(f"keys and values by {plan.context_method}")
-    if plan.expert_method != "gather":
-        parts.append(f"experts by {plan.expert_method}")
-    if plan.gradient_wire != "float32" and plan.residuals == "jax":
-        parts.append(f"gradients sent in {plan.gradient_wire}")
+    if plan.expert_dispatch != "all-gather":
+        parts.append(f"experts by {plan.expert_dispatch}")
+    if plan.grad_reduce_dtype != "float32" and plan.residuals == "jax":
+        parts.append(f"gradients sent in {plan.grad_reduce_dtype}")
     if plan.stages > 1:
-        parts.append(plan.schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
+        parts.append(plan.pipeline_schedule + (f" x{plan.chunks}" if plan.chunks > 1 else ""))
     if plan.layers_per_stage is not None:
         parts.append(f"layers {_in_runs(plan.layers_per_stage)}")
     return ", ".join(parts)

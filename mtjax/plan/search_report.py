@@ -17,7 +17,7 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import Server
 from mtjax.theory.machine import Machine
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 SHOWN = 10
 
@@ -117,9 +117,13 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     words = ["mtjax finetune" if is_finetuned else "mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size, "zero": plan.zero}
     chosen |= {"recompute": plan.recompute}
-    always = set(chosen) | ({"sequence_parallel"} if plan.model_ways > 1 else set())
-    chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_method": plan.expert_method}
-    chosen |= {"schedule": plan.schedule, "chunks": plan.chunks, "layers_per_stage": plan.layers_per_stage}
+    always = set(chosen) | ({"sequence_parallel"} if plan.tensor_degree > 1 else set())
+    chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_dispatch": plan.expert_dispatch}
+    chosen |= {
+        "pipeline_schedule": plan.pipeline_schedule,
+        "chunks": plan.chunks,
+        "layers_per_stage": plan.layers_per_stage,
+    }
     # Refused with any other recompute, which the plan may have.
     chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
     asked = config.to_dict(config.replace(run, **chosen))

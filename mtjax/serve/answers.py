@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.request import Sampling, for_text
+from mtjax.serve.api_error import ApiError, as_json, json_response
 from mtjax.serve.fields import Fields, strings_or_one, wrong
-from mtjax.serve.host import News, Ticket
-from mtjax.serve.refused import Refused, as_json, json_response
+from mtjax.serve.host import PendingResponse, TextEvent
 from mtjax.serve.service import Service, random_seed, unless_gone
 
 MOST_SAMPLES = 128
@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommonFields:
     """What completions and chats have in common."""
 
     sampling: Sampling
@@ -43,7 +43,7 @@ class Asked:
     """Whether the last event tells the tokens."""
 
     @classmethod
-    def of(cls, service: Service, fields: Fields) -> "Asked":
+    def of(cls, service: Service, fields: Fields) -> "CommonFields":
         """Reads the fields.
 
         Raises:
@@ -56,7 +56,7 @@ class Asked:
         stops = strings_or_one(fields.take("stop"), "stop", MOST_STOPS)
         stream, options = fields.flag("stream"), fields.take("stream_options")
         if options is not None and not stream:
-            raise Refused(400, "stream_options has an effect with stream only: leave it out", "stream_options")
+            raise ApiError(400, "stream_options has an effect with stream only: leave it out", "stream_options")
         if options is not None and not isinstance(options, dict):
             raise wrong("stream_options", shortened(options), "an object")
         more = Fields(options or {}, without_effect=["include_obfuscation"])
@@ -66,7 +66,7 @@ class Asked:
         return cls(sampling, has_seed, samples, stops, stream, usage)
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """How one kind of answer is written."""
 
     @property
@@ -100,7 +100,7 @@ class Texts:
     """Several samples of each prompt."""
 
     def __init__(
-        self, service: Service, asked: Asked, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
+        self, service: Service, asked: CommonFields, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
     ) -> None:
         self._service, self._asked, self._prompts = service, asked, prompts
         self._ticket = service.ticket()
@@ -112,7 +112,7 @@ class Texts:
             for number in range(asked.samples)
         ]
 
-    async def answer(self, request: HttpRequest, form: Format) -> Response:
+    async def answer(self, request: HttpRequest, form: AnswerFormat) -> Response:
         """Waits for the texts, or begins to stream them.
 
         Raises:
@@ -130,9 +130,9 @@ class Texts:
             self._service.host.cancel(self._ticket)
 
     def _tell(self, index: int, text: Completion, piece: Piece) -> None:
-        self._ticket.tell(News(index, piece, is_prompt=not text.pieces))
+        self._ticket.tell(TextEvent(index, piece, is_prompt=not text.pieces))
 
-    async def _whole(self, form: Format) -> Response:
+    async def _whole(self, form: AnswerFormat) -> Response:
         await self._ticket.done()
         choices = [
             {"index": index, **form.whole(index, text), "finish_reason": text.ended}
@@ -140,7 +140,7 @@ class Texts:
         ]
         return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage()})
 
-    async def _events(self, form: Format) -> AsyncIterator[bytes]:
+    async def _events(self, form: AnswerFormat) -> AsyncIterator[bytes]:
         head = self._head(form, form.names[1])
         counted = {"usage": None} if self._asked.usage else {}
 
@@ -157,14 +157,14 @@ class Texts:
                     yield event(news.text, form.last(), self._texts[news.text].ended)
                 elif choice := form.piece(news.text, news.piece, news.is_prompt):
                     yield event(news.text, choice)
-        except Refused as e:  # too late for a status
+        except ApiError as e:  # too late for a status
             yield b"data: " + as_json(e.body()) + b"\n\n"
             return
         if self._asked.usage:
             yield b"data: " + as_json({**head, "choices": [], "usage": self._usage()}) + b"\n\n"
         yield DONE
 
-    def _head(self, form: Format, name: str) -> dict[str, Any]:
+    def _head(self, form: AnswerFormat, name: str) -> dict[str, Any]:
         return {
             "id": f"{form.prefix}-{uuid4().hex}",
             "object": name,
@@ -181,7 +181,7 @@ class Texts:
 class EventStream(StreamingResponse):
     """Server-sent events; whatever ends them, the engine hears of it."""
 
-    def __init__(self, events: AsyncIterator[bytes], service: Service, ticket: Ticket) -> None:
+    def __init__(self, events: AsyncIterator[bytes], service: Service, ticket: PendingResponse) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._service, self._ticket = service, ticket

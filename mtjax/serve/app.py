@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtjax.errors import nearest
 from mtjax.serve import chats, completions, megatron, vocabulary
-from mtjax.serve.refused import Refused, json_response
+from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.service import GONE, Handler, Service
 
 API = "/api"
@@ -48,7 +48,7 @@ def make_app(service: Service) -> ASGIApp:
     paths = [one.path for one in routes]
 
     async def refused(request: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+        assert isinstance(error, ApiError)
         return error.response(as_text=request.url.path == API)
 
     async def unknown(request: HttpRequest, error: Exception) -> Response:
@@ -57,7 +57,7 @@ def make_app(service: Service) -> ASGIApp:
         said = f"no path is called {path[:200]!r}{nearest(path, paths)}"
         if error.status_code == 405:
             said = f"{path} does not take {method[:20]}, but {(error.headers or {}).get('Allow', 'another method')}"
-        answer = Refused(error.status_code, said).response()
+        answer = ApiError(error.status_code, said).response()
         answer.headers.update(error.headers or {})
         return answer
 
@@ -65,7 +65,7 @@ def make_app(service: Service) -> ASGIApp:
         return Response(status_code=GONE)
 
     handlers: dict[Any, Callable[[HttpRequest, Exception], Any]] = {
-        Refused: refused,
+        ApiError: refused,
         HTTPException: unknown,
         ClientDisconnect: left,
     }

@@ -11,10 +11,10 @@ from mtjax.errors import UserError, nearest, shortened
 from mtjax.generate.chat import REASONING, ChatTemplate, TemplateInputs
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.sampling import MOST_LIKELY
-from mtjax.serve.answers import WITHOUT_EFFECT, Asked, Texts
+from mtjax.serve.answers import WITHOUT_EFFECT, CommonFields, Texts
+from mtjax.serve.api_error import ApiError
 from mtjax.serve.fields import Fields, checked_text, wrong
 from mtjax.serve.logprobs import chat_logprobs
-from mtjax.serve.refused import Refused
 from mtjax.serve.service import Service
 from mtjax.serve.tokens import Tokens
 
@@ -50,16 +50,16 @@ async def answer(service: Service, request: HttpRequest) -> Response:
       Refused: something is wrong with it.
     """
     fields = Fields(await service.read_object(request), WITHOUT_EFFECT)
-    asked = Asked.of(service, fields)
+    asked = CommonFields.of(service, fields)
     template = service.tokens.template
     messages = read_messages(fields.take("messages"), template)
     inputs = read_inputs(fields, template)
     older, tokens = fields.whole("max_tokens", 1, 2**31), fields.whole("max_completion_tokens", 1, 2**31)
     if older is not None and tokens is not None and older != tokens:
-        raise Refused(400, f"max_tokens is {older} and max_completion_tokens {tokens}: give one of them", "max_tokens")
+        raise ApiError(400, f"max_tokens is {older} and max_completion_tokens {tokens}: give one of them", "max_tokens")
     with_logprobs, most_likely = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LIKELY)
     if most_likely is not None and not with_logprobs:
-        raise Refused(400, "top_logprobs has an effect with logprobs only: set that, or leave it out", "top_logprobs")
+        raise ApiError(400, "top_logprobs has an effect with logprobs only: set that, or leave it out", "top_logprobs")
     for name, (why, same) in LACKS.items():
         fields.without(name, why, *same)
     fields.close()
@@ -68,7 +68,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     room = service.room(len(prompt), older if tokens is None else tokens, field)
     sampling = replace(asked.sampling, max_tokens=room)
     texts = Texts(service, asked, [prompt], sampling, logprobs=with_logprobs)
-    return await texts.answer(request, Form(service.tokens, (most_likely or 0) if with_logprobs else None))
+    return await texts.answer(request, ChatFormat(service.tokens, (most_likely or 0) if with_logprobs else None))
 
 
 def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs:
@@ -80,7 +80,7 @@ def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs
     values = {name: fields.take(name) for name in INPUTS}
     choice = fields.take("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise Refused(400, f"tool_choice is {shortened(choice)}, and {TOOLS}: leave it out", "tool_choice")
+        raise ApiError(400, f"tool_choice is {shortened(choice)}, and {TOOLS}: leave it out", "tool_choice")
     if choice == "none":
         values["tools"] = None
     for name, value in values.items():
@@ -89,7 +89,7 @@ def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs
             if template is not None:
                 template.check(inputs)
         except UserError as e:
-            raise Refused(400, str(e), name) from e
+            raise ApiError(400, str(e), name) from e
     return TemplateInputs.of(values)
 
 
@@ -118,8 +118,8 @@ def _message(given: Any, place: str, template: ChatTemplate | None) -> dict[str,
         if key in KEYS or (template is not None and template.reads_key(key)):
             continue
         if key in EMPTY:
-            raise Refused(400, f"{place} has {key}, and this model's chat_template writes none: leave it out", place)
-        raise Refused(400, f"{place} has no field called {shortened(repr(key))}{nearest(key, KEYS + EMPTY)}", place)
+            raise ApiError(400, f"{place} has {key}, and this model's chat_template writes none: leave it out", place)
+        raise ApiError(400, f"{place} has no field called {shortened(repr(key))}{nearest(key, KEYS + EMPTY)}", place)
     if content is None and role == "assistant" and message.get("tool_calls"):
         return message
     return message | {"role": ROLES[role], "content": _text(content, f"{place}.content")}
@@ -138,7 +138,7 @@ def _text(content: Any, name: str) -> str:
     return checked_text(content, name)
 
 
-class Form:
+class ChatFormat:
     """How chats are written."""
 
     prefix = "chatcmpl"

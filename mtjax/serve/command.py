@@ -20,9 +20,9 @@ from mtjax.serve.replicas import Asked, Replica, as_asked, replicas_on, work
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
-from mtjax.theory.mesh import check_whole_samples, parse_mesh
+from mtjax.theory.mesh import check_no_context_parallel, parse_mesh
 from mtjax.train.compile_cache import CompileCache
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.processes.coordination import this_process
 from mtjax.train.processes.peers import Peers
 
 
@@ -69,10 +69,10 @@ def load(options: Options, processes: int) -> Loaded:
       UserError: the weights are wrong, or the mesh does not divide over the processes.
     """
     shape = parse_mesh(options.mesh)
-    check_whole_samples(shape)
+    check_no_context_parallel(shape)
     replicas = replicas_on(shape, processes)
     own = [replica for replica in replicas if this_process() in replica.processes]
-    given = (str(shape.of_replica), options.dtype, options.tokenizer)
+    given = (str(shape.replica_shape), options.dtype, options.tokenizer)
     model = load_model(options.source, *given, devices=own[0].mesh)
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""

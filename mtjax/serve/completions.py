@@ -10,10 +10,10 @@ from starlette.responses import Response
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.sampling import MOST_LIKELY
-from mtjax.serve.answers import WITHOUT_EFFECT, Asked, Texts
+from mtjax.serve.answers import WITHOUT_EFFECT, CommonFields, Texts
+from mtjax.serve.api_error import ApiError
 from mtjax.serve.fields import Fields, checked_text, wrong
 from mtjax.serve.logprobs import CompletionLogprobs
-from mtjax.serve.refused import Refused
 from mtjax.serve.service import Service
 
 TOKENS = 16
@@ -36,7 +36,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
       Refused: something is wrong with it.
     """
     fields = Fields(await service.read_object(request), WITHOUT_EFFECT)
-    asked = Asked.of(service, fields)
+    asked = CommonFields.of(service, fields)
     given = fields.take("prompt")
     tokens = fields.whole("max_tokens", 0, 2**31)
     most_likely = fields.whole("logprobs", 0, MOST_LIKELY)
@@ -45,7 +45,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     fields.without("best_of", "this server writes n texts and keeps them all", asked.samples)
     fields.close()
     if tokens == 0 and not echo:
-        raise Refused(400, "max_tokens is 0, and without echo there is nothing to tell", "max_tokens")
+        raise ApiError(400, "max_tokens is 0, and without echo there is nothing to tell", "max_tokens")
     prompts = await read_prompts(service, given)
     longest = max(len(prompt.ids) for prompt in prompts)
     room = service.room(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
@@ -60,7 +60,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
         # Whoever asks how likely a prompt is (lm-eval's harness does) counts on one token behind it, whatever it is.
         **({"stop_ids": frozenset[int]()} if echo and with_logprobs and room == 1 else {}),
     )
-    form = Form(service, prompts, asked.samples, most_likely, echo, is_written=tokens != 0)
+    form = CompletionFormat(service, prompts, asked.samples, most_likely, echo, is_written=tokens != 0)
     return await texts.answer(request, form)
 
 
@@ -72,7 +72,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     """
     words = "a string, a list of strings, a list of ids, or a list of lists of ids"
     if given is None:
-        raise Refused(400, f"prompt is missing: it is {words}", "prompt")
+        raise ApiError(400, f"prompt is missing: it is {words}", "prompt")
     several = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     if len(several) > service.host.most_texts:
         raise wrong("prompt", f"a list of {len(several)}", f"of at most {service.host.most_texts}")
@@ -85,7 +85,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
         else:
             raise wrong("prompt", shortened(given), words)
     if not all(prompt.ids for prompt in prompts):
-        raise Refused(400, "a prompt has no tokens: give at least one", "prompt")
+        raise ApiError(400, "a prompt has no tokens: give at least one", "prompt")
     return prompts
 
 
@@ -93,7 +93,7 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < ID_BOUND
 
 
-class Form:
+class CompletionFormat:
     """How completions are written."""
 
     prefix = "cmpl"

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields as fields_of
 from typing import Any
 
-from mtjax.config.setting import Bound, setting_of
+from mtjax.config.field_metadata import Bound, setting_of
 from mtjax.errors import first_line, nearest, shortened
 from mtjax.generate.request import Sampling
-from mtjax.serve.refused import Refused
+from mtjax.serve.api_error import ApiError
 
 BOUNDS = {field.name: setting_of(field).bound for field in fields_of(Sampling)}
 
@@ -26,9 +26,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode(), parse_constant=constant)
     except (ValueError, RecursionError) as e:
-        raise Refused(400, f"the body is not JSON: {first_line(e)}") from e
+        raise ApiError(400, f"the body is not JSON: {first_line(e)}") from e
     if not isinstance(value, dict):
-        raise Refused(400, f"the body is {shortened(value)}, and should be a JSON object")
+        raise ApiError(400, f"the body is {shortened(value)}, and should be a JSON object")
     return value
 
 
@@ -111,13 +111,13 @@ class Fields:
         """A field of which only values that change nothing are taken: `what` says what the server lacks."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in same):
-            raise Refused(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
+            raise ApiError(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
 
     def close(self) -> None:
         """Refuses what nobody has asked for."""
         for name in self._left:
             known = nearest(name, self._known)
-            raise Refused(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
+            raise ApiError(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
 
     def _typed(self, name: str, kind: Any, words: str) -> Any:
         value = self.take(name)
@@ -126,9 +126,9 @@ class Fields:
         return value
 
 
-def wrong(name: str, value: object, words: str) -> Refused:
+def wrong(name: str, value: object, words: str) -> ApiError:
     """A field whose value is not one of those in words."""
-    return Refused(400, f"{name} is {shortened(value)}, and must be {words}", name)
+    return ApiError(400, f"{name} is {shortened(value)}, and must be {words}", name)
 
 
 def checked_text(text: str, name: str) -> str:
@@ -140,7 +140,7 @@ def checked_text(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise Refused(400, f"{name} has half a character at {e.start}: write it in UTF-8", name) from e
+        raise ApiError(400, f"{name} has half a character at {e.start}: write it in UTF-8", name) from e
     return text
 
 

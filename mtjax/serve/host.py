@@ -14,8 +14,8 @@ from mtjax.generate.completion import Piece
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.serve.api_error import ApiError
 from mtjax.serve.metrics import Metrics
-from mtjax.serve.refused import Refused
 from mtjax.serve.replicas import Asked
 
 STOPPING = "the server stops: try again later"
@@ -23,7 +23,7 @@ GRACE = 10.0
 """Seconds beyond its time that an answer has to reach its client."""
 
 
-class News(NamedTuple):
+class TextEvent(NamedTuple):
     """What became of one of a ticket's texts."""
 
     text: int
@@ -34,7 +34,7 @@ class News(NamedTuple):
     """Whether the piece is of the prompt."""
 
 
-class Ticket:
+class PendingResponse:
     """The texts that one request over HTTP asks for. It belongs to the loop that made it.
 
     Args:
@@ -44,14 +44,14 @@ class Ticket:
     def __init__(self, seconds: float) -> None:
         self._loop, self._seconds = asyncio.get_running_loop(), seconds
         self._deadline = self._loop.time() + seconds
-        self._news: asyncio.Queue[News | Refused] = asyncio.Queue()
+        self._news: asyncio.Queue[TextEvent | ApiError] = asyncio.Queue()
         self.open: dict[int, Request] = {}
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: TextEvent) -> None:
         """Puts news where `news` finds them; from any thread."""
         self.call(self._news.put_nowait, news)
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: ApiError) -> None:
         """Ends the wait with an error."""
         self._news.put_nowait(refused)
 
@@ -60,7 +60,7 @@ class Ticket:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    async def news(self) -> AsyncIterator[News]:
+    async def news(self) -> AsyncIterator[TextEvent]:
         """Pieces as they come, until all texts have ended.
 
         Raises:
@@ -72,8 +72,8 @@ class Ticket:
                 async with asyncio.timeout_at(self._deadline):
                     news = await self._news.get()
             except TimeoutError:
-                raise Refused(504, f"it was not done within {self._seconds:g} s: ask for fewer tokens") from None
-            if isinstance(news, Refused):
+                raise ApiError(504, f"it was not done within {self._seconds:g} s: ask for fewer tokens") from None
+            if isinstance(news, ApiError):
                 raise news
             ended += news.piece is None
             yield news
@@ -108,7 +108,7 @@ class Host:
         self.failure: BaseException | None = None
         self.draining = False
         self._open = 0
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[PendingResponse] = set()
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(engine,), name=f"engine {number}", daemon=True)
@@ -150,7 +150,7 @@ class Host:
     def refuse_rest(self) -> None:
         """Ends what is left."""
         for ticket in list(self._tickets):
-            ticket.refuse(Refused(503, STOPPING))
+            ticket.refuse(ApiError(503, STOPPING))
             self.cancel(ticket)
 
     def stop(self) -> None:
@@ -161,7 +161,7 @@ class Host:
         for thread in self._threads:
             thread.join()
 
-    def submit(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+    def submit(self, ticket: PendingResponse, requests: Sequence[Request]) -> None:
         """Asks the engines for all of a ticket's texts, or for none.
 
         Raises:
@@ -181,9 +181,11 @@ class Host:
                 self.metrics.prompt_tokens.inc(len(request.prompt))
         except UserError as e:
             self.cancel(ticket)
-            raise Refused(400, str(e), "prompt") from e
+            raise ApiError(400, str(e), "prompt") from e
 
-    def search(self, ticket: Ticket, beams: BeamSearch, prompt: tuple[int, ...], max_tokens: int) -> list[Beam]:
+    def search(
+        self, ticket: PendingResponse, beams: BeamSearch, prompt: tuple[int, ...], max_tokens: int
+    ) -> list[Beam]:
         """Asks for a ticket's only text, by a search that the first engine's other texts wait for.
 
         Returns:
@@ -202,7 +204,7 @@ class Host:
                 found.extend(beams.search(prompt, max_tokens, lambda: ticket not in self._tickets))
             self.metrics.whole.observe(time.perf_counter() - start)
             self.metrics.texts.labels("stop" if found and found[0].is_stopped else "length").inc()
-            ticket.tell(News(0, None))
+            ticket.tell(TextEvent(0, None))
             ticket.call(self._ended)
 
         ticket.open[0] = Request(prompt)  # what is waited for
@@ -217,7 +219,7 @@ class Host:
         """What searches beams: the first replica's; None where several processes share it, which only know requests."""
         return self._engine.decoder if isinstance(self._engine, Engine) else None
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: PendingResponse) -> None:
         """Ends what is left of a ticket; its client has gone, or was answered."""
         self._tickets.discard(ticket)
         for request in ticket.open.values():
@@ -232,13 +234,13 @@ class Host:
         if self.failure is not None:
             raise self._failed()
         if self.draining:
-            raise Refused(503, STOPPING)
+            raise ApiError(503, STOPPING)
         if texts > self._most:
-            raise Refused(400, f"{texts} texts are more than this server takes at once, {self._most}: ask less")
+            raise ApiError(400, f"{texts} texts are more than this server takes at once, {self._most}: ask less")
         if self._open + texts > self._most:
-            raise Refused(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
+            raise ApiError(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
 
-    def _watched(self, ticket: Ticket, index: int, request: Request, start: float, replica: int) -> Request:
+    def _watched(self, ticket: PendingResponse, index: int, request: Request, start: float, replica: int) -> Request:
         """A request that also tells the ticket of its end, and is counted."""
         metrics, last = self.metrics, start
 
@@ -254,7 +256,7 @@ class Host:
             request.on_end(why)
             metrics.texts.labels(why).inc()
             metrics.whole.observe(time.perf_counter() - start)
-            ticket.tell(News(index, None))
+            ticket.tell(TextEvent(index, None))
             ticket.call(self._ended)
 
         return replace(request, on_token=on_token, on_end=on_end)
@@ -279,6 +281,6 @@ class Host:
             ticket.refuse(self._failed())
         self._on_failure()
 
-    def _failed(self) -> Refused:
+    def _failed(self) -> ApiError:
         assert self.failure is not None
-        return Refused(503, f"the engine has failed: {first_line(self.failure)}")
+        return ApiError(503, f"the engine has failed: {first_line(self.failure)}")

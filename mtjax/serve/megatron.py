@@ -15,8 +15,8 @@ from starlette.responses import Response
 from mtjax.errors import UserError, shortened
 from mtjax.generate.beams import BeamSearch
 from mtjax.generate.request import Request, Sampling, Token, for_text
+from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.fields import Fields, checked_text, wrong
-from mtjax.serve.refused import Refused, json_response
 from mtjax.serve.service import Service, random_seed, unless_gone
 
 MOST_PROMPTS = 128
@@ -28,7 +28,7 @@ WITHOUT_EFFECT = ("no_log",)
 
 
 @dataclass(frozen=True)
-class Asked:
+class MegatronRequest:
     """A request."""
 
     prompts: Sequence[str]
@@ -60,7 +60,7 @@ async def answer(service: Service, request: HttpRequest) -> Response:
     tokens = service.tokens
     asked = read(Fields(await service.read_object(request), WITHOUT_EFFECT), tokens.decoder.eod)
     if service.host.reads_text:
-        raise Refused(400, "this model answers prompts and does not continue them: ask /v1/completions", "prompts")
+        raise ApiError(400, "this model answers prompts and does not continue them: ask /v1/completions", "prompts")
     start = tokens.first if asked.with_bos else []
     prompts = [start + await tokens.encode(prompt) for prompt in asked.prompts]
     longest = max(map(len, prompts))
@@ -104,14 +104,14 @@ async def beams_of(
     """
     host, words = service.host, service.tokens
     if host.decoder is None:
-        raise Refused(
+        raise ApiError(
             400, "a replica that several processes share searches no beams: leave beam_width out", "beam_width"
         )
     try:
         ends = frozenset([beams.stop_token])
         search = BeamSearch(host.decoder, beams.width, beams.length_penalty, ends, as_megatron=True)
     except UserError as e:
-        raise Refused(400, f"beam_width: {e}", "beam_width") from e
+        raise ApiError(400, f"beam_width: {e}", "beam_width") from e
     ticket = service.ticket()
     found = host.search(ticket, search, tuple(prompt), tokens)
 
@@ -133,7 +133,7 @@ async def beams_of(
         host.cancel(ticket)
 
 
-def read(fields: Fields, eod: int) -> Asked:
+def read(fields: Fields, eod: int) -> MegatronRequest:
     """Reads a request; `eod` ends a text where it does not say what does.
 
     Raises:
@@ -141,10 +141,10 @@ def read(fields: Fields, eod: int) -> Asked:
     """
     given = fields.take("prompts")
     if given is None:
-        raise Refused(400, "prompts is missing: give a list of strings", "prompts")
+        raise ApiError(400, "prompts is missing: give a list of strings", "prompts")
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         if fields.take(old) is not None:
-            raise Refused(400, f"{old} is no longer used: say {new}", old)
+            raise ApiError(400, f"{old} is no longer used: say {new}", old)
     if not isinstance(given, list) or not all(isinstance(prompt, str) for prompt in given):
         raise wrong("prompts", shortened(given), "a list of strings")
     if not 1 <= len(given) <= MOST_PROMPTS:
@@ -153,16 +153,16 @@ def read(fields: Fields, eod: int) -> Asked:
     tokens = fields.whole("tokens_to_generate", 0, 2**31)
     tokens, logprobs = TOKENS if tokens is None else tokens, fields.flag("logprobs")
     if tokens == 0 and not logprobs:
-        raise Refused(400, "tokens_to_generate is 0, which makes sense with logprobs only", "tokens_to_generate")
+        raise ApiError(400, "tokens_to_generate is 0, which makes sense with logprobs only", "tokens_to_generate")
     sampling = _sampling(fields)
     with_bos = fields.flag("add_BOS")
     if not (all(prompts) or with_bos):
-        raise Refused(400, "a prompt is empty, which needs add_BOS", "prompts")
+        raise ApiError(400, "a prompt is empty, which needs add_BOS", "prompts")
     stops = fields.flag("stop_on_eol"), fields.flag("stop_on_double_eol")
     fields.without("prevent_newline_after_colon", "this server lets any token come", False)
     beams = _beams(fields, len(prompts), tokens, eod)
     fields.close()
-    return Asked(prompts, tokens, logprobs, with_bos, *stops, sampling, beams)
+    return MegatronRequest(prompts, tokens, logprobs, with_bos, *stops, sampling, beams)
 
 
 def _beams(fields: Fields, prompts: int, tokens: int, eod: int) -> Beams | None:
@@ -173,9 +173,9 @@ def _beams(fields: Fields, prompts: int, tokens: int, eod: int) -> Beams | None:
     if width is None:
         return None
     if prompts > 1:
-        raise Refused(400, f"beam_width goes with one prompt, and there are {prompts}", "beam_width")
+        raise ApiError(400, f"beam_width goes with one prompt, and there are {prompts}", "beam_width")
     if not tokens:
-        raise Refused(400, "tokens_to_generate is 0, and beams are of tokens to write", "tokens_to_generate")
+        raise ApiError(400, "tokens_to_generate is 0, and beams are of tokens to write", "tokens_to_generate")
     return Beams(width, 1.0 if penalty is None else penalty, eod if stop is None else stop)
 
 
@@ -184,7 +184,7 @@ def _sampling(fields: Fields) -> Sampling:
     top_k = fields.whole("top_k", 0, MOST_TOP_K) or 0
     top_p = fields.number("top_p", lambda value: 0 <= value <= 1, "from 0 to 1") or 0.0
     if top_k and top_p:
-        raise Refused(400, f"top_k is {top_k} and top_p {top_p:g}: give one of them", "top_p")
+        raise ApiError(400, f"top_k is {top_k} and top_p {top_p:g}: give one of them", "top_p")
     for name in ("top_p_decay", "top_p_bound"):
         fields.without(name, "this server keeps top_p as it is", 0, 0.0)
     seed = fields.whole("random_seed", 0, 2**64 - 1)
@@ -197,7 +197,7 @@ def _sampling(fields: Fields) -> Sampling:
     )
 
 
-async def _ends(service: Service, asked: Asked) -> Callable[[Sequence[int]], bool]:
+async def _ends(service: Service, asked: MegatronRequest) -> Callable[[Sequence[int]], bool]:
     """Whether ids end a text: with the end of a document, of a line, or with an empty line (GPT-2's 198 and 628)."""
 
     async def alone(text: str) -> int | None:

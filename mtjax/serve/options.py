@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.setting import WIDTH, Bound, at_least, seconds, setting
+from mtjax.config.field_metadata import WIDTH, Bound, at_least, seconds, setting
 
 DESCRIPTION = """Serves a trained GPT or Llama over HTTP, as clients of OpenAI and of Megatron-LM ask for texts.
 

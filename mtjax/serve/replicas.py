@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 
 from mtjax.errors import UserError
 from mtjax.generate.engine import Engine
-from mtjax.serve.remote import Remote, answer
-from mtjax.serve.together import Leader, follow
-from mtjax.sharding.mesh import attach_devices, replicas_of
+from mtjax.serve.lockstep import LockstepLeader, follow
+from mtjax.serve.remote_replica import RemoteReplica, answer
+from mtjax.sharding.mesh import attach_devices, replica_meshes
 from mtjax.theory.mesh import MeshShape
 
-Asked = Engine | Leader | Remote
+Asked = Engine | LockstepLeader | RemoteReplica
 """What process 0 asks for a replica's texts."""
 
 
@@ -37,13 +37,13 @@ def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
     Raises:
       UserError: there are too few devices, or a process would have parts of several replicas.
     """
-    own, each = shape.size // processes, shape.of_replica.size
+    own, each = shape.size // processes, shape.replica_shape.size
     if not shape.size % processes and own % each and each % own:
         raise UserError(
             f"mesh {shape} gives each of {processes} processes {own} devices, and a replica has {each}: one must be a "
             "multiple of the other"
         )
-    return [Replica(number, mesh) for number, mesh in enumerate(replicas_of(attach_devices(shape, processes)))]
+    return [Replica(number, mesh) for number, mesh in enumerate(replica_meshes(attach_devices(shape, processes)))]
 
 
 def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[Asked]:
@@ -51,15 +51,15 @@ def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int)
     asked: list[Asked] = []
     for replica in replicas:
         if replica.number >= len(own):
-            asked.append(Remote(replica.number, own[0], sequences))
+            asked.append(RemoteReplica(replica.number, own[0], sequences))
         else:
             asked.append(led(replica, own[replica.number]))
     return asked
 
 
-def led(replica: Replica, engine: Engine) -> Engine | Leader:
+def led(replica: Replica, engine: Engine) -> Engine | LockstepLeader:
     """The engine of the first process of a replica, which others may follow."""
-    return Leader(engine, replica.number) if len(replica.processes) > 1 else engine
+    return LockstepLeader(engine, replica.number) if len(replica.processes) > 1 else engine
 
 
 def work(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:

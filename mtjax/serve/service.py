@@ -15,9 +15,9 @@ from starlette.types import Receive
 
 from mtjax.generate.completion import Completion
 from mtjax.generate.request import Sampling
+from mtjax.serve.api_error import ApiError
 from mtjax.serve.fields import parse_object, wrong
-from mtjax.serve.host import Host, Ticket
-from mtjax.serve.refused import Refused
+from mtjax.serve.host import Host, PendingResponse
 from mtjax.serve.tokens import Tokens
 
 BODY_SECONDS = 30
@@ -57,7 +57,7 @@ class Keys:
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(known):
             what = "is not one of this server's" if key else "is missing"
-            raise Refused(401, f"the API key {what}: send the header Authorization: Bearer KEY")
+            raise ApiError(401, f"the API key {what}: send the header Authorization: Bearer KEY")
 
 
 def _digest(key: str) -> bytes:
@@ -94,7 +94,7 @@ class Service:
         if name is not None and not isinstance(name, str):
             raise wrong("model", name, "a string")
         if name is not None and name != self.name:
-            raise Refused(404, f"no model is called {name[:200]!r} here: this is {self.name!r}", "model")
+            raise ApiError(404, f"no model is called {name[:200]!r} here: this is {self.name!r}", "model")
 
     async def read_object(self, request: HttpRequest) -> dict[str, Any]:
         """The JSON object that a request brings.
@@ -104,17 +104,17 @@ class Service:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refused(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
+            raise ApiError(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
         parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     size += len(part)
                     if size > self.limits.body:
-                        raise Refused(413, f"the body has more than {self.limits.body} bytes, the most that is read")
+                        raise ApiError(413, f"the body has more than {self.limits.body} bytes, the most that is read")
                     parts.append(part)
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {BODY_SECONDS} s") from None
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS} s") from None
         return parse_object(b"".join(parts))
 
     def room(self, longest: int, tokens: int | None, field: str, default: int | None = None) -> int:
@@ -132,20 +132,20 @@ class Service:
         context = self.host.max_context
         longest = 0 if self.host.reads_text else longest  # the engine knows how long a text may be that is answered
         if longest >= context:
-            raise Refused(400, f"the prompt has {longest} tokens, and the model's context ends at {context}", "prompt")
+            raise ApiError(400, f"the prompt has {longest} tokens, and the model's context ends at {context}", "prompt")
         room = min(context - longest, self.limits.tokens)
         if tokens is None:
             return room if default is None else min(default, room)
         if tokens > self.limits.tokens:
-            raise Refused(400, f"{field} is {tokens}, and this server writes at most {self.limits.tokens}", field)
+            raise ApiError(400, f"{field} is {tokens}, and this server writes at most {self.limits.tokens}", field)
         if tokens > room:
             said = f"{longest} tokens of the prompt and {field} {tokens} are more than the context of {context} tokens"
-            raise Refused(400, f"{said}: ask for at most {room}", field)
+            raise ApiError(400, f"{said}: ask for at most {room}", field)
         return tokens
 
-    def ticket(self) -> Ticket:
+    def ticket(self) -> PendingResponse:
         """For the texts of one request."""
-        return Ticket(self.limits.seconds)
+        return PendingResponse(self.limits.seconds)
 
     def completion(self, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Completion:
         """A text to be written."""

@@ -12,7 +12,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.chat import ChatTemplate, Message, TemplateInputs
 from mtjax.generate.text import BROKEN
-from mtjax.serve.refused import Refused
+from mtjax.serve.api_error import ApiError
 
 T = TypeVar("T")
 
@@ -66,11 +66,11 @@ class Tokens:
         """
         template = self.template
         if template is None:
-            raise Refused(400, "this model has no chat_template: ask /v1/completions", "messages")
+            raise ApiError(400, "this model has no chat_template: ask /v1/completions", "messages")
         try:
             return await self._apart(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
         except UserError as e:
-            raise Refused(400, str(e), "messages") from e
+            raise ApiError(400, str(e), "messages") from e
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""

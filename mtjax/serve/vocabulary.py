@@ -6,9 +6,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mtjax.errors import shortened
+from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.chats import INPUTS, read_inputs, read_messages
 from mtjax.serve.fields import Fields, wrong
-from mtjax.serve.refused import Refused, json_response
 from mtjax.serve.service import Service
 
 
@@ -36,7 +36,7 @@ async def tokenize(service: Service, request: HttpRequest) -> Response:
             fields.without(name, "only messages are written by the chat template", [], {})
     fields.close()
     if (prompt is None) == (messages is None):
-        raise Refused(400, "give either prompt or messages", "prompt")
+        raise ApiError(400, "give either prompt or messages", "prompt")
     if messages is not None:
         ids = await service.tokens.encode_chat(read_messages(messages, template), inputs)
     else:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from mtjax.theory.rules import MANUAL, Axes, Rules
 
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 """Not split: replicated on every device."""
 
 _in_force: ContextVar[Rules] = ContextVar("rules in force")
@@ -34,7 +34,7 @@ def use_rules(rules: Rules) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def rules_in_force() -> Rules:
+def current_rules() -> Rules:
     """Those of the innermost `use_rules`."""
     return _in_force.get()
 
@@ -82,13 +82,13 @@ def _entry(axes: Axes) -> str | Axes | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def ways(name: str) -> int:
+def num_shards(name: str) -> int:
     """The number of parts into which the mesh in force splits a dimension of this name, by the rules in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
 
 
-def sequences_are_split() -> bool:
+def sequence_is_sharded() -> bool:
     """Whether the rules in force split the sequences of the residual stream more than those that mixers read."""
     return spec("act_seq") != spec("seq")
 
@@ -99,12 +99,12 @@ def explicit_axes() -> frozenset[str]:
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
-def explicit_part(place: PartitionSpec) -> PartitionSpec:
+def explicit_only(place: PartitionSpec) -> PartitionSpec:
     """`place` without the axes that are manual here, along which each rank sees only its own part."""
     return only_axes(place, tuple(explicit_axes()))
 
 
-def over_the_rest(body: Callable[[jax.Array], jax.Array], place: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+def fully_manual(body: Callable[[jax.Array], jax.Array], place: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
     """A nested map in which every axis is manual: collectives don't lower while any axis is explicit."""
     return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(place,), out_specs=place)
 
@@ -118,15 +118,15 @@ def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def sum_ranks(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
+def psum_varying(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
     """The sum of `x` over those of `axes` over which it varies; `x` itself where it is the same on all ranks."""
     varying = tuple(axis for axis in varying_axes(x) if axis in axes)
     return lax.psum(x, varying) if varying else x
 
 
-def sum_parts(x: jax.Array, axes: Axes) -> jax.Array:
+def psum_shards(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum of `x`, of which each device may hold a part, over manual axes."""
-    return over_the_rest(lambda part: lax.psum(part, axes), jax.typeof(x).sharding.spec)(x)
+    return fully_manual(lambda part: lax.psum(part, axes), jax.typeof(x).sharding.spec)(x)
 
 
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
@@ -139,24 +139,24 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=place)
 
 
-def split_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
+def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """A vector, split as the first dimension of `like` is."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
 
 
-def on_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
+def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
     """Branches of which a stage takes one: all ranks of a stage the same."""
     with jax.named_scope("stages"):
         return lax.cond(holds, then, otherwise, *arguments)
 
 
-def of_first_rank(x: jax.Array, besides: Axes) -> jax.Array:
+def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:
     """`x`, which is the same on all ranks but is not known to be, as the first has it; it may vary over `besides`."""
     axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
     if not axes:
         return x
     is_first = sum(lax.axis_index(axis) for axis in axes) == 0
-    return sum_parts(jnp.where(is_first, x, 0), axes)
+    return psum_shards(jnp.where(is_first, x, 0), axes)
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import sum_ranks, varying_like
-from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, map_ranks, own_logits, own_rows
+from mtjax.sharding.axes import psum_varying, varying_like
+from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, local_logits, local_rows, map_ranks
 
 
 def vocab_parallel_distillation(
@@ -80,8 +80,8 @@ def _backward(
         def differentiate_chunk(table_gradient_VH: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
             hidden_CH, teacher_CW, labels_C, *of_tokens = chunk
             log_z, log_soft, log_teacher, hard, soft = (a[:, None] for a in of_tokens)
-            logits_CV, column_V = own_logits(places, hidden_CH, cast_VH, None, options.vocab_size)
-            teacher_CV, _ = own_logits(places, teacher_CW, teacher_VW, None, options.vocab_size)
+            logits_CV, column_V = local_logits(places, hidden_CH, cast_VH, None, options.vocab_size)
+            teacher_CV, _ = local_logits(places, teacher_CW, teacher_VW, None, options.vocab_size)
             slope = hard * (jnp.exp(logits_CV - log_z) - (column_V == labels_C[:, None]))
             apart = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
             slope = jnp.where(column_V < options.vocab_size, slope + soft * temperature * apart, 0)
@@ -95,7 +95,7 @@ def _backward(
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, teacher_BSW, labels_BS, *tokenwise))
         table_gradient, hidden_gradient = lax.scan(differentiate_chunk, zeros, pieces)
         hidden_gradient = places.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
-        return hidden_gradient, sum_ranks(table_gradient, places.samples)
+        return hidden_gradient, psum_varying(table_gradient, places.samples)
 
     with jax.named_scope("loss"):
         specs = (*_specs(places), *(places.tokens,) * 5)
@@ -131,13 +131,13 @@ def _summaries(
 
     def reduce_chunk(_: None, chunk: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
         hidden_CH, teacher_CW, labels_C = chunk
-        logits_CV = own_logits(places, hidden_CH, table_VH, None, options.vocab_size)[0]
-        teacher_CV = own_logits(places, teacher_CW, teacher_VW, None, options.vocab_size)[0]
+        logits_CV = local_logits(places, hidden_CH, table_VH, None, options.vocab_size)[0]
+        teacher_CV = local_logits(places, teacher_CW, teacher_VW, None, options.vocab_size)[0]
         highest, teachers_highest = logits_CV.max(-1), teacher_CV.max(-1)
         below = logits_CV - highest[:, None]
         teachers = jnp.exp((teacher_CV - teachers_highest[:, None]) / options.temperature)
         apart = (teachers * (teacher_CV - logits_CV)).sum(-1)
-        row, owned = own_rows(places, labels_C, table_VH.shape[0])
+        row, owned = local_rows(places, labels_C, table_VH.shape[0])
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         scales = jnp.exp(below).sum(-1), jnp.exp(below / options.temperature).sum(-1), teachers.sum(-1)
         return None, (highest, teachers_highest, *scales, apart, target)

@@ -7,7 +7,7 @@ Gather: a rank is sent all tokens of its group over `expert`, computes what its 
 over the experts of all ranks go back to the tokens' ranks. No token is lost, and what is sent has a fixed size.
 
 Exchange: a rank is sent the tokens that its experts are to see, each once, however many of them it goes to, and sends
-back the sum over these. No token is lost; what is sent depends on where tokens go (`mtjax.sharding.exchange`).
+back the sum over these. No token is lost; what is sent depends on where tokens go (`mtjax.sharding.ragged_all_to_all`).
 
 Capacity: where an expert takes at most so many tokens of a sample, each rank has as many places for every expert and
 sample; it sends the tokens in them to the experts' ranks, and these send back what their experts make of them. Ranks
@@ -24,18 +24,18 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import explicit_axes, explicit_part, rules_in_force, spec, varying_like
-from mtjax.sharding.context.places import context_axes, of_chunks_before
-from mtjax.sharding.exchange import Trip, taken
-from mtjax.sharding.opaque import opaque
-from mtjax.theory.plans import ExpertMethod
+from mtjax.sharding.axes import current_rules, explicit_axes, explicit_only, spec, varying_like
+from mtjax.sharding.context.zigzag import context_axes, sum_of_preceding_chunks
+from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.ragged_all_to_all import RaggedRouting, take_rows
+from mtjax.theory.plan import ExpertDispatch
 from mtjax.theory.rules import Axes
 
 Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
 """Numbers of tokens' experts; and the capacity of each sample, or None where all have the same or none."""
 
 
-class Product(Protocol):
+class ExpertCompute(Protocol):
     """What experts compute, on one device; hashable."""
 
     def __call__(
@@ -54,14 +54,14 @@ class Product(Protocol):
 
 
 def apply_experts(
-    product: Product,
+    product: ExpertCompute,
     x: Float[Array, "batch act_seq embed"],
     gates: Float[Array, "batch act_seq chosen"],
     experts: Chosen,
     up: tuple[Array, tuple[str, ...]],
     down: tuple[Array, tuple[str, ...]],
     capacity: int | None = None,
-    method: ExpertMethod = "gather",
+    method: ExpertDispatch = "all-gather",
 ) -> Float[Array, "batch act_seq embed"]:
     """Each token's sum over its experts of gate times output, in the type of x.
 
@@ -76,22 +76,22 @@ def apply_experts(
       capacity: tokens of a sample that an expert takes at most: the first ones; all when None.
       method: how tokens come to other ranks' experts; with a capacity by its places.
     """
-    rules, tokens = rules_in_force(), spec("batch", "act_seq", None)
-    matrices = tuple(explicit_part(spec(*names)) for _, names in (up, down))
+    rules, tokens = current_rules(), spec("batch", "act_seq", None)
+    matrices = tuple(explicit_only(spec(*names)) for _, names in (up, down))
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
     context = context_axes()
     samples = spec("batch")
-    across = _Across(
+    across = _ExpertParallel(
         product, rules.expert, is_shared, rules.mlp, sequence, context, tokens, samples, matrices, capacity, method
     )
     return _apply(across, x, gates, experts, varying_like(up[0], x), varying_like(down[0], x))
 
 
-class _Across(NamedTuple):
+class _ExpertParallel(NamedTuple):
     """What `_apply` runs where."""
 
-    product: Product
+    product: ExpertCompute
     expert: Axes
     """Mesh axes over which experts are spread."""
     is_shared: bool
@@ -108,7 +108,7 @@ class _Across(NamedTuple):
     """Of capacities."""
     matrices: tuple[PartitionSpec, ...]
     capacity: int | None
-    method: ExpertMethod
+    method: ExpertDispatch
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
         """Every rank runs `body` on its own tokens and its own part of its own experts."""
@@ -131,13 +131,13 @@ class _Across(NamedTuple):
             x, gates = varying_like(x, up), varying_like(gates, up)
         up, down = varying_like(up, x), varying_like(down, x)
         is_apart = bool(self.expert) and not self.is_shared
-        if self.capacity is None and self.method == "exchange" and is_apart:
+        if self.capacity is None and self.method == "all-to-all" and is_apart:
             y = self._exchanged(x, gates, experts, up, down)
         elif self.capacity is None:
             y = self._gathered(x, gates, experts, up, down)
         else:
             count = up.shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
-            places = _Places.of(experts, count, self.capacity, limits, self.context)
+            places = _CapacitySlots.of(experts, count, self.capacity, limits, self.context)
             if is_apart:
                 y = self._placed(x, gates, places, up, down)
             else:
@@ -162,13 +162,13 @@ class _Across(NamedTuple):
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
         owners = (experts // here).reshape(ways, -1, 1, chosen)
         goes = (owners == jnp.arange(ways)[:, None]).any(-1)
-        trip = Trip.of(goes, min(chosen, ways), self.expert)
+        trip = RaggedRouting.of(goes, min(chosen, ways), self.expert)
         first = lax.axis_index(self.expert) * here
-        numbers = taken(experts - first, trip.arriving, -1)
-        y = self._computed(trip.there(x.reshape(-1, width)), taken(gates, trip.arriving), numbers, up, down)
-        return trip.back(y).astype(x.dtype).reshape(x.shape)
+        numbers = take_rows(experts - first, trip.arriving, -1)
+        y = self._computed(trip.dispatch(x.reshape(-1, width)), take_rows(gates, trip.arriving), numbers, up, down)
+        return trip.combine(y).astype(x.dtype).reshape(x.shape)
 
-    def _placed(self, x: Array, gates: Array, places: "_Places", up: Array, down: Array) -> Array:
+    def _placed(self, x: Array, gates: Array, places: "_CapacitySlots", up: Array, down: Array) -> Array:
         """The same sums, from what experts are sent."""
         here, ways, width = up.shape[0], lax.axis_size(self.expert), x.shape[-1]
 
@@ -190,7 +190,7 @@ class _Across(NamedTuple):
         return self.product(rows(x), rows(gates), rows(experts), up, down).reshape(x.shape)
 
 
-class _Places(NamedTuple):
+class _CapacitySlots(NamedTuple):
     """So many places for every expert and sample, in this order, and the pairs of a token and an expert in them."""
 
     pairs: Int[Array, " places"]
@@ -206,7 +206,7 @@ class _Places(NamedTuple):
         capacity: int,
         limits: Int[Array, " batch"] | None,
         context: Axes = (),
-    ) -> "_Places":
+    ) -> "_CapacitySlots":
         """Pairs take places in the order of the text, so that what is lost depends on a sample alone.
 
         Each expert and sample has places for `capacity` pairs, of which at most `limits` are taken if these are given.
@@ -219,7 +219,7 @@ class _Places(NamedTuple):
         number = _number(hot)
         if context:
             chunks = hot.reshape(samples, 2, -1, count)
-            before = jnp.moveaxis(of_chunks_before(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
+            before = jnp.moveaxis(sum_of_preceding_chunks(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
             is_lost = (_number(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= most
             number, capacity = _number(jnp.where(is_lost[..., None], 0, hot)), min(capacity, length)
         else:
@@ -248,15 +248,15 @@ def _number(hot: Int[Array, "*batch pairs experts"]) -> Int[Array, "*batch pairs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(across: _Across, x: Array, gates: Array, experts: Chosen, up: Array, down: Array) -> Array:
-    return opaque(across.map(across.local, across.tokens), x, gates, experts, up, down)
+def _apply(across: _ExpertParallel, x: Array, gates: Array, experts: Chosen, up: Array, down: Array) -> Array:
+    return no_hoist(across.map(across.local, across.tokens), x, gates, experts, up, down)
 
 
-def _apply_forward(across: _Across, *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
+def _apply_forward(across: _ExpertParallel, *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
     return _apply(across, *arrays), arrays
 
 
-def _apply_backward(across: _Across, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
+def _apply_backward(across: _ExpertParallel, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
     def body(x: Array, gates: Array, experts: Chosen, up: Array, down: Array, gradient: Array) -> tuple[Array, ...]:
         run = lambda x, gates, up, down: across.local(x, gates, experts, up, down)  # noqa: E731
         return jax.vjp(run, x, gates, up, down)[1](gradient)

@@ -75,7 +75,7 @@ def _flash_forward(kernel: _Kernel, query: Array, key: Array, value: Array) -> t
     def local(*inputs: Array) -> tuple[Array, Array]:
         out, pull = jax.vjp(kernel.attend, *inputs)
         leaves = jax.tree.leaves(pull)
-        return out, leaves[own_leaf(leaves, (*inputs, out))]
+        return out, leaves[residual_index(leaves, (*inputs, out))]
 
     arrays = kernel.map(local, (kernel.heads, kernel.statistics))(query, key, value)
     out, own = (checkpoint_name(a, name) for a, name in zip(arrays, kernel.names, strict=True))
@@ -93,7 +93,7 @@ def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Arr
         inputs = (query, key, value)
         again, pull = jax.vjp(kernel.attend, *inputs)
         leaves, tree = jax.tree.flatten(pull)
-        leaves[own_leaf(leaves, (*inputs, again))] = own
+        leaves[residual_index(leaves, (*inputs, again))] = own
         return jax.tree.unflatten(tree, [out if leaf is again else leaf for leaf in leaves])(gradient)
 
     return kernel.map(local, kernel.heads)(*saved, gradient)
@@ -102,7 +102,7 @@ def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Arr
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def own_leaf(leaves: list[Array], known: tuple[Array, ...]) -> int:
+def residual_index(leaves: list[Array], known: tuple[Array, ...]) -> int:
     """The place of what a kernel saves besides what it read and put out."""
     (place,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))
     return place

@@ -5,18 +5,23 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import of_first_rank, sum_ranks
-from mtjax.sharding.frozen import WithFrozen, learnt
-from mtjax.sharding.records import places
+from mtjax.sharding.axes import broadcast_from_rank0, psum_varying
+from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import Region, vary_with
-from mtjax.sharding.schedules.schedule import CutModel, Schedule, Sums
+from mtjax.sharding.schedules.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
+from mtjax.sharding.trainable import WithFrozen, select_trainable
 
 Tree = Any
 
 
 def distributed_gradients(
-    model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule, reduction: Reduction
+    model: PipelineModel,
+    parameters: Tree,
+    batch: Tree,
+    region: ManualRegion,
+    schedule: MicrobatchSchedule,
+    reduction: Reduction,
 ) -> tuple[Sums, Tree]:
     """Losses and gradients of a global batch.
 
@@ -35,35 +40,44 @@ def distributed_gradients(
     records = region.records
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
-        batch = region.on_stages(batch)
-        parameters = vary_with(parameters, batch)
+        batch = region.mark_stage_varying(batch)
+        parameters = mark_varying(parameters, batch)
         whole = WithFrozen.of(model, records, parameters, schedule)
-        losses, gradients = schedule.gradients(whole, learnt(records, parameters), batch, reduction)
+        losses, gradients = schedule.gradients(whole, select_trainable(records, parameters), batch, reduction)
         with jax.named_scope("gradients"):
-            return jax.tree.map(sum_ranks, losses), reduction.finish(gradients)
+            return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
-    return region.map(local, parameters, batch, (PartitionSpec(), places(learnt(records, records), "stored")))
+    return region.map(
+        local, parameters, batch, (PartitionSpec(), partition_specs(select_trainable(records, records), "storage_spec"))
+    )
 
 
-def distributed_losses(model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule) -> Sums:
+def distributed_losses(
+    model: PipelineModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
+) -> Sums:
     """Losses of a global batch, as above; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Sums:
-        batch = region.on_stages(batch)
-        losses = schedule.losses(model, vary_with(parameters, batch), batch, region.records)
-        return jax.tree.map(sum_ranks, losses)
+        batch = region.mark_stage_varying(batch)
+        losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
+        return jax.tree.map(psum_varying, losses)
 
     return region.map(local, parameters, batch, PartitionSpec())
 
 
 def distributed_output(
-    model: CutModel, parameters: Tree, batch: Tree, region: Region, schedule: Schedule, places: Tree
+    model: PipelineModel,
+    parameters: Tree,
+    batch: Tree,
+    region: ManualRegion,
+    schedule: MicrobatchSchedule,
+    places: Tree,
 ) -> Tree:
     """What the last section puts out, placed as `places` says; nothing is differentiated."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
-        batch = region.on_stages(batch)
-        wire = schedule.output(model, vary_with(parameters, batch), batch, region.records)
-        return jax.tree.map(lambda a: of_first_rank(a, region.rules.shared_work), wire)
+        batch = region.mark_stage_varying(batch)
+        wire = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
+        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), wire)
 
     return region.map(local, parameters, batch, places)

@@ -19,7 +19,7 @@ from mtjax.theory.rules import DATA
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
 with more devices, all threads may wait for a device that has none."""
-THREADS_OF_A_DEVICE = 4
+THREADS_PER_DEVICE = 4
 """XLA's threads for each virtual device. A device has collectives that do not depend on each other, sums over two axes,
 or permutes between stages and sums inside one. XLA for CPUs runs them in any order, each on a thread that it blocks:
 with a thread a device, as XLA has it, all may wait for one that has none."""
@@ -28,7 +28,7 @@ with a thread a device, as XLA has it, all may wait for one that has none."""
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """A mesh of exactly `shape.size` of the devices, attached or compile-only, all axes explicit."""
     axes = shape.axes
-    grid = np.array(devices[: shape.size], dtype=object).reshape([shape.ways((axis,)) for axis in axes])
+    grid = np.array(devices[: shape.size], dtype=object).reshape([shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
 
 
@@ -45,7 +45,7 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
         raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
     if shape.size > 1 and on_cpus:  # XLA reads it when it makes its devices
-        threads = THREADS_OF_A_DEVICE * shape.size // num_processes
+        threads = THREADS_PER_DEVICE * shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     use_cpu_devices(shape.size // num_processes)
     devices = jax.devices()
@@ -63,7 +63,7 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     return make_mesh(shape, devices)
 
 
-def replicas_of(mesh: Mesh) -> list[Mesh]:
+def replica_meshes(mesh: Mesh) -> list[Mesh]:
     """A mesh of each data way's devices, which may do without the others."""
     names, axis = mesh.axis_names, mesh.axis_names.index(DATA)
     rows = np.split(mesh.devices, mesh.shape[DATA], axis=axis)

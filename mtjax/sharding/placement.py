@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-from mtjax.sharding.axes import WHOLE, dimension_axes, partition_spec
-from mtjax.sharding.context.places import token_order
+from mtjax.sharding.axes import REPLICATED, dimension_axes, partition_spec
+from mtjax.sharding.context.zigzag import token_order
 from mtjax.theory.rules import Rules
 
 Tree = Any
@@ -86,7 +86,7 @@ def global_batch(
 
     Where ranks share the tokens of a sample, columns are put in the order in which they have them.
     """
-    rows, ways = process_rows(sharding, global_batch_size), token_ways(sharding)
+    rows, ways = process_rows(sharding, global_batch_size), context_degree(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:
         if ways > 1 and array.ndim > 1:
@@ -103,12 +103,12 @@ def global_batch(
     return {name: assemble(array) for name, array in local.items()}
 
 
-def token_ways(sharding: NamedSharding) -> int:
+def context_degree(sharding: NamedSharding) -> int:
     """Ranks that share the tokens of a sample of a batch."""
     return math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 1))
 
 
-def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
+def min_over_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
     """The minimum over devices of the scalar `function` of each device's parts of `arrays`; only scalars are sent."""
 
     def least(parts: Tree) -> jax.Array:
@@ -117,10 +117,10 @@ def least_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.A
         return lax.pmin(own, axes) if axes else own
 
     places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
-    return jax.shard_map(least, in_specs=(places,), out_specs=WHOLE)(arrays)
+    return jax.shard_map(least, in_specs=(places,), out_specs=REPLICATED)(arrays)
 
 
-def rows_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
+def map_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
     """The numbers that `function` makes of each device's own parts of `arrays`: [devices, numbers], on every device.
 
     Rows are in the order of the mesh. Devices that should hold the same are not trusted to: each reads its own.
@@ -128,7 +128,7 @@ def rows_of_parts(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Ar
     places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
     every_axis = PartitionSpec(tuple(jax.sharding.get_abstract_mesh().axis_names))
     own = jax.shard_map(lambda parts: function(parts)[None], in_specs=(places,), out_specs=every_axis, check_vma=False)
-    return reshard(own(arrays), WHOLE)
+    return reshard(own(arrays), REPLICATED)
 
 
 def holders(array: Any) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Which of a step's gradients are summed over which ranks, and when.
 
-A gradient is summed over the mesh axes that replicate its parameter, in the type of `gradient_wire_dtype`. Mostly that
+A gradient is summed over the mesh axes that replicate its parameter, in the type of `grad_reduce_dtype`. Mostly that
 happens once a step, after the last microbatch. Where the rest of the backward pass can hide it - with a single
 microbatch - and where full gradients must never live - in ZeRO-2 and 3 - it happens inside the backward pass, layer by
 layer.
@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.axes import explicit_part, spec, varying_axes
-from mtjax.sharding.layer_by_layer import scatter_layers
-from mtjax.sharding.parameters import Gathered, GradientSum, Reduced, sum_gradient
-from mtjax.sharding.records import ParameterRecord, split_stacks
-from mtjax.sharding.zero import gathered, kept, once_a_step
-from mtjax.theory.layout import UNSPLIT
+from mtjax.sharding.axes import explicit_only, spec, varying_axes
+from mtjax.sharding.param_comm import GatherOnUse, GradReduction, ReduceGradOnUse, reduce_gradient
+from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
+from mtjax.sharding.stacked_collectives import scatter_layers
+from mtjax.sharding.zero import gather_and_keep, gather_on_use, wrap_for_step
+from mtjax.theory.layout import NOT_SHARDED
 
 Tree = Any
 
-NOTHING = GradientSum((), UNSPLIT, (), 1)
+NO_REDUCTION = GradReduction((), NOT_SHARDED, (), 1)
 """No sum."""
 
 
@@ -50,28 +50,40 @@ class Reduction:
           parameters: placed as `stored`, and varying over the axes over which the batch does.
         """
 
-        def one(record: ParameterRecord, array: Array) -> Any:
-            if record.sent is not None and not record.is_gathered_once:
-                return gathered(record, array)
-            if record.is_gathered_once and record.is_split_inside_layers and self.num_microbatches == self.stages == 1:
-                return kept(record, array)
-            whole = once_a_step(record, array) if record.is_gathered_once else array
-            if self.is_early(record):
-                zeros = zeros_to_sum(array.shape, array, record, record.total)
-                return Reduced(whole, zeros, spec(*record.used_axes), record.used_total)
-            if isinstance(whole, Gathered) or whole.dtype != jnp.float32:
-                shape = [n * record.total.ways if i == record.total.dim else n for i, n in enumerate(array.shape)]
-                return Reduced(whole, zeros_to_sum(shape, array, record, NOTHING), spec(*record.used_axes), NOTHING)
+        def one(record: ParamSpec, array: Array) -> Any:
+            if record.gather_dtype is not None and not record.is_gathered_per_step:
+                return gather_on_use(record, array)
+            if (
+                record.is_gathered_per_step
+                and record.is_sharded_within_layers
+                and self.num_microbatches == self.stages == 1
+            ):
+                return gather_and_keep(record, array)
+            whole = wrap_for_step(record, array) if record.is_gathered_per_step else array
+            if self.is_reduced_in_backward(record):
+                zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
+                return ReduceGradOnUse(whole, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
+            if isinstance(whole, GatherOnUse) or whole.dtype != jnp.float32:
+                shape = [
+                    n * record.grad_reduction.num_shards if i == record.grad_reduction.dim else n
+                    for i, n in enumerate(array.shape)
+                ]
+                return ReduceGradOnUse(
+                    whole,
+                    zeros_like_reduced(shape, array, record, NO_REDUCTION),
+                    spec(*record.layer_axes),
+                    NO_REDUCTION,
+                )
             return whole
 
         return jax.tree.map(one, self.records, parameters)
 
-    def is_early(self, record: ParameterRecord) -> bool:
+    def is_reduced_in_backward(self, record: ParamSpec) -> bool:
         """Whether a gradient is summed over ranks inside the backward pass of each microbatch."""
         if self.zero >= 2:
-            return record.is_split
-        inside = record.is_stacked and (not self.zero or record.is_split_inside_layers)
-        return inside and self.num_microbatches == self.stages == 1 and bool(record.total.axes)
+            return record.is_zero_sharded
+        inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
+        return inside and self.num_microbatches == self.stages == 1 and bool(record.grad_reduction.axes)
 
     def finish(self, gradients: Tree) -> Tree:
         """Sums the gradients that the backward pass has not summed yet, and those that stages share.
@@ -84,23 +96,23 @@ class Reduction:
         """
         leaves, tree = jax.tree.flatten(gradients)
         table = jax.tree.leaves(self.records)
-        stacks = [members for members in split_stacks(table) if not self.is_early(table[members[0]])]
+        stacks = [members for members in sharded_stacks(table) if not self.is_reduced_in_backward(table[members[0]])]
         for i in set(range(len(leaves))).difference(*stacks):
-            if not self.is_early(table[i]):
-                leaves[i] = sum_gradient(leaves[i], table[i].whole, table[i].total)
+            if not self.is_reduced_in_backward(table[i]):
+                leaves[i] = reduce_gradient(leaves[i], table[i].compute_spec, table[i].grad_reduction)
         for members in stacks:
-            places, totals = [table[i].whole for i in members], [table[i].total for i in members]
+            places, totals = [table[i].compute_spec for i in members], [table[i].grad_reduction for i in members]
             summed = scatter_layers([leaves[i] for i in members], totals, places)
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
         for i, record in enumerate(table):
-            if record.late:
-                late = GradientSum(record.late, UNSPLIT, (), 1, record.total.wire)
-                leaves[i] = sum_gradient(leaves[i], record.stored, late)
+            if record.deferred_axes:
+                late = GradReduction(record.deferred_axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
+                leaves[i] = reduce_gradient(leaves[i], record.storage_spec, late)
         return jax.tree.unflatten(tree, leaves)
 
 
-def zeros_to_sum(shape: Sequence[int], like: Array, record: ParameterRecord, total: GradientSum) -> Array:
+def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, total: GradReduction) -> Array:
     """Zeros shaped like a rank's gradient once it is summed, to differentiate by.
 
     Args:
@@ -109,6 +121,6 @@ def zeros_to_sum(shape: Sequence[int], like: Array, record: ParameterRecord, tot
       record: of the parameter.
       total: how its gradient is summed.
     """
-    zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_part(record.whole))
-    axes = tuple(axis for axis in varying_axes(like) if axis in total.parts or axis not in total.axes)
+    zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_only(record.compute_spec))
+    axes = tuple(axis for axis in varying_axes(like) if axis in total.shard_axes or axis not in total.axes)
     return lax.pcast(zeros, axes, to="varying") if axes else zeros

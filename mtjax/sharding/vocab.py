@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import dimension_axes, explicit_axes, spec, sum_ranks, varying_like
+from mtjax.sharding.axes import dimension_axes, explicit_axes, psum_varying, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
 from mtjax.theory.rules import Axes
 
@@ -105,7 +105,7 @@ def vocab_parallel_embedding(
 
 def _int8_embedding(places: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tokens: Array) -> Array:
     def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
-        row, owned = own_rows(places, tokens_BS, len(table_VH.values))
+        row, owned = local_rows(places, tokens_BS, len(table_VH.values))
         vectors = table_VH.values[row] * table_VH.scales[row][..., None]
         return places.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
 
@@ -117,7 +117,7 @@ def _int8_embedding(places: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tok
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _embedding(places: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
     def local(table_VH: Array, tokens_BS: Array) -> Array:
-        row, owned = own_rows(places, tokens_BS, table_VH.shape[0])
+        row, owned = local_rows(places, tokens_BS, table_VH.shape[0])
         vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
         return places.sum_into_residual(vectors)
 
@@ -133,13 +133,13 @@ def _embedding_backward(places: VocabSpecs, dtype: jnp.dtype, saved: Any, gradie
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
         gradient_BSH = places.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
-        row, owned = own_rows(places, tokens_BS, rows)
+        row, owned = local_rows(places, tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped
         flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
         # Zeros that wait for the gradient: XLA would lay out others at the beginning of the step, and keep them.
         late_zero = 0 * jnp.abs(flat[0, 0])
         zeros = varying_like(jnp.full((rows, width), late_zero), table_VH, gradient_BSH, tokens_BS)
-        return sum_ranks(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.samples)
+        return psum_varying(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.samples)
 
     with jax.named_scope("embedding"):
         table, tokens = saved
@@ -150,7 +150,7 @@ def _embedding_backward(places: VocabSpecs, dtype: jnp.dtype, saved: Any, gradie
 _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
-def own_rows(places: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
+def local_rows(places: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
     """Row of each token in this rank's slice, 0 where the slice doesn't have it, and whether it does."""
     row = tokens - places.first_row(rows)
     owned = (row >= 0) & (row < rows)
@@ -241,7 +241,7 @@ def _cross_entropy_backward(
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = own_logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = local_logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -260,8 +260,8 @@ def _cross_entropy_backward(
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
         hidden_gradient = places.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
-        bias_gradient = None if bias_gradient is None else sum_ranks(bias_gradient, places.samples)
-        return hidden_gradient, sum_ranks(table_gradient, places.samples), bias_gradient
+        bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, places.samples)
+        return hidden_gradient, psum_varying(table_gradient, places.samples), bias_gradient
 
     with jax.named_scope("loss"):
         parameters, tokens = (places.hidden, places.table, places.bias), places.tokens
@@ -285,10 +285,10 @@ def _summaries(
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         hidden_CH, labels_C = chunk
-        logits_CV, column_V = own_logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
+        logits_CV, column_V = local_logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
         highest = logits_CV.max(-1)
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-        row, owned = own_rows(places, labels_C, table_VH.shape[0])
+        row, owned = local_rows(places, labels_C, table_VH.shape[0])
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
 
@@ -321,7 +321,7 @@ def vocab_parallel_scores(
         return map_ranks(local, arguments, (places.tokens, places.tokens))(hidden, table, labels)
 
 
-def own_logits(
+def local_logits(
     places: VocabSpecs,
     hidden_CH: Array,
     table_VH: Array,

@@ -19,7 +19,7 @@ HEAD = "head"
 """The module of a task's head, which learns in full."""
 
 
-class Low(NamedTuple):
+class LoraConfig(NamedTuple):
     """What adapters of a model have in common."""
 
     rank: int
@@ -28,11 +28,11 @@ class Low(NamedTuple):
     """Rate, on what they read."""
 
 
-def adapters_of(model: Model, place: str) -> Low | None:
+def adapters_of(model: Model, place: str) -> LoraConfig | None:
     """The adapters of a model's products in `attention` or `mlp`; None where these have none."""
     if not model.lora_rank or model.lora_targets not in ("all", place):
         return None
-    return Low(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)
+    return LoraConfig(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)
 
 
 def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: int) -> tuple[dict[str, int], ...]:
@@ -42,7 +42,7 @@ def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: i
     return {**inputs, **parts, RANK: rank}, {**parts, RANK: rank, **rest}
 
 
-def is_learnt(model: Model, name: str) -> bool:
+def is_trainable(model: Model, name: str) -> bool:
     """Whether a parameter with this dotted name is trained: all are, or adapters and a task's head alone."""
     parts = name.split(".")
     return not model.lora_rank or ADAPTER in parts or parts[0] == HEAD

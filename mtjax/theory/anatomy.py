@@ -69,7 +69,7 @@ class Anatomy:
         return (together,) if together else tuple((stack,) for stack in self.stacks)
 
     @property
-    def written_stacks(self) -> tuple[Stack, ...]:
+    def decoder_stacks(self) -> tuple[Stack, ...]:
         """Those that read what is written."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied
-from mtjax.theory.adapters import is_learnt
+from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.contract import (
     GRADIENTS,
@@ -22,15 +22,15 @@ from mtjax.theory.contract import (
     Expectation,
     Kind,
     Symbols,
-    add_up,
+    sum_expectations,
 )
-from mtjax.theory.counts import Counts, counts, fullest_counts, learnt_counts
+from mtjax.theory.counts import Counts, counts, peak_stage_counts, trainable_counts
 from mtjax.theory.layout import ZERO_AXES, Layout
 from mtjax.theory.parts.embedding import Lookup, Positions
 from mtjax.theory.parts.experts import exchanged_tokens
 from mtjax.theory.parts.heads import teacher_table
-from mtjax.theory.parts.part import Stream
-from mtjax.theory.plans import Across, ExpertMethod, Plan
+from mtjax.theory.parts.part import ResidualStream
+from mtjax.theory.plan import ContextParallelism, ExpertDispatch, Plan
 from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks, timetable
@@ -48,9 +48,9 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.drops_last_reduction,
         pipeline,
         scattered,
-        plan.gradient_wire,
-        plan.across,
-        plan.expert_method,
+        plan.grad_reduce_dtype,
+        plan.context_parallelism,
+        plan.expert_dispatch,
     )
     return _contract(anatomy, plan.layout(anatomy.model), *settings)
 
@@ -65,12 +65,12 @@ def _contract(
     pipeline: str,
     scattered: bool,
     wire: Dtype,
-    across: Across | None,
-    expert_method: ExpertMethod,
+    across: ContextParallelism | None,
+    expert_dispatch: ExpertDispatch,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     turns = "ticks" if pipeline else "microbatches"
-    common = Stream(
+    common = ResidualStream(
         split=layout.sequence,
         label_smoothing=label_smoothing,
         distils=distils,
@@ -79,14 +79,14 @@ def _contract(
         turns=turns,
         forward_turns="2*ticks" if pipeline == "recomputed" else turns,
         across=across,
-        expert_method=expert_method,
+        expert_dispatch=expert_dispatch,
     )
-    lines = [line for part in anatomy.outside for line in part.sends(common)]
+    lines = [line for part in anatomy.outside for line in part.collectives(common)]
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
         before = stack.parts[: stack.parts.index(part)]
-        learns = _learns_below(anatomy) or any(is_learnt(anatomy.model, w.name) for p in before for w in p.weights)
-        lines += part.sends(replace(common, side=stack.side, needed_again=needed, learns_before=learns))
+        learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
+        lines += part.collectives(replace(common, side=stack.side, needed_again=needed, learns_before=learns))
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
     ranks = JOINED.join(sharing)
@@ -101,7 +101,7 @@ def _contract(
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
     name = f"{name} + teacher" if distils else name
-    return Contract(name, add_up(lines), split=("heads", "mlp", "vocab"))
+    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
@@ -127,12 +127,12 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     why = "gradients of what is outside the layers, which every stage holds"
     outside = [weight for part in anatomy.outside for weight in part.weights]
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
-    return [*lines, shared] if any(is_learnt(anatomy.model, weight.name) for weight in outside) else lines
+    return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
 
 
 def _learns_below(anatomy: Anatomy) -> bool:
     """Whether anything below the layers is trained."""
-    return any(is_learnt(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
+    return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
 
 
 def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str) -> list[Expectation]:
@@ -212,18 +212,18 @@ def teacher_lines(ranks: str) -> list[Expectation]:
 
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """The words of the formulas, for a plan; on stages those of the stage that holds most."""
-    model, every = anatomy.model, fullest_counts(anatomy, plan)
+    model, every = anatomy.model, peak_stage_counts(anatomy, plan)
     held = every.shared
-    adapters, in_turn = learnt_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
+    adapters, in_turn = trainable_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
     symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
         "hidden": model.hidden_size,
         "parameter_gathers": 3 if plan.grouped_layers(model.num_layers) else 2,
         "parameters": held.all,
-        "unsplit_parameters": held.unsplit,
+        "unsplit_parameters": held.replicated,
         "adapters": adapters.all,
-        "unsplit_adapters": adapters.unsplit,
+        "unsplit_adapters": adapters.replicated,
         "rank": model.lora_rank,
         **_gathered(held, adapters if model.lora_rank else held, in_turn),
     }
@@ -241,7 +241,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "turn_adapters": _in_turn(adapters, plan),
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
-    if plan.across:
+    if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
     if model.num_experts:
@@ -250,8 +250,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "exchanged_tokens": exchanged_tokens(model, plan),
             "routers": len(main_layers(model)),
             "expert_parameters": every.experts,
-            "unsplit_expert_parameters": every.unsplit_experts,
-            "turn_experts": (every.experts - every.unsplit_experts) // in_turn,
+            "unsplit_expert_parameters": every.replicated_experts,
+            "turn_experts": (every.experts - every.replicated_experts) // in_turn,
             "all_expert_matrices": every.expert_matrices,
             "expert_matrices": every.expert_matrices // in_turn,
         }
@@ -277,7 +277,7 @@ def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
         return 0
     if not plan.is_staged:
         return plan.microbatches
-    last = timetable(plan.schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
+    last = timetable(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
     return int(last.stop - last.start == 1)
 
 
@@ -295,16 +295,16 @@ def _gathered(held: Counts, learnt: Counts, in_turn: int) -> dict[str, int]:
 
 def _in_turn(held: Counts, plan: Plan) -> int:
     """Elements that ZeRO splits of what a tick goes through: a chunk of layers, and what is outside the layers."""
-    chunk = (held.in_layers - held.unsplit_in_layers) // plan.chunks
-    return held.all - held.in_layers - (held.unsplit - held.unsplit_in_layers) + chunk
+    chunk = (held.in_layers - held.replicated_in_layers) // plan.chunks
+    return held.all - held.in_layers - (held.replicated - held.replicated_in_layers) + chunk
 
 
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
     """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
     layout = plan.layout(anatomy.model)
     outside = [weight for part in anatomy.outside for weight in part.weights]
-    held = counts([weight for weight in outside if is_learnt(anatomy.model, weight.name)], layout, plan.mesh)
-    return held.all if not layout.zero else held.unsplit + (held.all - held.unsplit) // plan.zero_ways
+    held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
+    return held.all if not layout.zero else held.replicated + (held.all - held.replicated) // plan.zero_degree
 
 
 def _used_again(anatomy: Anatomy, plan: Plan) -> int:
@@ -315,5 +315,5 @@ def _used_again(anatomy: Anatomy, plan: Plan) -> int:
         uses = len(part.sides) if isinstance(part, Positions) else 1
         uses = lookups + output_is_tied(anatomy.model) if isinstance(part, Lookup) else uses
         held = counts(part.weights, layout, plan.mesh)
-        again += (uses - 1) * (held.all - held.unsplit)
+        again += (uses - 1) * (held.all - held.replicated)
     return again

@@ -91,7 +91,7 @@ class Expectation:
 
     def on(self, mesh: MeshShape) -> "Expectation":
         """This line without the axes of one way, as long as another is left."""
-        split = tuple(axis for axis in self.axes if mesh.ways((axis,)) > 1)
+        split = tuple(axis for axis in self.axes if mesh.degree((axis,)) > 1)
         return self if split in ((), self.axes) else replace(self, axis=JOINED.join(split))
 
 
@@ -105,7 +105,7 @@ class Contract:
     """Logical axes whose parameters must be split over `model`."""
 
 
-def add_up(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
+def sum_expectations(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
     """One line for all that ask for the same arrays in the same phase.
 
     Exact lines of equal arrays add their counts; pooled ones of equal counts add their elements.
@@ -151,7 +151,7 @@ class Requirement:
         return self.count * self.elements
 
     @property
-    def least(self) -> int:
+    def min_elements(self) -> int:
         """The fewest elements with which nothing is missing."""
         return self.elements if self.line.hoisted else self.total
 
@@ -170,7 +170,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
             if axis not in AXES:
                 raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
-        if count and mesh.ways(line.axes) > 1:
+        if count and mesh.degree(line.axes) > 1:
             sent = evaluate(line.sent, symbols) if line.sent else None
             asked.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
     return asked

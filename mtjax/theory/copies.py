@@ -29,14 +29,14 @@ from functools import cache
 from typing import NamedTuple
 
 from mtjax.config import Model
-from mtjax.theory.adapters import is_learnt
+from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import on_device, zero_axes, zero_parts
-from mtjax.theory.layout import Layout, is_sent_rounded
+from mtjax.theory.counts import on_device, zero_axes, zero_degree
+from mtjax.theory.layout import Layout, gathers_in_compute_dtype
 from mtjax.theory.memory import kept_in_turn
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.stages import layers_in_chunk
 
 KEPT = "kept, into stacks and out of them"
@@ -146,7 +146,7 @@ def _sums(held: Sequence[_Held], plan: Plan) -> Iterator[Copy]:
             continue
         if _adds_up(plan):
             size = _summed(one, plan)
-            fresh = plan.element_bytes if one.is_matrix and not plan.reduces_at_once else FLOAT32
+            fresh = plan.element_bytes if one.is_matrix and not plan.reduces_in_backward else FLOAT32
             yield Copy(SUMS, 2 * FLOAT32 * size)
             yield Copy(SUMS, (2 * FLOAT32 + fresh) * size)
         else:
@@ -155,7 +155,7 @@ def _sums(held: Sequence[_Held], plan: Plan) -> Iterator[Copy]:
 
 def _sent(held: Sequence[_Held], plan: Plan) -> Iterator[Copy]:
     """Gradients that the backward pass sums over ranks."""
-    if not plan.reduces_at_once or plan.gradient_wire != "float32":
+    if not plan.reduces_in_backward or plan.grad_reduce_dtype != "float32":
         return
     for one in held:
         if one.is_learnt and one.is_matrix and one.is_shared:
@@ -171,7 +171,7 @@ def _once(one: _Held, plan: Plan, layers: int) -> Iterator[Copy]:
         return
     summed = layers * _summed(one, plan)
     yield Copy(SUMS, 2 * FLOAT32 * summed) if plan.unrolled else Copy(ZEROS, FLOAT32 * summed)
-    if plan.zero == 1 and one.is_split and not plan.reduces_at_once:
+    if plan.zero == 1 and one.is_split and not plan.reduces_in_backward:
         yield Copy(PARTS, 2 * FLOAT32 * one.elements, 2 * layers)
 
 
@@ -188,7 +188,7 @@ def _gathered(one: _Held, plan: Plan, layers: int) -> Iterator[Copy]:
 
 
 def _is_gathered_once(one: _Held, plan: Plan) -> bool:
-    return plan.gathers_once and one.is_split and one.is_learnt
+    return plan.gathers_per_step and one.is_split and one.is_learnt
 
 
 def _adds_up(plan: Plan) -> bool:
@@ -198,7 +198,7 @@ def _adds_up(plan: Plan) -> bool:
 
 def _summed(one: _Held, plan: Plan) -> float:
     """Elements of a gradient that a rank keeps while microbatches come."""
-    return one.own if plan.zero and plan.reduces_at_once else one.elements
+    return one.own if plan.zero and plan.reduces_in_backward else one.elements
 
 
 @cache
@@ -206,8 +206,8 @@ def _held(stack: Stack, model: Model, layout: Layout, mesh: MeshShape) -> tuple[
     """The parameters of a layer."""
 
     def one(weight: Weight) -> _Held:
-        elements, ways = on_device(weight, layout, mesh), mesh.ways(zero_axes(layout, weight.names))
-        own = elements / zero_parts(weight, layout, mesh)
-        return _Held(elements, own, is_sent_rounded(weight.names), is_learnt(model, weight.name), ways > 1)
+        elements, ways = on_device(weight, layout, mesh), mesh.degree(zero_axes(layout, weight.names))
+        own = elements / zero_degree(weight, layout, mesh)
+        return _Held(elements, own, gathers_in_compute_dtype(weight.names), is_trainable(model, weight.name), ways > 1)
 
     return tuple(one(weight) for part in stack.parts for weight in part.weights)

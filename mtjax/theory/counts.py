@@ -7,12 +7,20 @@ from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.sizes import output_is_tied
-from mtjax.theory.adapters import is_learnt
+from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.layout import LAYERS, UNSPLIT, ZERO_AXES, Layout, is_matrix, is_sent_rounded, split_dimension
+from mtjax.theory.layout import (
+    LAYERS,
+    NOT_SHARDED,
+    ZERO_AXES,
+    Layout,
+    gathers_in_compute_dtype,
+    is_matrix,
+    sharded_dimension,
+)
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.part import Weight
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import Axes
 from mtjax.theory.stages import layers_in_chunk
 
@@ -48,7 +56,7 @@ def megatron_parameters(anatomy: Anatomy) -> int:
 
 def on_device(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Elements of a parameter that one rank of a model-parallel group holds, before ZeRO splits any."""
-    return weight.size // math.prod(mesh.ways(layout.rules.axes(name)) for name in weight.names)
+    return weight.size // math.prod(mesh.degree(layout.rules.axes(name)) for name in weight.names)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Counts:
     """Elements on one model rank, before `data` splits any."""
 
     all: int = 0
-    unsplit: int = 0
+    replicated: int = 0
     """Those not divisible by the data ways, so that ZeRO leaves them unsplit."""
     layer_matrices: int = 0
     """Of those that ZeRO splits, matrices of the layers, which it gathers in the compute type; so the next three."""
@@ -68,15 +76,15 @@ class Counts:
     """Biases and norms outside the layers."""
     in_layers: int = 0
     """Of all, those of the layers."""
-    unsplit_in_layers: int = 0
+    replicated_in_layers: int = 0
     """Of the unsplit ones, those of the layers."""
     experts: int = 0
     """Of all, experts' matrices, of which ranks over `expert` have their own."""
-    unsplit_experts: int = 0
+    replicated_experts: int = 0
     """Of the unsplit ones, experts' matrices."""
     expert_matrices: int = 0
     """Of those that ZeRO splits, experts' matrices; these are not among the layers' here."""
-    turned: int = 0
+    transposed: int = 0
     """Of the parts that ZeRO-3 leaves, what XLA turns round before it is gathered: parameters that are split along
     another dimension than the outermost of a layer."""
 
@@ -86,11 +94,11 @@ class Counts:
         return replace(
             self,
             all=self.all - self.experts,
-            unsplit=self.unsplit - self.unsplit_experts,
+            replicated=self.replicated - self.replicated_experts,
             in_layers=self.in_layers - self.experts,
-            unsplit_in_layers=self.unsplit_in_layers - self.unsplit_experts,
+            replicated_in_layers=self.replicated_in_layers - self.replicated_experts,
             experts=0,
-            unsplit_experts=0,
+            replicated_experts=0,
             expert_matrices=0,
         )
 
@@ -109,14 +117,14 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         sums["all"] += elements
         sums["in_layers"] += elements if stacked else 0
         sums["experts"] += elements if is_expert else 0
-        if layout.zero and zero_parts(weight, layout, mesh) == 1:
-            sums["unsplit"] += elements
-            sums["unsplit_in_layers"] += elements if stacked else 0
-            sums["unsplit_experts"] += elements if is_expert else 0
+        if layout.zero and zero_degree(weight, layout, mesh) == 1:
+            sums["replicated"] += elements
+            sums["replicated_in_layers"] += elements if stacked else 0
+            sums["replicated_experts"] += elements if is_expert else 0
         elif layout.zero:
             place = "expert" if is_expert else "layer" if stacked else "outside"
-            sums[f"{place}_{'matrices' if is_sent_rounded(weight.names) else 'vectors'}"] += elements
-            sums["turned"] += _turned(weight, layout, mesh) if layout.zero == 3 else 0
+            sums[f"{place}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
+            sums["transposed"] += _turned(weight, layout, mesh) if layout.zero == 3 else 0
     return Counts(**sums)
 
 
@@ -125,17 +133,17 @@ def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
     return tuple(axis for axis in layout.rules.replicas(names) if axis in ZERO_AXES)
 
 
-def zero_parts(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Into how many parts ZeRO splits a parameter; 1 where it does not."""
-    ways = mesh.ways(zero_axes(layout, weight.names))
-    return 1 if split_dimension(weight.names, weight.shape, layout, ways) == UNSPLIT else ways
+    ways = mesh.degree(zero_axes(layout, weight.names))
+    return 1 if sharded_dimension(weight.names, weight.shape, layout, ways) == NOT_SHARDED else ways
 
 
 def _turned(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Elements of a rank's part of a parameter if dimensions of a layer come before the one that ZeRO splits."""
-    ways = mesh.ways(zero_axes(layout, weight.names))
-    dim = split_dimension(weight.names, weight.shape, layout, ways)
-    sizes = [n // mesh.ways(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
+    ways = mesh.degree(zero_axes(layout, weight.names))
+    dim = sharded_dimension(weight.names, weight.shape, layout, ways)
+    sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
     outer = sizes[weight.names[0] == LAYERS : dim]
     return math.prod(sizes) // ways if math.prod(outer) > 1 else 0
 
@@ -175,11 +183,11 @@ def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> C
     return counts(stage_weights(anatomy, plan, stage), layout, plan.mesh)
 
 
-def learnt_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
+def trainable_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
     """Those of them that are trained: all, or adapters and a task's head."""
     if not anatomy.model.lora_rank:
         return stage_counts(anatomy, plan, stage)
-    weights = [w for w in stage_weights(anatomy, plan, stage) if is_learnt(anatomy.model, w.name)]
+    weights = [w for w in stage_weights(anatomy, plan, stage) if is_trainable(anatomy.model, w.name)]
     return counts(weights, plan.layout(anatomy.model), plan.mesh)
 
 
@@ -191,18 +199,18 @@ def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
 
 def largest_part(anatomy: Anatomy, stack: Stack, layout: Layout, mesh: MeshShape) -> int:
     """Elements that a device holds of what is trained of the part of a layer that has most."""
-    learnt = [[w for w in part.weights if is_learnt(anatomy.model, w.name)] for part in stack.parts]
+    learnt = [[w for w in part.weights if is_trainable(anatomy.model, w.name)] for part in stack.parts]
     return max(counts(weights, layout, mesh).all for weights in learnt)
 
 
 def largest_stack(anatomy: Anatomy, plan: Plan) -> int:
     """Elements that a device holds of the trained parameter of the layers that has most, before ZeRO splits it."""
     layout, weights = plan.layout(anatomy.model), stage_weights(anatomy, plan)
-    learnt = (w for w in weights if w.names[0] == LAYERS and is_learnt(anatomy.model, w.name))
+    learnt = (w for w in weights if w.names[0] == LAYERS and is_trainable(anatomy.model, w.name))
     return max(on_device(weight, layout, plan.mesh) for weight in learnt)
 
 
-def fullest_counts(anatomy: Anatomy, plan: Plan) -> Counts:
+def peak_stage_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     """Those of the stage that holds most."""
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}
     return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)

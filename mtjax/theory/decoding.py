@@ -20,7 +20,7 @@ THRESHOLD_BITS = 32
 
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """What the step sends that sends most: some sequence draws, with top-k and top-p, and wants log-probabilities."""
-    (sublayers,) = {len(stack.parts) for stack in anatomy.written_stacks}
+    (sublayers,) = {len(stack.parts) for stack in anatomy.decoder_stacks}
     stream = "sequences*hidden"
     lines = (
         over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "rows of the newest tokens"),
@@ -47,7 +47,7 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
     return {
         "sequences": sequences,
         "hidden": anatomy.model.hidden_size,
-        "layers": sum(stack.layers for stack in anatomy.written_stacks),
+        "layers": sum(stack.layers for stack in anatomy.decoder_stacks),
         "model_ways": ways,
         "reported": min(REPORTED, padded_vocab_size(anatomy.model) // ways),
     }

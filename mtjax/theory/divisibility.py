@@ -19,9 +19,9 @@ from mtjax.theory.anatomy import Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.stages import balanced_layers
-from mtjax.theory.teaching import teacher_of
+from mtjax.theory.teacher_cost import teacher_of
 
 
 def check(model: Model, plan: Plan) -> None:
@@ -56,7 +56,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     yield from _context_problems(model, plan)
     yield from _expert_problems(model, plan)
     yield from _model_problems(model, plan)
-    yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_ways)
+    yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_degree)
     yield from _choice_problems(model, plan, microbatch)
     if plan.mesh.stage == 1:
         yield from _settings_without_stages(plan)
@@ -81,14 +81,14 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
     sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in _stacks(model)]
     for axis, name, size in sizes:
-        ways = mesh.ways(rules.axes(axis))
+        ways = mesh.degree(rules.axes(axis))
         if size % ways:
             over = " x ".join(rules.axes(axis))
             yield (
                 f"{name} {size} does not divide over {ways} {over} ways of the mesh; "
                 f"{_fitting(axis, size, ways, model.hidden_size)}"
             )
-    ways, shared = mesh.ways(rules.heads), num_kv_heads(model)
+    ways, shared = mesh.degree(rules.heads), num_kv_heads(model)
     if shared % ways and ways % shared:
         over = " x ".join(rules.heads)
         yield (
@@ -176,7 +176,7 @@ def _batch_problems(batch: int, microbatch: int | None, ways: int) -> Iterator[s
 def _choice_problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
     """Choices of one question go through the model together, as rows side by side."""
     choices = rows_of_question(model)
-    rows = microbatch or plan.global_batch_size // plan.data_ways
+    rows = microbatch or plan.global_batch_size // plan.data_degree
     if rows % choices:
         name = "microbatch_size" if microbatch else "global_batch_size on each data rank"
         yield (
@@ -189,7 +189,7 @@ def _settings_without_stages(plan: Plan) -> Iterator[str]:
     """Settings of stages on a mesh that has none."""
     per_stage = plan.layers_per_stage and _listed(plan.layers_per_stage)
     settings = {
-        "schedule": (plan.schedule, "1f1b"),
+        "pipeline_schedule": (plan.pipeline_schedule, "1f1b"),
         "chunks": (plan.chunks, 1),
         "layers_per_stage": (per_stage, None),
     }
@@ -206,7 +206,7 @@ def _microbatch_problems(plan: Plan, microbatch: int | None) -> Iterator[str]:
     """Stages that would wait for the entire batch, because nobody said how to cut it."""
     if microbatch is not None:
         return
-    share, stages = plan.global_batch_size // plan.data_ways, plan.mesh.stage
+    share, stages = plan.global_batch_size // plan.data_degree, plan.mesh.stage
     fits = max(size for size in range(1, share + 1) if share % size == 0 and (share // size >= stages or size == 1))
     yield (
         f"mesh {plan.mesh} has {stages} stages, which need the {share} samples of a data rank as microbatches: set "
@@ -216,16 +216,16 @@ def _microbatch_problems(plan: Plan, microbatch: int | None) -> Iterator[str]:
 
 def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
     stages, chunks = plan.mesh.stage, plan.chunks
-    if chunks > 1 and plan.schedule != "interleaved":
+    if chunks > 1 and plan.pipeline_schedule != "interleaved":
         yield (
-            f"chunks {chunks} is for schedule interleaved, and schedule is {plan.schedule}: take chunks 1, or schedule "
-            "interleaved"
+            f"chunks {chunks} is for pipeline_schedule interleaved, and pipeline_schedule is "
+            f"{plan.pipeline_schedule}: take chunks 1, or pipeline_schedule interleaved"
         )
-    if chunks == 1 and plan.schedule == "interleaved":
+    if chunks == 1 and plan.pipeline_schedule == "interleaved":
         share = min(plan.layers_per_stage or (model.num_layers // stages,))
         near = next((n for n in range(2, share + 1) if share % n == 0), None)
         other = f", or chunks {near}" if near else ""
-        yield f"schedule interleaved needs several chunks a stage, and chunks is 1: take schedule 1f1b{other}"
+        yield f"pipeline_schedule interleaved needs several chunks a stage, and chunks is 1: take 1f1b{other}"
     if plan.residuals == "megatron" and chunks > 1 and plan.microbatches % stages:
         yield (
             f"Megatron's interleaved schedule needs a multiple of {stages} stages as microbatches, not "
@@ -314,7 +314,7 @@ def _recompute_problems(plan: Plan) -> Iterator[str]:
 
 def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
     """What layers without a loop do not go with."""
-    if plan.mesh.has_stages:
+    if plan.mesh.has_pipeline:
         yield (
             f"unroll_layers is for layers that are all on one device, and mesh {plan.mesh} has {plan.stages} stages, "
             "where what layers keep waits in slots: leave it out"
@@ -350,7 +350,7 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
     Raises:
       UserError: names the ramp, the first batch that does not fit, and what START and INCREMENT must be multiples of.
     """
-    micro, ways = config.training.microbatch_size, mesh.batch_ways
+    micro, ways = config.training.microbatch_size, mesh.batch_degree
     unit = (micro or 1) * ways
     wrong = next((size for size in sizes if size % unit), None)
     if wrong is not None:
@@ -364,15 +364,15 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
 
 def parts_of_samples(layout: Layout, mesh: MeshShape) -> int:
     """Of what the length of every sample is a multiple: ranks share its tokens, or each has a part of the stream."""
-    chunks = 2 * mesh.ways(layout.rules.seq) if layout.rules.seq else 1
-    return math.lcm(chunks, mesh.ways(layout.rules.act_seq))
+    chunks = 2 * mesh.degree(layout.rules.seq) if layout.rules.seq else 1
+    return math.lcm(chunks, mesh.degree(layout.rules.act_seq))
 
 
 def num_microbatches(config: Config, mesh: MeshShape, global_batch_size: int | None = None) -> int:
     """Microbatches that a data rank accumulates in a step."""
     batch = global_batch_size or config.training.global_batch_size
-    micro = config.training.microbatch_size or batch // mesh.batch_ways
-    return batch // (micro * mesh.batch_ways)
+    micro = config.training.microbatch_size or batch // mesh.batch_degree
+    return batch // (micro * mesh.batch_degree)
 
 
 def _nearest_multiples(size: int, of: int) -> str:

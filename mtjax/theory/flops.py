@@ -14,7 +14,7 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
 from mtjax.theory.parts.part import unrepeated
-from mtjax.theory.plans import Plan, Recompute
+from mtjax.theory.plan import Plan, Recompute
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
 
@@ -63,7 +63,7 @@ def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
 
 
 def _is_in_chunks(anatomy: Anatomy, plan: Plan) -> bool:
-    return plan.rank_tokens(max(stack.tokens for stack in anatomy.stacks)) > (plan.loss_chunk or math.inf)
+    return plan.local_tokens(max(stack.tokens for stack in anatomy.stacks)) > (plan.loss_chunk or math.inf)
 
 
 def outside_flops(anatomy: Anatomy) -> float:
@@ -128,9 +128,10 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     Like `hardware_flops`, but with full recompute the last product of a pre-LN layer is not computed again, for nobody
     needs its result: `s (88lh^2 + 16slh + 8hV)` in GPT-2; where several layers share a group it is. Logits are computed
     again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
-    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more. Ranks
-    that share samples do so too, and compute c+1 of 2c blocks of the scores (`mtjax.sharding.context.turns`). Experts'
-    backward pass computes the first of their products once more, and full recompute leaves both out.
+    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more.
+    Context parallel ranks do so too, and compute c+1 of 2c blocks of the scores
+    (`mtjax.sharding.context.ring_attention`).
+    Experts' backward pass computes the first of their products once more, and full recompute leaves both out.
 
     On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
     """
@@ -145,7 +146,9 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
         flops -= (3 * stack.layers + again) * (whole - core)
         flops -= (again - grouped) * _scores_asked_for_twice(stack, plan, causal=causal)
-        if plan.flash_attention or plan.across or plan.recompute == "selective":  # the scores alone: the output is kept
+        if (
+            plan.flash_attention or plan.context_parallelism or plan.recompute == "selective"
+        ):  # the scores alone: the output is kept
             flops += stack.layers * core / 2
         needed = again if stack.is_post_norm else grouped
         flops += (3 * stack.layers + again) * repeated_flops(stack, plan.mesh.model)
@@ -167,7 +170,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     )
     for stack in anatomy.stacks:
         whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-        again = 0.5 if plan.flash_attention or plan.across or plan.recompute == "selective" else 0.0
+        again = 0.5 if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective" else 0.0
         once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
         once += routing_again(stack, plan)
         each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
@@ -187,7 +190,7 @@ def _scores_asked_for_twice(stack: Stack, plan: Plan, *, causal: bool) -> float:
     XLA computes once: where ranks share samples, those that no loop takes in parts. These are a rank's own, and of two
     ranks the other's too."""
     ways = plan.mesh.context
-    if not plan.across or plan.flash_attention or stack.tokens > ways * QUERIES_AT_A_TIME:
+    if not plan.context_parallelism or plan.flash_attention or stack.tokens > ways * QUERIES_AT_A_TIME:
         return 0.0
     share = _computed_core_flops(stack, plan, causal=causal) if ways == 2 else core_flops(stack, causal=causal) / ways
     return share / 2
@@ -198,7 +201,7 @@ def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     fewer than these, on each of those that share a sample what only one of them may need."""
     if num_kv_heads(anatomy.model) < mesh.model:
         anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
-    return _over_context(anatomy, mesh.context) if mesh.shares_samples else anatomy
+    return _over_context(anatomy, mesh.context) if mesh.has_context_parallel else anatomy
 
 
 @cache

@@ -24,7 +24,7 @@ stages of a pipeline, experts over `expert`."""
 ZERO_AXES: Axes = (DATA, CONTEXT, EXPERT)
 """Mesh axes over which ZeRO splits what is replicated."""
 
-UNSPLIT = -1
+NOT_SHARDED = -1
 """Stands for the dimension when ZeRO splits none."""
 
 LAYERS = "layers"
@@ -65,7 +65,7 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
     Grouped-query attention may have fewer key and value heads than the mesh has model ways: then each rank has all of
     them, and `mtjax.sharding.kv_heads` is what ranks do with them.
     """
-    shares_heads = num_kv_heads(model) % mesh.ways(TENSOR_RULES.kv_heads) != 0
+    shares_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
     return _layout(sequence_parallel, shares_heads, zero, mesh.axes)
 
 
@@ -94,22 +94,22 @@ def is_decayed(names: tuple[str, ...]) -> bool:
     return is_matrix(names) or "buckets" in names
 
 
-def is_sent_rounded(names: tuple[str, ...]) -> bool:
+def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
     """Whether products take a parameter in the compute type, and ZeRO-3 gathers it so: matrices, but for routers',
     which are read in float32."""
     return is_matrix(names) and "routes" not in names
 
 
-def split_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
+def sharded_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, ways: int) -> int:
     """The dimension of a parameter that ZeRO splits over `ways` ranks: the largest divisible one that is unsplit.
 
     `layers` is taken last, and by stage 1 only: the others need a part of every layer on every rank. Routers' biases
     stay whole: their gradients are 0, and XLA would leave out some of the sums.
     """
     if not layout.zero or ways == 1 or names == ROUTER_BIAS:
-        return UNSPLIT
+        return NOT_SHARDED
     free = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % ways == 0]
     inside = [i for i in free if names[i] != LAYERS]
     if inside:
         return max(inside, key=lambda i: shape[i])
-    return free[0] if free and layout.zero == 1 else UNSPLIT
+    return free[0] if free and layout.zero == 1 else NOT_SHARDED

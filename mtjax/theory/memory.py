@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtjax.config.sizes import output_is_tied
-from mtjax.theory.adapters import is_learnt
+from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, learnt_counts, stage_counts
+from mtjax.theory.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.theory.counts import counts as counts_of
 from mtjax.theory.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.theory.parts.sublayer import NORM_INPUTS
-from mtjax.theory.plans import Plan, Precision
+from mtjax.theory.plan import Plan, Precision
 from mtjax.theory.schedules import megatron_in_flight, slots
 from mtjax.theory.stages import layers_in_chunk
-from mtjax.theory.teaching import forward_bytes, said_bytes, table_bytes, weight_bytes
+from mtjax.theory.teacher_cost import forward_bytes, said_bytes, table_bytes, weight_bytes
 
 LAYER_INPUTS = "layer inputs"
 GRADIENTS_OUTSIDE = "gradients outside the layers, before they are scattered"
@@ -53,7 +53,7 @@ def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
     """
     kinds: Counter[str] = Counter()
     for part in stack.parts:
-        kinds.update(part.keeps(plan))  # pyright: ignore[reportArgumentType] - a Counter adds any numbers
+        kinds.update(part.saved_bytes(plan))  # pyright: ignore[reportArgumentType] - a Counter adds any numbers
     return dict(kinds)
 
 
@@ -108,24 +108,24 @@ class Memory:
 
 def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     """Bytes on a GPU of a stage by formula; mtjax's stages run one program, and all need the same."""
-    mesh, counts, own = plan.mesh, stage_counts(anatomy, plan, stage), learnt_counts(anatomy, plan, stage)
+    mesh, counts, own = plan.mesh, stage_counts(anatomy, plan, stage), trainable_counts(anatomy, plan, stage)
     kept = Counter(_kept_on_stages(anatomy, plan) if plan.is_staged else _kept_in_flight(anatomy, plan, stage))
     for part in anatomy.embed:
-        kept.update(part.keeps(plan))  # pyright: ignore[reportArgumentType]
+        kept.update(part.saved_bytes(plan))  # pyright: ignore[reportArgumentType]
     if whole_gradients := _whole_outside(anatomy, plan):
         kept[GRADIENTS_OUTSIDE] = whole_gradients  # pyright: ignore[reportArgumentType]
-    if plan.residuals == "jax" and counts.turned:
-        kept[TURNED] = plan.precision.weights * counts.turned  # pyright: ignore[reportArgumentType]
+    if plan.residuals == "jax" and counts.transposed:
+        kept[TURNED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
     kept.update(_kept_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     if copies := _copied_once(counts, own, plan):
         kept[COPIES] = copies  # pyright: ignore[reportArgumentType]
-    states = [_states(plan, counts.shared, own.shared, plan.zero_ways)]
+    states = [_states(plan, counts.shared, own.shared, plan.zero_degree)]
     if counts.experts:
-        experts = Counts(counts.experts, counts.unsplit_experts)
-        states.append(_states(plan, experts, experts, plan.expert_zero_ways))
-    _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_ways)
-    gradients = _gradient_bytes(plan, plan.zero_ways)
-    head = max((part.working(plan) for part in anatomy.head), default=0.0)
+        experts = Counts(counts.experts, counts.replicated_experts)
+        states.append(_states(plan, experts, experts, plan.expert_zero_degree))
+    _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_degree)
+    gradients = _gradient_bytes(plan, plan.zero_degree)
+    head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
     outside = g * _added_whole(plan, own)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
@@ -167,7 +167,7 @@ def _states(plan: Plan, counts: Counts, own: Counts, ways: int) -> _States:
     """Of `counts` parameters, of which `own` are trained."""
     w, _, k = bytes_per_parameter(plan.precision, plan.zero, ways)
     # mtjax splits arrays along a dimension; Megatron's optimizer splits one buffer of all of them.
-    whole, left = (held.unsplit if plan.residuals == "jax" else 0 for held in (counts, own))
+    whole, left = (held.replicated if plan.residuals == "jax" else 0 for held in (counts, own))
     learnt, full = own.all - left, plan.precision
     frozen = w if plan.zero == 3 else full.weights
     return _States(
@@ -180,13 +180,13 @@ def _states(plan: Plan, counts: Counts, own: Counts, ways: int) -> _States:
 def _gradient_bytes(plan: Plan, ways: int) -> float:
     """Of a parameter that ZeRO splits over as many ways, from its microbatch to the optimizer."""
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, ways)
-    return g / ways if plan.zero == 1 and plan.reduces_at_once else g
+    return g / ways if plan.zero == 1 and plan.reduces_in_backward else g
 
 
 def _copied_once(counts: Counts, own: Counts, plan: Plan) -> float:
     """Of parameters, from the first microbatch to the last: those that ZeRO-1 and 2 gather, layers' matrices in the
     compute type; of layers without a loop so all matrices."""
-    gathered = own if plan.gathers_once else Counts()
+    gathered = own if plan.gathers_per_step else Counts()
     matrices = gathered.layer_matrices + gathered.expert_matrices
     others = gathered.layer_vectors + gathered.outside_matrices + gathered.outside_vectors
     cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
@@ -195,7 +195,7 @@ def _copied_once(counts: Counts, own: Counts, plan: Plan) -> float:
 
 def _kept_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:
     """What waits of the microbatches in flight; without stages, of one."""
-    copies = megatron_in_flight(plan.schedule, plan.mesh.stage, plan.microbatches, stage, plan.chunks)
+    copies = megatron_in_flight(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, stage, plan.chunks)
     kept: Counter[str] = Counter()
     for stack in anatomy.stacks:
         for name, size in _kept(stack, plan).items():
@@ -210,7 +210,7 @@ def _kept_on_stages(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     keeps where nothing is computed again; else every slot has that of a chunk of each section, and its output, and the
     chunk at work has a copy. One more slot takes what halves keep that do not count.
     """
-    count = 1 + slots(plan.schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    count = 1 + slots(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
     wire = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections)
     kept: Counter[str] = Counter({STAGE_INPUTS: count * wire})
     chunks = [_kept_in_chunk(section, plan) for section in anatomy.sections]
@@ -283,12 +283,12 @@ def _whole_outside(anatomy: Anatomy, plan: Plan) -> float:
 
     XLA scatters them with the embedding's, which come last. Stages have not been looked at.
     """
-    in_parts = plan.zero > 0 and plan.reduces_at_once and plan.zero_ways > 1 and not plan.is_staged
+    in_parts = plan.zero > 0 and plan.reduces_in_backward and plan.zero_degree > 1 and not plan.is_staged
     if not in_parts or plan.residuals != "jax":
         return 0.0
     table = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
     read = [*table, *(weight for part in anatomy.head for weight in part.weights)]
-    learnt = [weight for weight in read if is_learnt(anatomy.model, weight.name)]
+    learnt = [weight for weight in read if is_trainable(anatomy.model, weight.name)]
     return plan.precision.gradients * counts_of(learnt, plan.layout(anatomy.model), plan.mesh).all
 
 
@@ -311,13 +311,13 @@ def _working(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """With ZeRO-3, two layers' parameters: of that at work, and of the next; and the gradients of the one before, which
     mtjax sends while others compute."""
-    waiting = plan.precision.gradients if plan.goes_ahead(anatomy.model) else 0
+    waiting = plan.precision.gradients if plan.prefetches(anatomy.model) else 0
     return (2 * plan.element_bytes + waiting) * _in_layer(anatomy, stack, plan)
 
 
 def _gathered_ahead(anatomy: Anatomy, plan: Plan) -> float:
     """With ZeRO-3, the parameters of the last two layers, while the loss is computed."""
-    waits = plan.zero == 3 and plan.goes_ahead(anatomy.model)
+    waits = plan.zero == 3 and plan.prefetches(anatomy.model)
     return 2 * plan.element_bytes * _in_layer(anatomy, anatomy.stacks[-1], plan) if waits else 0.0
 
 
@@ -343,7 +343,11 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     mask, the last layer's output and its gradient.
     """
     c = plan.element_bytes
-    pairs = 0 if plan.flash_attention or plan.across else sum(part.scores.pairs for part in stack.parts if part.scores)
+    pairs = (
+        0
+        if plan.flash_attention or plan.context_parallelism
+        else sum(part.scores.pairs for part in stack.parts if part.scores)
+    )
     scores = pairs * plan.microbatch_size / plan.mesh.model
     again = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
     again += (2 if plan.recompute == "full" else 1) * kinds.get(NORM_INPUTS, 0)
@@ -352,12 +356,12 @@ def _jax_working(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
     stream = near * plan.microbatch_size * _stream_elements(stack, plan)
     moments, waits = [], 0.0
     for part in reversed(stack.parts):
-        moments.append(part.working(plan) + (waits if part.scores else c * scores))
-        waits = max(waits, part.waits(plan))
+        moments.append(part.backward_peak_bytes(plan) + (waits if part.scores else c * scores))
+        waits = max(waits, part.pending_bytes(plan))
     return again + stream + max(moments)
 
 
-def fullest_stage(anatomy: Anatomy, plan: Plan) -> Memory:
+def peak_stage_memory(anatomy: Anatomy, plan: Plan) -> Memory:
     """The memory of the stage that needs most."""
     stages = range(1 if plan.is_staged else plan.mesh.stage)
     return max((stage_memory(anatomy, plan, i) for i in stages), key=lambda m: m.total)

@@ -42,14 +42,14 @@ class MeshShape:
     model: int = 1
 
     @property
-    def of_replica(self) -> "MeshShape":
+    def replica_shape(self) -> "MeshShape":
         """Of one data way."""
         return replace(self, data=1)
 
     @property
     def size(self) -> int:
         """Devices of the mesh."""
-        return self.ways(AXES)
+        return self.degree(AXES)
 
     @property
     def axes(self) -> Axes:
@@ -57,28 +57,28 @@ class MeshShape:
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
 
     @property
-    def batch_ways(self) -> int:
+    def batch_degree(self) -> int:
         """In how many parts the samples of a batch are split."""
         return self.data * self.expert
 
     @property
-    def has_stages(self) -> bool:
+    def has_pipeline(self) -> bool:
         """Whether layers are spread over the stages of a pipeline."""
         return self.stage > 1
 
     @property
-    def shares_samples(self) -> bool:
+    def has_context_parallel(self) -> bool:
         """Whether several ranks share the tokens of each sample."""
         return self.context > 1
 
     @property
-    def shares_batch_and_layers(self) -> bool:
+    def has_data_and_tensor(self) -> bool:
         """Whether several ranks share the batch, and several each layer. Where a server has as many GPUs as there are
         model ways, gradients then cross other links than activations."""
         return min(self.data, self.model) > 1
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """As it is shown to people: "64x8 (data x model)", or with the name of each axis."""
         return f"{self} ({' x '.join(POSITIONAL[2])})" if self.axes == POSITIONAL[2] else str(self)
 
@@ -88,7 +88,7 @@ class MeshShape:
         degrees = [(short, getattr(self, axis)) for axis, short in ABBREVIATIONS.items()]
         return " x ".join(f"{short} {degree}" for short, degree in degrees if degree > 1) or "DP 1"
 
-    def ways(self, axes: Axes) -> int:
+    def degree(self, axes: Axes) -> int:
         """The number of parts into which these axes together split a dimension; 1 for ()."""
         return math.prod(getattr(self, axis) for axis in axes)
 
@@ -102,13 +102,13 @@ class MeshShape:
 def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshShape]:
     """A mesh, and those on which some of its data ways are ways of as many experts, or share samples of so many tokens;
     the mesh alone without experts and with short samples."""
-    for context in shared_ways(tokens):
+    for context in context_degrees(tokens):
         data, left = divmod(mesh.data, context)
         for ways in divisors(math.gcd(data, experts or 1)) if not left else ():
             yield replace(mesh, data=data // ways, context=context, expert=ways)
 
 
-def shared_ways(tokens: int) -> list[int]:
+def context_degrees(tokens: int) -> list[int]:
     """Numbers of ranks that may share a sample of so many tokens on a mesh that mtjax proposes; 1 first."""
     return divisors(tokens // LEAST_SHARED or 1)
 
@@ -163,13 +163,13 @@ def _named_ways(text: str) -> dict[str, int]:
     return ways
 
 
-def check_whole_samples(mesh: MeshShape) -> None:
+def check_no_context_parallel(mesh: MeshShape) -> None:
     """Checks that every rank has all tokens of its samples: text is not generated where ranks share them.
 
     Raises:
       UserError: several share them.
     """
-    if mesh.shares_samples:
+    if mesh.has_context_parallel:
         raise UserError(
             f"mesh {mesh} shares the tokens of samples over context={mesh.context}, which is for training and "
             "evaluation: leave it out"

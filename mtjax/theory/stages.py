@@ -9,7 +9,7 @@ from mtjax.config import Model, Parallel
 from mtjax.theory.anatomy import Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 PADDING = -1
 """Stands for the layer where a stage has fewer than others."""

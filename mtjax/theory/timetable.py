@@ -4,8 +4,8 @@ A tick has a forward and a backward half. In each half a stage works on one chun
 is idle; then activations go to the next chunk and gradients to the one before, all at once. So a chunk's forward halves
 are one tick behind those of the chunk before it, and its backward halves one tick behind those of the chunk after it.
 
-The executor (`mtjax.sharding.schedules.staged`) runs a timetable; the contract, the planner and the drawings count from
-it. Halves in which no stage has work are not run.
+The executor (`mtjax.sharding.schedules.pipeline`) runs a timetable; the contract, the planner and the plots count
+from it. Halves in which no stage has work are not run.
 
 Stage s of p has the chunks s, p + s, 2p + s, ... of the model's v p, as in section 2.2 of arXiv 2104.04473.
 """

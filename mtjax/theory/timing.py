@@ -13,16 +13,10 @@ from typing import Any
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.theory.copies import Copy, copies, copies_in_step, copies_in_turn
-from mtjax.theory.counts import fullest_counts
+from mtjax.theory.counts import peak_stage_counts
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
-from mtjax.theory.machine import Constants, Machine
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.parts.part import Product, Scores, Touched, unrepeated
-from mtjax.theory.plans import Plan
-from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
-from mtjax.theory.schedules import megatron_bubble
-from mtjax.theory.sending import (
+from mtjax.theory.link_time import (
     axis_of,
     exposed_ahead,
     exposed_by_axis,
@@ -32,9 +26,15 @@ from mtjax.theory.sending import (
     spent_on_stages,
     transfer_time,
 )
+from mtjax.theory.machine import Constants, Machine
+from mtjax.theory.mesh import MeshShape
+from mtjax.theory.parts.part import Elementwise, Product, Scores, unrepeated
+from mtjax.theory.plan import Plan
+from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.theory.schedules import megatron_bubble
 from mtjax.theory.software import MTJAX, Software
 from mtjax.theory.stages import layers_in_chunk
-from mtjax.theory.teaching import teacher_of
+from mtjax.theory.teacher_cost import teacher_of
 from mtjax.theory.timetable import num_ticks
 from mtjax.theory.traffic import teacher_transfers, transfers
 
@@ -98,7 +98,7 @@ def step_time(
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
-    if plan.goes_ahead(anatomy.model):
+    if plan.prefetches(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
@@ -112,7 +112,7 @@ def step_time(
         logits=head,
         model_axis=exposed[MODEL],
         stage_axis=exposed[STAGE],
-        bubble=per_step * megatron_bubble(plan.schedule, plan.mesh.stage, m, plan.chunks),
+        bubble=per_step * megatron_bubble(plan.pipeline_schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
         copies=_copies(copies(anatomy, plan), machine, software),
@@ -145,7 +145,11 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     work = products + attention + element_wise + copied
     longest = max(sum(chunk) for chunk in chunks)
     ahead = sum(layers_in_chunk(s, plan) * _layer_forward(s, alike, machine, software) for s in anatomy.sections[-1])
-    skipped = ahead if plan.recompute == "full" and plan.schedule != "gpipe" and not plan.across else 0.0
+    skipped = (
+        ahead
+        if plan.recompute == "full" and plan.pipeline_schedule != "gpipe" and not plan.context_parallelism
+        else 0.0
+    )
     spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
     on_layers, to_experts = spent[MODEL] / sections, spent[EXPERT] / sections
@@ -181,9 +185,15 @@ def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) 
 
 def _alike(plan: Plan) -> Plan:
     """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
-    ways = {axis: plan.mesh.ways((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
+    ways = {axis: plan.mesh.degree((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
     mesh = MeshShape(stage=min(plan.mesh.stage, 2), **ways)
-    same: dict[str, Any] = {"zero": 0, "schedule": "1f1b", "chunks": 1, "layers_per_stage": None, "teacher": None}
+    same: dict[str, Any] = {
+        "zero": 0,
+        "pipeline_schedule": "1f1b",
+        "chunks": 1,
+        "layers_per_stage": None,
+        "teacher": None,
+    }
     return replace(plan, mesh=mesh, global_batch_size=1, **same)
 
 
@@ -216,7 +226,7 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     cores = _layer_cores(stack, plan, machine, software)
     times = 1 if plan.recompute == "none" else 2
     core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
-    moves, touched = software.kernels, [part.touched for part in stack.parts]
+    moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
     return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
@@ -227,7 +237,7 @@ def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Softwar
     """Seconds of one layer and microbatch, forward."""
     products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
     cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
-    moved = _bytes(software.kernels.forward, [part.touched for part in stack.parts], plan)
+    moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
     return products + cores + machine.passes(moved)
 
 
@@ -254,20 +264,20 @@ def _backward(product: Product, plan: Plan, machine: Machine) -> float:
 
 def _rows(product: Product, plan: Plan) -> tuple[float, float]:
     """Rows of a product with one matrix on the rank that has most, and its matrices: one, or those of its experts."""
-    rows = plan.rank_tokens(product.tokens)
+    rows = plan.local_tokens(product.tokens)
     if not product.experts:
         return rows, 1
     groups = product.experts / plan.mesh.expert
     return plan.expert_imbalance * rows / groups, groups
 
 
-def _bytes(traffic: Traffic, touched: list[Touched], plan: Plan) -> float:
+def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
     """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
     c, ways = plan.element_bytes, plan.mesh.model
     outside = sum(t.stream for t in touched) / (ways if plan.sequence_parallel else 1)
     inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
     moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
-    return plan.rank_tokens(1) * moved
+    return plan.local_tokens(1) * moved
 
 
 def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
@@ -282,8 +292,8 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     core = CORE[kernels.name]
     element = plan.element_bytes
     return (
-        both + machine.passes(pairs * core.forward(element, plan.drops_probabilities)),
-        2 * both + machine.passes(pairs * core.backward(element, plan.drops_probabilities)),
+        both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout)),
+        2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout)),
     )
 
 
@@ -297,7 +307,7 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
     seconds += sum(_forward(product, plan, machine) for product in made[1:])
     again = sum(_forward(product, plan, machine) for product in made) if software.recomputes_logits else 0
-    columns = len(made) * plan.rank_tokens(logits.tokens) * logits.outer
+    columns = len(made) * plan.local_tokens(logits.tokens) * logits.outer
     return seconds + again + machine.passes(columns * software.kernels.logits)
 
 
@@ -308,8 +318,8 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds to read and write what Adam updates on this GPU, and to read the gradients once more for their norm."""
-    precision, counts = plan.precision, fullest_counts(anatomy, plan)
-    shards, of_experts = (plan.zero_ways, plan.expert_zero_ways) if plan.zero else (1, 1)
+    precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
+    shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
     return machine.passes(own * (states + software.kernels.optimizer_extra))

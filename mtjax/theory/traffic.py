@@ -15,9 +15,9 @@ from mtjax.theory.contract import (
     Expectation,
     requirements,
 )
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
-from mtjax.theory.teaching import teacher_of
+from mtjax.theory.teacher_cost import teacher_of
 
 AXIS_NAMES = {
     DATA: "data ways",
@@ -81,7 +81,7 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
     sent = [
         Transfer(
             required.line.axis,
-            plan.mesh.ways(required.line.axes),
+            plan.mesh.degree(required.line.axes),
             required.line.kind,
             f"{required.line.phase}: {required.line.why}",
             required.count,

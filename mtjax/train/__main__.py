@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from mtjax.cli import Command, parse, run_main
 from mtjax.interrupt import CtrlC
 from mtjax.theory.mesh import AUTO
+from mtjax.train.observability.start_timer import StartTimer
 from mtjax.train.options import DESCRIPTION, Options
-from mtjax.train.watch.times import Times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments; returns its exit code."""
 
-    times = Times()
+    times = StartTimer()
 
     def body() -> int:
         with CtrlC():
             command = parse(argv, "mtjax train", DESCRIPTION, Options)
-            from mtjax.train.processes.local import Member, processes_needed, run_members, together
+            from mtjax.train.processes.local import Member, member_arguments, processes_needed, run_members
 
             count = processes_needed(command.config, os.environ)
             if count == 1:
@@ -27,20 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = command.config.parallel.mesh
         print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
         words = list(sys.argv[1:] if argv is None else argv)
-        members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(together(words, count))]
+        members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(member_arguments(words, count))]
         return run_members(members, command.config.parallel.peer_timeout).code
 
     return run_main(body)
 
 
-def _train(command: Command[Options], times: Times) -> int:
-    from mtjax.generate.continued import continue_text  # seconds to import: not before the options are right
+def _train(command: Command[Options], times: StartTimer) -> int:
+    from mtjax.generate.training_sample import continue_text  # seconds to import: not before the options are right
     from mtjax.train.loop import train
     from mtjax.train.objective import Pretraining
 
     show = None
     if command.options.inspect:
-        from mtjax.inspect.hook import show_program as show
+        from mtjax.inspect.train_hook import show_program as show
     choose_mesh = None
     if command.config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh as choose_mesh

@@ -15,18 +15,18 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.config.sizes import num_outputs, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.models.cut import Taught
-from mtjax.models.placed import Batch
+from mtjax.models.pipeline_model import DistilledTrunkPipeline
+from mtjax.models.sharded_model import Batch
 from mtjax.models.trunk import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.sharding import placement
-from mtjax.sharding.records import parameter_records, places
+from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.theory.layout import Layout
-from mtjax.train.step import Learning, Program
+from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
 
 
-class Distilled(Program):
+class Distilled(TrainStep):
     """A student on a mesh.
 
     Raises:
@@ -45,10 +45,10 @@ class Distilled(Program):
                 )
             self._tables[TEACHER_TABLE] = jax.ShapeDtypeStruct((padded_vocab_size(config.model), width), dtype)
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
-        wires = config.training.compute_dtype, config.parallel.gradient_wire_dtype
-        records = parameter_records(names, shapes, self.layout, self.shape, *wires, lambda name: False)
+        wires = config.training.compute_dtype, config.parallel.grad_reduce_dtype
+        records = param_specs(names, shapes, self.layout, self.shape, *wires, lambda name: False)
         self._region = dataclasses.replace(self.region, records={**self.records, **records})
-        self._table_places = placement.shardings(places(records, "stored"), self.mesh)[TEACHER]
+        self._table_places = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
         """A batch of the data, what the teacher makes of it, and its output table."""
@@ -77,16 +77,16 @@ class Distilled(Program):
         shares = {HARD: 1 - share, SOFT: share}
         return loss, {name: value / shares[name] for name, value in parts.items() if shares[name]}, gradients
 
-    def learning(self, parameters: Tree, batch: Batch) -> Learning:
+    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """The student, beside the teacher's output table where the losses read one."""
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)
         if not self._tables:
-            return Learning(self.cut(options), self.region, parameters, batch)
+            return LossInputs(self.pipeline_model(options), self.region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
         rest = {name: array for name, array in batch.items() if name not in tables}
-        model = Taught(lambda tree: self.model(_students(tree)), options, self.sections)
-        return Learning(model, self._region, {**parameters, TEACHER: tables}, rest)
+        model = DistilledTrunkPipeline(lambda tree: self.model(_students(tree)), options, self.sections)
+        return LossInputs(model, self._region, {**parameters, TEACHER: tables}, rest)
 
 
 def _students(parameters: Tree) -> Tree:

@@ -6,11 +6,13 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Loader
 from mtjax.errors import UserError
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.placement import global_batch, process_rows
 
 
-def open_batches(placed: Placed, config: Config, dataset: Dataset, consumed: int, schedule: BatchSchedule) -> Loader:
+def open_batches(
+    placed: ShardedModel, config: Config, dataset: Dataset, consumed: int, schedule: BatchSchedule
+) -> Loader:
     """This process' rows of every batch, from a position in the data onwards."""
     return data.open_loader(
         config,
@@ -21,7 +23,7 @@ def open_batches(placed: Placed, config: Config, dataset: Dataset, consumed: int
     )
 
 
-def next_batch(placed: Placed, batches: Loader, size: int) -> dict[str, jax.Array]:
+def next_batch(placed: ShardedModel, batches: Loader, size: int) -> dict[str, jax.Array]:
     """The next global batch, of what the program reads.
 
     Raises:

@@ -15,7 +15,6 @@ from mtjax.config.sizes import dense_layers
 from mtjax.errors import UserError
 from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
 from mtjax.storage import shown
-from mtjax.train.bad_steps import BadSteps
 from mtjax.train.changes import parse_allowed
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
@@ -23,48 +22,41 @@ from mtjax.train.checkpoints.saves import Saves
 from mtjax.train.compile_cache import CompileCache, programs_in_words
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
-from mtjax.train.objective import PRETRAINING, Evaluations, Objective, Text
+from mtjax.train.nonfinite_steps import NonfiniteSteps
+from mtjax.train.objective import PRETRAINING, Evaluations, Objective, RunData
+from mtjax.train.observability import start_timer
+from mtjax.train.observability.best import Goal
+from mtjax.train.observability.corruption_checks import CorruptionChecks
+from mtjax.train.observability.expert_load import load_entries
+from mtjax.train.observability.goodput import TimeLog
+from mtjax.train.observability.metrics import MetricsLog, Rates, plot_losses
+from mtjax.train.observability.profiling import Profile, parse_steps
+from mtjax.train.observability.progress import ProgressLine
+from mtjax.train.observability.start_timer import StartTimer
+from mtjax.train.observability.step_clock import StepClock
+from mtjax.train.observability.trackers import Tracking, check_tracker
 from mtjax.train.options import Options
 from mtjax.train.processes.peers import Peers
 from mtjax.train.processes.signals import StopRequest
 from mtjax.train.setup import (
     BestKept,
     ChooseMesh,
-    Place,
+    RunEnvironment,
     check_comparable,
     check_memory,
     find_past,
-    find_place,
-    introduce,
     nothing_to_do,
     open_best_kept,
     open_checkpoints,
+    portable_config,
     prepare,
+    prepare_environment,
+    print_run_summary,
     restore_or_initialize,
     resume_command,
-    shareable,
     with_mesh,
 )
-from mtjax.train.step import Program, State
-from mtjax.train.watch.best import Goal
-from mtjax.train.watch.expert_load import load_entries
-from mtjax.train.watch.goodput import TimeLog
-from mtjax.train.watch.metrics import MetricsLog, Rates, plot_losses
-from mtjax.train.watch.profiling import Profile, parse_steps
-from mtjax.train.watch.progress import ProgressLine
-from mtjax.train.watch.replicas import Replicas
-from mtjax.train.watch.step_clock import StepClock
-from mtjax.train.watch.times import (
-    DEVICES,
-    PROCESSES,
-    REPLICAS,
-    SAVE,
-    STATE,
-    SUMMARY,
-    VALIDATION,
-    Times,
-)
-from mtjax.train.watch.trackers import Tracking, check_tracker
+from mtjax.train.step import State, TrainStep
 
 
 @dataclass
@@ -73,9 +65,9 @@ class Run:
 
     config: Config
     objective: Objective
-    place: Place
-    text: Text
-    program: Program
+    environment: RunEnvironment
+    data: RunData
+    program: TrainStep
     progress: ProgressLine
     checkpoints: Checkpoints
     saves: Saves
@@ -86,20 +78,20 @@ class Run:
     time_log: TimeLog | None
     best: BestKept | None
     """Where the objective has a goal."""
-    bad_steps: BadSteps
-    replicas: Replicas
-    this_start: "ThisStart"
+    nonfinite_steps: NonfiniteSteps
+    corruption_checks: CorruptionChecks
+    start: "StartOptions"
 
 
-Show = Callable[[Program, Console], object]
+Show = Callable[[TrainStep, Console], object]
 
 
 @dataclass(frozen=True)
-class ThisStart:
+class StartOptions:
     """What belongs to this start of the run alone."""
 
     options: Options
-    times: Times
+    times: StartTimer
     cache: CompileCache
     show: Show | None = None
     """Called with the program before its first step."""
@@ -117,7 +109,7 @@ def train(
     options: Options = Options(),  # noqa: B008 - it can't be changed
     *,
     objective: Objective = PRETRAINING,
-    times: Times | None = None,
+    times: StartTimer | None = None,
     show: Show | None = None,
     choose_mesh: ChooseMesh | None = None,
     evaluations: Evaluations | None = None,
@@ -137,22 +129,22 @@ def train(
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
     """
-    times = times or Times()
+    times = times or StartTimer()
     check_tracker(options.track)
     parse_steps(options.profile)
     with times.watch_compiler(), CompileCache(options.compile_cache) as cache:
-        times.begin(PROCESSES)
+        times.begin(start_timer.PROCESSES)
         with Peers(config.parallel) as peers:
-            this_start = ThisStart(options, times, cache, show, evaluations)
+            this_start = StartOptions(options, times, cache, show, evaluations)
             return train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
 
 
-def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, objective: Objective) -> bool:
+def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions, objective: Objective) -> bool:
     """`train`, once the processes of the run have found each other."""
     times, allowed = this_start.times, parse_allowed(this_start.options.allow_changed)
     # --- Devices, text, and the model: abstract until there is a checkpoint or a seed
-    times.begin(DEVICES)
-    place = find_place(config, name, peers, objective)
+    times.begin(start_timer.DEVICES)
+    place = prepare_environment(config, name, peers, objective)
     again = partial(prepare, config, place, objective, allowed, times)
     ready = again(find_past(config.output, place.out))
     config, text, program = ready.config, ready.text, ready.program
@@ -165,7 +157,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
     rates = Rates.of(config, list(place.mesh.devices.flat))
     with contextlib.ExitStack() as stack:
         progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
-        introduce(config, place, program, progress)
+        print_run_summary(config, place, program, progress)
         if this_start.cache.note:
             progress.say(f"note    {this_start.cache.note}")
         if this_start.show is not None:
@@ -178,7 +170,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
             stack.callback(local.close)
 
         # --- State: restored, or fresh
-        times.begin(STATE)
+        times.begin(start_timer.STATE)
         start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
         if start.past != ready.past:  # the newest checkpoint was damaged, or the other tier has a newer one
             ready = again(start.past)
@@ -195,14 +187,14 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
 
         # --- Steps
         peers.advice = resume_command(objective, place.out)
-        saves = Saves(checkpoints, output.failed_saves, lambda: peers.advice, progress.say)
+        saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
         best = open_best_kept(this_start.goal(objective, config), config, place, start.step, stack, progress.say)
-        watches = (best, BadSteps(config.training, program.tensors), Replicas(program))
+        watches = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, place, text, program, progress, *tiers, *logs, *watches, this_start)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
-        times.begin(SAVE)  # is waited for here
+        times.begin(start_timer.SAVE)  # is waited for here
 
     conclude(run, state, stopped)
     return not stopped
@@ -210,17 +202,22 @@ def train_with(peers: Peers, config: Config, name: str, this_start: ThisStart, o
 
 def conclude(run: Run, state: State, stopped: str | None) -> None:
     """Prints how the run ended: after its last step, or `stopped` by a signal."""
-    run.this_start.times.begin(SUMMARY)
+    run.start.times.begin(start_timer.SUMMARY)
     if stopped:
-        advice = run.place.peers.advice
+        advice = run.environment.peers.advice
         run.progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {advice}")
     else:
-        summarise(run, state)
+        print_summary(run, state)
     end_time_log(run, state)
 
 
 def open_logs(
-    config: Config, place: Place, text: Text, this_start: ThisStart, from_step: int, say: Callable[[str], object]
+    config: Config,
+    place: RunEnvironment,
+    text: RunData,
+    this_start: StartOptions,
+    from_step: int,
+    say: Callable[[str], object],
 ) -> tuple[MetricsLog | None, TimeLog | None]:
     """The metrics and times of a run, beside what it was started with; None in all processes but the first."""
     if not place.is_first_process:
@@ -228,7 +225,7 @@ def open_logs(
     folder = place.folder
     tracking = Tracking(this_start.options.track, folder, config, say)
     with writing(folder):
-        configs.save(shareable(config), folder / "config.toml")
+        configs.save(portable_config(config), folder / "config.toml")
         text.save(folder)
         metrics = MetricsLog(folder, from_step=from_step, tracker=tracking)
         time_log = TimeLog(folder, from_step, this_start.times)
@@ -242,50 +239,50 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
 
     The host runs ahead of the devices: it waits for them only where something is logged, saved or validated.
     """
-    training, output, lessons = run.config.training, run.config.output, run.objective.lessons(run.program)
+    training, output, lessons = run.config.training, run.config.output, run.objective.teacher_targets(run.program)
     state, consumed = start.state, start.consumed_samples
     signal_name = None
-    times, timeout = run.this_start.times, run.config.parallel.step_timeout
-    clock = StepClock(start.step, run.place.folder, timeout, run.place.peers, run.progress.say, times)
-    profile = Profile(parse_steps(run.this_start.options.profile), run.place.folder, run.progress.say)
+    times, timeout = run.start.times, run.config.parallel.step_timeout
+    clock = StepClock(start.step, run.environment.folder, timeout, run.environment.peers, run.progress.say, times)
+    profile = Profile(parse_steps(run.start.options.profile), run.environment.folder, run.progress.say)
     results = None
     stopped_before = run.best is not None and run.best.best.is_over
-    train_batches = open_batches(run.program, run.config, run.text.train, consumed, run.place.schedule)
+    train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
         for step in range(start.step + 1, start.step + 1 if stopped_before else training.steps + 1):
-            size = run.place.schedule.batch_size(consumed)
+            size = run.environment.batch_schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)
             batch = lessons(batch) if lessons else batch
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
-            run.bad_steps.add(step, range(consumed, consumed + size), results)
+            run.nonfinite_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
             last = step == training.steps
-            judged = run.text.held_out is not None and step % output.valid_every == 0
-            judged |= run.this_start.evaluations is not None and step % output.evaluate_every == 0
+            judged = run.data.held_out is not None and step % output.valid_every == 0
+            judged |= run.start.evaluations is not None and step % output.evaluate_every == 0
             if step % output.log_every == 0 or step == start.step + 1 or judged or last:
-                entry = measure(step, jax.device_get(results), clock, dense_layers(run.config.model))
+                entry = step_metrics(step, jax.device_get(results), clock, dense_layers(run.config.model))
                 check_steps(run, state)
-                entry |= judge(run, state, step, clock)
-                report(run, entry, compiled=step == start.step + 1)
+                entry |= validate_and_evaluate(run, state, step, clock)
+                log_entry(run, entry, compiled=step == start.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
-            elif run.bad_steps.is_full:
+            elif run.nonfinite_steps.is_full:
                 check_steps(run, state)
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 jax.block_until_ready(results)  # else the save would wait for the steps
-                clock.pause(SAVE)
-                run.replicas.check_state(step, state)
+                clock.pause(start_timer.SAVE)
+                run.corruption_checks.check_state(step, state)
                 run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
                 if run.time_log is not None:
                     run.time_log.write(step)
                 clock.restart(step)
             elif run.local is not None and run.local.is_due(step):
                 jax.block_until_ready(results)
-                clock.pause(SAVE)
+                clock.pause(start_timer.SAVE)
                 run.local.save(state, run.config, consumed)
                 clock.restart(step)
             if signal_name or last:
@@ -295,13 +292,13 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
 
 def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array], clock: StepClock) -> None:
     """Looks for silent corruption before a step, where that is due; it does not count as a step's time."""
-    if run.replicas.is_due(step):
-        clock.pause(REPLICAS)
-        run.replicas.check_step(step, state, batch)
+    if run.corruption_checks.is_due(step):
+        clock.pause(start_timer.REPLICAS)
+        run.corruption_checks.check_step(step, state, batch)
         clock.restart(step - 1)
 
 
-def measure(step: int, results: dict[str, Any], clock: StepClock, dense: Sequence[int]) -> dict[str, Any]:
+def step_metrics(step: int, results: dict[str, Any], clock: StepClock, dense: Sequence[int]) -> dict[str, Any]:
     """A step's entry in the metrics; layers with the numbers `dense` have no experts."""
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
@@ -316,11 +313,11 @@ def check_steps(run: Run, state: State) -> None:
     Raises:
       UserError: too many in a row.
     """
-    for skipped in run.bad_steps.look():
+    for skipped in run.nonfinite_steps.look():
         run.progress.say(f"step {skipped.step} skipped: {skipped}")
-    if not run.bad_steps.are_too_many:
+    if not run.nonfinite_steps.are_too_many:
         return
-    in_a_row, saved = run.bad_steps.in_a_row, run.checkpoints.latest()
+    in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
     spoilt = run.program.bad_parameter(state.parameters)
     checkpoint = (
         "there is no checkpoint yet"
@@ -334,7 +331,7 @@ def check_steps(run: Run, state: State) -> None:
     )
 
 
-def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
+def log_entry(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     """Shows an entry and logs it; `compiled` says that its time is mostly the compiler's."""
     if run.metrics is not None and run.time_log is not None:
         run.metrics.write(entry | run.time_log.metrics())
@@ -342,17 +339,17 @@ def report(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
     run.progress.update(entry, compiled=compiled)
 
 
-def judge(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
+def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
     """The entries in the metrics of what is due after a step: a validation, evaluations; it is not a step's time."""
-    output, evaluations, entries = run.config.output, run.this_start.evaluations, dict[str, float]()
+    output, evaluations, entries = run.config.output, run.start.evaluations, dict[str, float]()
     last = step == run.config.training.steps
-    validate = run.text.held_out is not None and (step % output.valid_every == 0 or last)
+    validate = run.data.held_out is not None and (step % output.valid_every == 0 or last)
     evaluate = evaluations is not None and (step % output.evaluate_every == 0 or last)
     if not (validate or evaluate):
         return entries
-    clock.pause(VALIDATION)
-    if validate and run.text.held_out is not None:
-        entries |= run.objective.validate(run.program, state.parameters, run.text.held_out)
+    clock.pause(start_timer.VALIDATION)
+    if validate and run.data.held_out is not None:
+        entries |= run.objective.validate(run.program, state.parameters, run.data.held_out)
     if evaluate and evaluations is not None:
         entries |= evaluations.ask(state.parameters)
     clock.restart(step)
@@ -364,25 +361,25 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
     if run.best is None:
         return False
     if run.best.best.look(entry):
-        clock.pause(SAVE)
+        clock.pause(start_timer.SAVE)
         run.best.saves.save(state, run.config, consumed, last=True)
         clock.restart(entry["step"])
     return run.best.best.is_over
 
 
-def summarise(run: Run, state: State) -> None:
+def print_summary(run: Run, state: State) -> None:
     """Says where the results and the time are, how the model writes, and what to try next."""
-    out, best = shown(run.place.out), ""
+    out, best = shown(run.environment.out), ""
     if run.best is not None and run.best.best.step:
         kept = run.best.best
         best = f", best {kept.goal.metric.removeprefix('valid_')} {kept.value:.4f} after step {kept.step}"
-    sample = run.objective.sample(run.program, state.parameters, run.text.tokenizer)
+    sample = run.objective.sample(run.program, state.parameters, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:
-        with writing(run.place.folder):
-            plot_losses(run.metrics.path, run.place.folder / "loss.png")
-        time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.this_start.cache)}\n"
+        with writing(run.environment.folder):
+            plot_losses(run.metrics.path, run.environment.folder / "loss.png")
+        time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.start.cache)}\n"
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
         f"checkpoints are in {out}\n"
@@ -396,5 +393,5 @@ def end_time_log(run: Run, state: State) -> None:
     """Notes that this start ended by itself, and draws where the run's time went."""
     if run.time_log is not None:
         run.time_log.write(int(state.step), ended=True)
-        with writing(run.place.folder):
+        with writing(run.environment.folder):
             run.time_log.plot()

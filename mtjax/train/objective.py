@@ -13,23 +13,23 @@ from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
-from mtjax.models.placed import Batch, Placed
+from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.train.changes import check_learns, position_of, scheduled
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
-from mtjax.train.processes.exchange import this_process
+from mtjax.train.observability.best import Goal
+from mtjax.train.processes.coordination import this_process
 from mtjax.train.schedule import Horizon, horizon_of
-from mtjax.train.step import Program
-from mtjax.train.watch.best import Goal
+from mtjax.train.step import TrainStep
 
 Tree = Any
 VALID_LOSS = "valid_loss"
 
 
 @dataclass(frozen=True)
-class Text:
+class RunData:
     """What a run reads."""
 
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class Text:
         temporary.replace(target)
 
 
-Lessons = Callable[[Batch], Batch]
+TeacherTargets = Callable[[Batch], Batch]
 """From a batch of the data to what a step reads (`Program.abstract_step_batch`)."""
 
 
@@ -78,7 +78,7 @@ class InitialWeights(Protocol):
         """Where it is."""
         ...
 
-    def check(self, program: Program) -> None:
+    def check(self, program: TrainStep) -> None:
         """Checks that it is of the program's model.
 
         Raises:
@@ -86,7 +86,7 @@ class InitialWeights(Protocol):
         """
         ...
 
-    def read(self, program: Program) -> Tree:
+    def read(self, program: TrainStep) -> Tree:
         """The parameters, placed as the program keeps them.
 
         Raises:
@@ -103,7 +103,7 @@ class Evaluations(Protocol):
         """By which result the best checkpoint is chosen; None where that is by none of these."""
         ...
 
-    def open(self, program: Program, text: "Text") -> None:
+    def open(self, program: TrainStep, text: "RunData") -> None:
         """Reads the tasks' files, with the tokenizer of the run's text.
 
         Raises:
@@ -130,9 +130,9 @@ class Objective(Protocol):
         """
         ...
 
-    def open_text(
+    def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
-    ) -> tuple[Config, Text]:
+    ) -> tuple[Config, RunData]:
         """What the run reads, and the config with everything that this and the folder decide filled in.
 
         Args:
@@ -154,7 +154,7 @@ class Objective(Protocol):
         """
         ...
 
-    def lessons(self, program: Program) -> Lessons | None:
+    def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
         """What a teacher adds to each batch of the data before its step; None without a teacher.
 
         Raises:
@@ -162,7 +162,7 @@ class Objective(Protocol):
         """
         ...
 
-    def validate(self, program: Program, parameters: Tree, held_out: Dataset) -> dict[str, float]:
+    def validate(self, program: TrainStep, parameters: Tree, held_out: Dataset) -> dict[str, float]:
         """The entries of the metrics that a validation gives, each `valid_...`; `valid_loss` among them."""
         ...
 
@@ -170,7 +170,7 @@ class Objective(Protocol):
         """By what the best checkpoint is chosen; None keeps none."""
         ...
 
-    def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
         """What the summary shows of the trained model, indented lines or nothing."""
         ...
 
@@ -190,7 +190,7 @@ class SavedWeights:
         """Where they are."""
         return self.weights.folder
 
-    def check(self, program: Program) -> None:
+    def check(self, program: TrainStep) -> None:
         """Checks settings and shapes.
 
         Raises:
@@ -198,7 +198,7 @@ class SavedWeights:
         """
         check_same_weights(self.weights, program.abstract_parameters, program.config, program.layer_orders)
 
-    def read(self, program: Program) -> Tree:
+    def read(self, program: TrainStep) -> Tree:
         """The parameters, each device's part read on its own.
 
         Raises:
@@ -207,7 +207,7 @@ class SavedWeights:
         return restore_weights(self.weights, program.restore_target, program.layer_orders)
 
 
-ContinueText = Callable[[Placed, Tree, Tokenizer, str], str]
+ContinueText = Callable[[ShardedModel, Tree, Tokenizer, str], str]
 """A prompt and what the model writes after it, from its parameters as they are stored."""
 
 
@@ -242,9 +242,9 @@ class Pretraining:
         init_from = config.training.init_from
         return SavedWeights(find_weights(init_from)) if init_from else None
 
-    def open_text(
+    def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
-    ) -> tuple[Config, Text]:
+    ) -> tuple[Config, RunData]:
         """The text that a config names.
 
         Raises:
@@ -263,7 +263,7 @@ class Pretraining:
         train = data.open_in_order(config, position.order, tokenizer)
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, Text(tokenizer, train, held_out, position, found.files, found.is_kept)
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_kept)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which the rates of a run change, which a resumed run keeps.
@@ -276,11 +276,11 @@ class Pretraining:
             check_learns(past, config, scheduled(config, horizon))
         return horizon
 
-    def lessons(self, program: Program) -> Lessons | None:
+    def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
         """None: text is learnt without a teacher."""
         return None
 
-    def validate(self, program: Program, parameters: Tree, held_out: Dataset) -> dict[str, float]:
+    def validate(self, program: TrainStep, parameters: Tree, held_out: Dataset) -> dict[str, float]:
         """Means over the first batches: `valid_loss`, and each loss where the family has several."""
         config = program.config
         size = config.training.global_batch_size
@@ -296,7 +296,7 @@ class Pretraining:
         """The loss of held-out text, where `keep_best` says so; else the last checkpoint is the one to use."""
         return Goal(VALID_LOSS, higher_is_better=False) if config.output.keep_best == VALID_LOSS else None
 
-    def sample(self, program: Program, parameters: Tree, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
         """A continuation of the prompt; nothing for models that don't continue text."""
         if self.continue_text is None or not continues_text(program.config):
             return ""

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from mtjax.config import Config, Model
-from mtjax.sharding.records import ParameterRecord
+from mtjax.sharding.param_specs import ParamSpec
 from mtjax.theory.layout import is_decayed
 from mtjax.theory.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
@@ -44,7 +44,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     return optax.chain(clip, rule, lower)
 
 
-def layer_factors(record: ParameterRecord, decay: float, model: Model, orders: Orders) -> np.ndarray:
+def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders) -> np.ndarray:
     """Learning rate of a parameter relative to the head's, to be multiplied with it: `decay^(L - l)` in layer l of
     0 ... L - 1 and `decay^(L + 1)` before them, as ELECTRA and BEiT are finetuned.
 

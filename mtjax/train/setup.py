@@ -32,27 +32,27 @@ from mtjax.train.checkpoints.saves import Saves
 from mtjax.train.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
-from mtjax.train.objective import InitialWeights, Objective, Text, position_in
-from mtjax.train.processes.exchange import exchange
+from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
+from mtjax.train.observability.best import Best, Goal
+from mtjax.train.observability.metrics import CONVENTION, read_metrics
+from mtjax.train.observability.progress import ProgressLine
+from mtjax.train.observability.start_timer import MODEL, TEXT, StartTimer
+from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.processes.peers import Peers
 from mtjax.train.schedule import Horizon
-from mtjax.train.step import Program, make_program
-from mtjax.train.watch.best import Best, Goal
-from mtjax.train.watch.metrics import CONVENTION, read_metrics
-from mtjax.train.watch.progress import ProgressLine
-from mtjax.train.watch.times import MODEL, TEXT, Times
+from mtjax.train.step import TrainStep, make_train_step
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
 """From a run, its number of devices and their kind to its mesh."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RunEnvironment:
     """Where a run happens."""
 
-    shape: MeshShape
+    mesh_shape: MeshShape
     mesh: Mesh
-    schedule: BatchSchedule
+    batch_schedule: BatchSchedule
     folder: Path
     """Where the run writes its files: `out`, or those of a store on this machine."""
     out: Path
@@ -72,8 +72,8 @@ class Prepared:
 
     config: Config
     """Everything that the text, the machine and what was done so far decide is filled in."""
-    text: Text
-    program: Program
+    text: RunData
+    program: TrainStep
     horizon: Horizon
     past: Past | None
     """The run that is resumed, as far as this depends on it."""
@@ -130,7 +130,7 @@ def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSc
     return shape, attach_devices(shape, peers.count), schedule
 
 
-def find_place(config: Config, name: str, peers: Peers, objective: Objective) -> Place:
+def prepare_environment(config: Config, name: str, peers: Peers, objective: Objective) -> RunEnvironment:
     """Takes the devices and chooses the folder of a run called `name`.
 
     Raises:
@@ -142,7 +142,7 @@ def find_place(config: Config, name: str, peers: Peers, objective: Objective) ->
     remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
     folder = remote.work if remote else out
     weights = objective.initial_weights(config)
-    return Place(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
+    return RunEnvironment(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
 
 
 def find_past(output: Output, out: Path) -> Past | None:
@@ -155,7 +155,12 @@ def find_past(output: Output, out: Path) -> Past | None:
 
 
 def prepare(
-    config: Config, place: Place, objective: Objective, allowed: Collection[str], times: Times, past: Past | None
+    config: Config,
+    place: RunEnvironment,
+    objective: Objective,
+    allowed: Collection[str],
+    times: StartTimer,
+    past: Past | None,
 ) -> Prepared:
     """Opens the text of a run and makes its program, as a run that continues `past` needs them.
 
@@ -164,7 +169,7 @@ def prepare(
     """
     times.begin(TEXT)
     try:
-        resolved, text = objective.open_text(config, place.out, past, allowed)
+        resolved, text = objective.load_data(config, place.out, past, allowed)
     except UserError as e:
         if past is None or past.record is None or past.record.started_in == str(Path.cwd()):
             raise
@@ -174,10 +179,10 @@ def prepare(
         ) from e
     times.begin(MODEL)
     horizon = objective.horizon(resolved, past)
-    return Prepared(resolved, text, make_program(scheduled(resolved, horizon), place.mesh), horizon, past)
+    return Prepared(resolved, text, make_train_step(scheduled(resolved, horizon), place.mesh), horizon, past)
 
 
-def check_memory(program: Program) -> None:
+def check_memory(program: TrainStep) -> None:
     """Checks that parameters and optimizer fit the memory of this process' devices, before they are made.
 
     Raises:
@@ -197,7 +202,7 @@ def check_memory(program: Program) -> None:
         )
 
 
-def check_comparable(program: Program) -> None:
+def check_comparable(program: TrainStep) -> None:
     """Checks that a step that is computed twice must give the same bits, if the run is to compare them.
 
     Raises:
@@ -211,14 +216,14 @@ def check_comparable(program: Program) -> None:
         )
 
 
-def shareable(config: Config) -> Config:
+def portable_config(config: Config) -> Config:
     """The config without what belongs to this process or this start of the run."""
     return configs.replace(config, resume=False, coordinator=None, num_processes=None, process_id=None)
 
 
-def introduce(config: Config, place: Place, program: Program, progress: ProgressLine) -> None:
+def print_run_summary(config: Config, place: RunEnvironment, program: TrainStep, progress: ProgressLine) -> None:
     """Prints a short form of the resolved config, and where the program deviates from it."""
-    model, training, shape = config.model, config.training, place.shape
+    model, training, shape = config.model, config.training, place.mesh_shape
     device = jax.devices()[0]
     kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -227,7 +232,7 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
         f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
         f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
         f"vocabulary {model.vocab_size}\n"
-        f"mesh    {shape.in_words}: {kind}{processes}\n"
+        f"mesh    {shape.description}: {kind}{processes}\n"
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
@@ -244,12 +249,12 @@ def introduce(config: Config, place: Place, program: Program, progress: Progress
             f"note    warmup_steps {config.optimizer.warmup_steps} is not below the run's {training.steps} steps: the "
             f"learning rate climbs to {last} in the last step, of {config.optimizer.learning_rate:.2e}"
         )
-    if program.unsplit:
-        names, ways = ", ".join(program.unsplit), shape.ways(program.layout.rules.batch)
+    if program.replicated_names:
+        names, ways = ", ".join(program.replicated_names), shape.degree(program.layout.rules.batch)
         progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
 
 
-def nothing_to_do(objective: Objective, ready: Prepared, place: Place) -> str:
+def nothing_to_do(objective: Objective, ready: Prepared, place: RunEnvironment) -> str:
     """Returns the message of a resumed run that has done all of its steps."""
     assert ready.past is not None  # only a resumed run has done any
     training, out, (step, consumed) = ready.config.training, shown(place.out), position_in(ready.past)
@@ -271,26 +276,26 @@ def resume_command(objective: Objective, folder: Path) -> str:
     return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
-def open_checkpoints(place: Place, output: Output) -> Checkpoints:
+def open_checkpoints(place: RunEnvironment, output: Output) -> Checkpoints:
     """The checkpoints of a run, in its folder or in the store where that is."""
     return _checkpoints(place, CHECKPOINTS, output.keep_last, output.keep_every)
 
 
-def open_best(place: Place, step: int) -> Checkpoints:
+def open_best(place: RunEnvironment, step: int) -> Checkpoints:
     """The best checkpoint of a run that has done so many steps; one of a later step is removed, which will be done
     again."""
     if place.is_first_process and place.remote is None:
         later = [p for p in (place.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
         for path in later:
             shutil.rmtree(path, ignore_errors=True)
-    exchange("the best checkpoint", "")
+    all_gather_text("the best checkpoint", "")
     return _checkpoints(place, BEST, keep_last=1)
 
 
 def open_best_kept(
     goal: Goal | None,
     config: Config,
-    place: Place,
+    place: RunEnvironment,
     step: int,
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
@@ -300,14 +305,14 @@ def open_best_kept(
         return None
     entries = read_metrics(place.folder / "metrics.jsonl") if place.is_first_process else []
     history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
-    best = Best(goal, json.loads(exchange("the best validation", json.dumps(history))[0]))
+    best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
     checkpoints = open_best(place, step)
     stack.callback(checkpoints.close)
     advice = "free some space, and start again with --resume"
-    return BestKept(best, Saves(checkpoints, config.output.failed_saves, lambda: advice, say))
+    return BestKept(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
 
 
-def _checkpoints(place: Place, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
+def _checkpoints(place: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
     kept = {"keep_last": keep_last, "keep_every": keep_every}
     if place.remote is None:
         return Checkpoints(place.folder / name, **kept)
@@ -315,7 +320,7 @@ def _checkpoints(place: Place, name: str, keep_last: int, keep_every: int | None
 
 
 def restore_or_initialize(
-    program: Program,
+    program: TrainStep,
     checkpoints: Checkpoints,
     weights: InitialWeights | None,
     config: Config,

@@ -14,24 +14,24 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
-from mtjax.models.context import with_text_lengths
-from mtjax.models.cut import Cut
+from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
-from mtjax.models.placed import Batch, Placed
+from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
+from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.frozen import frozen, learnt, together
 from mtjax.sharding.gradients import distributed_gradients
-from mtjax.sharding.records import ParameterRecord, places
+from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.param_specs import ParamSpec, partition_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import Region
-from mtjax.sharding.schedules.schedule import total_loss
+from mtjax.sharding.schedules.microbatch_schedule import total_loss
+from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
 from mtjax.train import precision, xla_options
-from mtjax.train.bad_steps import GOOD, Tensor, first_bad, tensors
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.precision import LossScale
 from mtjax.train.schedule import make_schedule
@@ -60,16 +60,16 @@ class State:
     """For float16 only."""
 
 
-class Learning(NamedTuple):
+class LossInputs(NamedTuple):
     """What is differentiated, as `distributed_gradients` takes it."""
 
-    model: Cut
-    region: Region
+    model: TrunkPipeline
+    region: ManualRegion
     parameters: Tree
     batch: Batch
 
 
-class Program(Placed):
+class TrainStep(ShardedModel):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
     `xla` holds the compiler options of the step, `learnt_records` the records of the parameters that are trained.
@@ -82,15 +82,15 @@ class Program(Placed):
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(config, mesh)
-        self.learnt_records = learnt(self.records, self.records)
+        self.learnt_records = select_trainable(self.records, self.records)
         self.optimizer = make_optimizer(config, self.learnt_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        moments = placement.shardings(places(self.learnt_records, "stored"), self.mesh)
-        everywhere, like = placement.replicated(self.mesh), learnt(self.records, self.abstract_parameters)
+        moments = placement.shardings(partition_specs(self.learnt_records, "storage_spec"), self.mesh)
+        everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
@@ -133,7 +133,7 @@ class Program(Placed):
         """A trained parameter that is not finite; None where all are."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
-            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), learnt(self.records, parameters))
+            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
             return first_bad(jnp.zeros(()), bad, self.learnt_records, self.layer_numbers)
 
         place = int(self.on_mesh(jax.jit(find), parameters))
@@ -167,29 +167,29 @@ class Program(Placed):
         if parameters is None:
             parameters = self._drawn(key)
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer = self.optimizer.init(learnt(self.records, parameters))
+        optimizer = self.optimizer.init(select_trainable(self.records, parameters))
         loss_scale = precision.initial(self.config.training)
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        return self.updated(state, batch, *self.differentiated(state, batch))
+        return self.apply_gradients(state, batch, *self.loss_and_grads(state, batch))
 
-    def differentiated(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
+    def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
         """The first half of a step, to be traced: see `gradients`."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
-    def updated(
+    def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """The second half of a step, to be traced: the next state, and metrics."""
-        loss_scale, own = state.loss_scale, learnt(self.records, state.parameters)
+        loss_scale, own = state.loss_scale, select_trainable(self.records, state.parameters)
         with jax.named_scope("optimizer"):
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
             updated = optax.apply_updates(own, updates)
             if self.config.model.router_bias:
-                rate, orders = self.config.model.router_bias_rate, self.layer_orders
-                updated = balanced(self.learnt_records, updated, parts[LOAD], rate, orders)
+                rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
+                updated = update_router_bias(self.learnt_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # clipping divides by it
             bad = first_bad(loss + norm, gradients, self.learnt_records, self.layer_numbers)
             finite = bad == GOOD
@@ -197,7 +197,7 @@ class Program(Placed):
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
-                "learning_rate": jnp.asarray(self.schedule(applied_steps(state.optimizer)), jnp.float32),
+                "learning_rate": jnp.asarray(self.schedule(optimizer_step_count(state.optimizer)), jnp.float32),
                 "tokens": self.family.num_tokens(batch),
                 "skipped": 1.0 - finite.astype(jnp.float32),
                 "first_bad": bad,
@@ -206,7 +206,7 @@ class Program(Placed):
             if loss_scale is not None:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
-        parameters = together(updated, frozen(self.records, state.parameters))
+        parameters = merge_trees(updated, select_frozen(self.records, state.parameters))
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def gradients(
@@ -226,12 +226,12 @@ class Program(Placed):
             weights = {name: w * scale for name, w in weights.items()}
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
-        model, region, parameters, batch = self.learning(parameters, with_text_lengths(self.config.model, batch))
+        model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         part = (batch, weights, keys)
-        schedule = self.microbatch_schedule(count)
+        learning_rate = self.microbatch_schedule(count)
         reduction = Reduction(self.learnt_records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            parts, gradients = distributed_gradients(model, parameters, part, region, schedule, reduction)
+            parts, gradients = distributed_gradients(model, parameters, part, region, learning_rate, reduction)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
         if scale is not None:
@@ -243,40 +243,40 @@ class Program(Placed):
         # Divided by the global count here, so that sums over microbatches and ranks are the mean, not a mean of means.
         return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
 
-    def learning(self, parameters: Tree, batch: Batch) -> Learning:
+    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """What `gradients` differentiates."""
-        return Learning(self.cut(self.loss_options), self.region, parameters, batch)
+        return LossInputs(self.pipeline_model(self.loss_options), self.region, parameters, batch)
 
 
-def balanced(records: Tree, parameters: Tree, load: Array, rate: float, orders: Orders) -> Tree:
+def update_router_bias(records: Tree, parameters: Tree, load: Array, rate: float, orders: Orders) -> Tree:
     """Parameters with each router's biases changed by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
 
     Their gradients are 0, so that the optimizer leaves them alone. `orders`: in which order layers are stacked.
     """
     behind = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
 
-    def one(record: ParameterRecord, value: Array) -> Array:
+    def one(record: ParamSpec, value: Array) -> Array:
         if not record.name.endswith(ROUTER_BIAS):
             return value
         order = order_of(record.name, orders)
-        own = behind if order is None else in_order(behind, order)
-        return value + reshard(rate * own, record.stored)
+        own = behind if order is None else to_stacked_order(behind, order)
+        return value + reshard(rate * own, record.storage_spec)
 
     return jax.tree.map(one, records, parameters)
 
 
-def in_order(rows: Array, order: LayerOrder) -> Array:
+def to_stacked_order(rows: Array, order: LayerOrder) -> Array:
     """Rows of layers in the order in which their parameters are stacked; zeros where a stage has no layer."""
     places = jnp.asarray([len(rows) if number == PADDING else number for number in order.flat])
     return rows.at[places].get(mode="fill", fill_value=0)
 
 
-def applied_steps(optimizer: Tree) -> Array:
+def optimizer_step_count(optimizer: Tree) -> Array:
     """Steps that the optimizer has taken, by which its schedule goes: skipped ones do not count."""
     return optax.tree.get_all_with_path(optimizer, "count")[0][1]
 
 
-def make_program(config: Config, mesh: Mesh) -> Program:
+def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     """The program of `config` on `mesh`, attached or compile-only; beside a teacher, where it has one.
 
     Raises:
@@ -286,4 +286,4 @@ def make_program(config: Config, mesh: Mesh) -> Program:
         from mtjax.train.distilled import Distilled  # a Program itself
 
         return Distilled(config, mesh)
-    return Program(config, mesh)
+    return TrainStep(config, mesh)

@@ -19,7 +19,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,11 @@ def deterministic(device: Any) -> Chosen:
 
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
-    staged = shape.has_stages
+    staged = shape.has_pipeline
     # In one server there is one kind of link. Of devices only their process is known: most often that of a server.
     processes = len({device.process_index for device in mesh.devices.flat})
-    side_by_side = processes > 1 and shape.shares_batch_and_layers and not staged
-    ahead = Plan.of(config, shape).goes_ahead(config.model)
+    side_by_side = processes > 1 and shape.has_data_and_tensor and not staged
+    ahead = Plan.of(config, shape).prefetches(config.model)
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
@@ -246,7 +246,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (SIDE_BY_SIDE, parallel.overlap and side_by_side),
         (AHEAD, parallel.overlap and processes > 1 and ahead),
         (STAGES, parallel.overlap and staged),
-        (CONTEXT, parallel.overlap and shape.shares_samples),
+        (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)

@@ -185,7 +185,7 @@ def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         "attention_dropout": 0.0,
         "init_std": 0.0134,
     }
-    assert tables["parallel"] == {"mesh": "8x1", "zero": 1, "gradient_wire_dtype": "bfloat16"}
+    assert tables["parallel"] == {"mesh": "8x1", "zero": 1, "grad_reduce_dtype": "bfloat16"}
     assert tables["data"] == {
         "data": "corpus",
         "tokenizer": "hf:llama3/tokenizer.json",
@@ -262,23 +262,23 @@ SETTINGS = {
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2": {"mesh": "data=2,stage=2,model=2"},
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2": {
         "mesh": "data=4,stage=2,model=1",
-        "schedule": "interleaved",
+        "pipeline_schedule": "interleaved",
         "chunks": 2,  # it counts layers: 8 / 2 stages / 2
     },
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4": {"chunks": 4},
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3": {"layers_per_stage": [3, 5]},
     "--context-parallel-size 2 --cp-comm-type allgather": {
         "mesh": "data=4,context=2,model=1",
-        "context_method": "gather",
+        "context_method": "all-gather",
     },
     "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall": {
         "mesh": "data=2,expert=4,model=1",
-        "expert_method": "exchange",
-        "balance_loss": 0.0,
+        "expert_dispatch": "all-to-all",
+        "router_aux_loss": 0.0,
     },
     "--num-experts 4 --disable-bias-linear --moe-layer-freq ([0]*2+[1]*6) --moe-aux-loss-coeff 1e-2": {
         "first_dense_layers": 2,
-        "balance_loss": 0.01,
+        "router_aux_loss": 0.01,
     },
     "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64": {"vocab_multiple": 256},
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": {"zero": 2},

@@ -209,7 +209,7 @@ def test_what_mtjax_does_not_have_is_said(arguments: dict[str, Any], said: str):
         ({"router_bias": True}, "router_score softmax with router_bias"),
         ({"router_score": "sigmoid", "router_normalize": False}, "router_score sigmoid without router_normalize"),
         ({"experts_top_k": 1}, "experts_top_k 1 with router_normalize"),
-        ({"expert_groups": 4, "expert_groups_kept": 2, "experts_top_k": 4}, "groups of experts by their best 2"),
+        ({"expert_groups": 4, "expert_groups_top_k": 2, "experts_top_k": 4}, "groups of experts by their best 2"),
     ],
 )
 def test_what_megatron_does_not_have_is_said(settings: dict[str, Any], said: str):
@@ -224,5 +224,5 @@ def test_arguments_of_losses_and_layers_are_read():
     found = expert_settings(ARGUMENTS | several | {"moe_layer_freq": [0, 0, 1, 1]})
     assert (found["first_dense_layers"], found["expert_size"]) == (2, 64)
     assert expert_settings(ARGUMENTS | {"moe_layer_freq": [0, 1, 0, 1]})["moe_every"] == 2
-    assert found["balance_loss"] == pytest.approx(0.03)
-    assert expert_settings(ARGUMENTS | {"moe_aux_loss_coeff": 0.5})["balance_loss"] == 0
+    assert found["router_aux_loss"] == pytest.approx(0.03)
+    assert expert_settings(ARGUMENTS | {"moe_aux_loss_coeff": 0.5})["router_aux_loss"] == 0

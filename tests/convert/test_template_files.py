@@ -9,7 +9,7 @@ from mtjax.finetune.chat_encoding import ChatEncoder
 from mtjax.finetune.chatting import Chatting
 from mtjax.finetune.pretrained import FinetuningTokenizer
 from mtjax.generate.chat import ChatTemplate, TemplateInputs
-from mtjax.train.objective import Text
+from mtjax.train.objective import RunData
 from tests.chat_templates import CHATML, SINGLE, TOOL, byte_level_tokenizer
 
 
@@ -25,7 +25,7 @@ def test_templates_with_names_are_carried_along(tmp_path):
     tokenizer = FastTokenizer(byte_level_tokenizer(), "a test")
     found = FinetuningTokenizer("hf:source", tokenizer, source, {})
     kept = Chatting(None)._kept(found, ChatEncoder(tokenizer, ChatTemplate.of(source)), None)
-    Text(tokenizer, [], None, DataPosition(SampleOrder(0, (1,))), kept).save(run)
+    RunData(tokenizer, [], None, DataPosition(SampleOrder(0, (1,))), kept).save(run)
     for folder in (copied, run):
         template = ChatTemplate.of(folder)
         assert template is not None

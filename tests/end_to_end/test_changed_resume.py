@@ -11,7 +11,7 @@ import pytest
 from mtjax import config as configs
 from mtjax import data
 from mtjax.data import SampleOrder
-from mtjax.train.checkpoints.damage import with_checksum
+from mtjax.train.checkpoints.corruption import with_checksum
 from mtjax.train.checkpoints.past import newest_past
 from tests.end_to_end.runs import Finished, Launcher
 

@@ -80,7 +80,7 @@ def test_a_full_disk_costs_saves_and_then_the_run(is_foreseen: bool, launcher: L
 def test_more_failed_saves_than_are_tolerated_end_the_run(launcher: Launcher) -> None:
     """A folder that nobody can write to, from the middle of a run on; root too."""
     out = launcher.folder / "immutable"
-    options = ["--steps", "5000", "--checkpoint-every", "2", "--failed-saves", "1"]
+    options = ["--steps", "5000", "--checkpoint-every", "2", "--max-failed-saves", "1"]
     with ended([launcher.start("--out", "immutable", *options)]) as (process,):
         wait_for_checkpoint(out, 2, process)
         if subprocess.run(["chattr", "+i", out / "checkpoints"], capture_output=True).returncode:

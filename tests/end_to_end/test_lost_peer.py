@@ -107,7 +107,7 @@ ALONE = """
 import sys
 from mtjax.config import Parallel
 from mtjax.sharding import processes
-from mtjax.train.processes import exchange, peers
+from mtjax.train.processes import coordination as exchange, peers
 from mtjax.cli import run_main
 peers.START_TIMEOUT = processes.START_TIMEOUT = 5
 port, number, meets = sys.argv[1:]
@@ -151,7 +151,7 @@ def test_a_save_that_fails_in_one_process_is_counted_in_all(victim: int, launche
     """The system lets a process write no file longer than a kilobyte, for one save, and then for good."""
     name = f"part-{victim}"
     out = launcher.folder / name
-    options = ["--steps", "100000", "--checkpoint-every", "5", "--failed-saves", "1", "--peer-timeout", "30"]
+    options = ["--steps", "100000", "--checkpoint-every", "5", "--max-failed-saves", "1", "--peer-timeout", "30"]
     options += ["--log-every", "100000"]  # what it says is a file, too, and stays below the limit
 
     def allow(size: int) -> None:

@@ -15,8 +15,8 @@ from matplotlib.image import imread
 from mtjax import config
 from mtjax.compile.__main__ import main as compile_main
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from mtjax.train.watch.goodput import AGAIN, DOWN
-from mtjax.train.watch.times import ACTIVITIES
+from mtjax.train.observability.goodput import AGAIN, DOWN
+from mtjax.train.observability.start_timer import ACTIVITIES
 from tests.end_to_end.runs import Finished, Launcher
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "tokens_per_second"}

@@ -13,9 +13,9 @@ from mtjax.evaluate.during import evaluations_of, first_tokens_in
 from mtjax.train.__main__ import main as train
 from mtjax.train.checkpoints.weights import Weights
 from mtjax.train.folder.tokenizer import find_tokenizer
-from mtjax.train.objective import Text
-from mtjax.train.watch.best import Goal
-from mtjax.train.watch.metrics import main_results, read_metrics
+from mtjax.train.objective import RunData
+from mtjax.train.observability.best import Goal
+from mtjax.train.observability.metrics import main_results, read_metrics
 from tests.convert.hf_folders import llama_tokenizer
 from tests.data.corpora import texts, write_jsonl
 from tests.end_to_end.runs import TINY
@@ -95,19 +95,19 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
     named = f"{tmp_path}/named/tokenizer.json"
     config = replace(Config(), data=str(tmp_path / "text.jsonl"), cache_dir=tmp_path / "cache", tokenizer=named)
     found, run = find_tokenizer(config, None, None), _made(tmp_path / "run")
-    new = Text(found.tokenizer, [], None, NO_POSITION, found.files)
+    new = RunData(found.tokenizer, [], None, NO_POSITION, found.files)
     new.save(run)
     assert first_tokens_in(new) == [1]
     shutil.rmtree(tmp_path / "named")
     for resumed in (config, replace(config, tokenizer=None)):
         found = find_tokenizer(resumed, run, None)
-        assert first_tokens_in(Text(found.tokenizer, [], None, NO_POSITION, found.files, found.is_kept)) == [1]
+        assert first_tokens_in(RunData(found.tokenizer, [], None, NO_POSITION, found.files, found.is_kept)) == [1]
     # Weights whose config.json alone says with what a text begins.
     converted = _made(tmp_path / "converted")
     llama_tokenizer("", "</s>").save(str(converted / "tokenizer.json"))
     weights = Weights(converted / "weights", {"config": {}, "origin": {"hugging_face": {"bos_token_id": 1}}})
     found = find_tokenizer(replace(config, tokenizer=None), None, weights)
-    assert first_tokens_in(Text(found.tokenizer, [], None, NO_POSITION, found.files)) == [1]
+    assert first_tokens_in(RunData(found.tokenizer, [], None, NO_POSITION, found.files)) == [1]
 
 
 @pytest.mark.parametrize(

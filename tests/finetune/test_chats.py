@@ -21,7 +21,7 @@ from mtjax.finetune.chatting import Chatting
 from mtjax.generate.__main__ import main as generate
 from mtjax.generate.chat import ChatTemplate
 from mtjax.train.checkpoints.weights import find_weights
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, small_tokenizer, write_folder
 
 TEMPLATE = (

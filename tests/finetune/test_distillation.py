@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.finetune.test_chats import chat, folder, resumed_to_the_bit
 from tests.finetune.test_run import finetune

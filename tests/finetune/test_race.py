@@ -18,7 +18,7 @@ from mtjax.finetune.tasks.race import RACE, filled
 from mtjax.models.families.finetuned import of_choices
 from mtjax.models.heads import class_losses
 from mtjax.train.checkpoints.weights import find_weights
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.metrics import read_metrics
 from tests.finetune.tiny_bert import race_folder, write_config
 
 

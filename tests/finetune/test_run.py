@@ -12,12 +12,12 @@ from mtjax.finetune.__main__ import main
 from mtjax.finetune.ensemble.__main__ import main as ensemble
 from mtjax.finetune.predict.__main__ import main as predict
 from mtjax.train.checkpoints.weights import find_weights
+from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.optimizer import layer_factors
-from mtjax.train.watch.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.tiny import program_of
 
-CHUNKS = {"chunks": 2, "microbatch_size": 4, "schedule": "interleaved"}
+CHUNKS = {"chunks": 2, "microbatch_size": 4, "pipeline_schedule": "interleaved"}
 WORDS = ["the cat", "the dog", "and", "there they rested"]
 
 

@@ -17,7 +17,7 @@ from mtjax.finetune.predict.__main__ import main as predict
 from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.squad import SQUAD1, SQUAD2, Question
 from mtjax.finetune.tasks.windows import Windows
-from mtjax.train.watch.metrics import read_metrics
+from mtjax.train.observability.metrics import read_metrics
 from tests.finetune.tiny_bert import squad_file, write_config
 
 LENGTH, STRIDE = 32, 10

@@ -9,7 +9,7 @@ from mtjax.config import Config, replace
 from mtjax.errors import UserError
 from mtjax.finetune.seeds import run_seeds
 from mtjax.finetune.sweep import grid_of, run_sweep
-from mtjax.train.watch.best import Goal
+from mtjax.train.observability.best import Goal
 
 GOAL = Goal("valid_accuracy")
 WORDS = ("global-batch-size=16,32", "learning-rate=1e-5,3e-5")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from mtjax.generate import continued
-from mtjax.generate.continued import SAMPLING, continue_text, lower_continuation, spread
+from mtjax.generate import training_sample as continued
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request
-from mtjax.models.placed import Placed
+from mtjax.generate.training_sample import SAMPLING, continue_text, lower_continuation, spread
+from mtjax.models.sharded_model import ShardedModel
 from tests.tiny import VOCAB, program_of
 
 LAYERS = {"num_layers": 5}
@@ -81,7 +81,7 @@ def test_it_is_that_of_one_device(model, mesh, layout, devices, monkeypatch):
     assert text == written_alone(tuple(model.items()))
 
 
-def everywhere(trained: Placed) -> Placed:
+def everywhere(trained: ShardedModel) -> ShardedModel:
     """As on GPUs."""
     writer = spread(trained, list(trained.mesh.devices.flat))
     assert writer.mesh.size == trained.mesh.size > 1

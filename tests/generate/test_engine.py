@@ -17,10 +17,10 @@ from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine, QueueFull
 from mtjax.generate.inspected import inspect_decoding
 from mtjax.generate.request import Request, Sampling, Token
-from mtjax.generate.sampling import MOST_LIKELY, Drawn
+from mtjax.generate.sampling import MOST_LIKELY, SampledTokens
 from mtjax.inspect.compiled import memory_of
 from mtjax.inspect.targets import find_target
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from tests.tiny import VOCAB, initial_state, mesh_of, program_of, tiny_config
 
 LLAMA = {
@@ -41,7 +41,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 
 def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
     """Random weights, large enough for texts that vary."""
     config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
-    placed = Placed(config, mesh_of(mesh))
+    placed = ShardedModel(config, mesh_of(mesh))
     return Decoder(placed, placed.initialize_parameters(0))
 
 
@@ -217,9 +217,9 @@ def test_a_step_on_gpus_keeps_its_contract() -> None:
 
 
 def test_gathered_logits_break_the_contract(monkeypatch) -> None:
-    def gathered(ranks: Any, token: Any, reports: Any) -> Drawn:
+    def gathered(ranks: Any, token: Any, reports: Any) -> SampledTokens:
         whole = ranks.side_by_side(ranks.logits_BV)
-        return Drawn(token, whole[:, 0], token[:, None], whole[:, :1])
+        return SampledTokens(token, whole[:, 0], token[:, None], whole[:, :1])
 
     monkeypatch.setattr(sampling, "_reported", gathered)
     config = tiny_config(sequence_length=64, mesh="1x2", num_layers=1)
@@ -234,7 +234,7 @@ def test_training_is_compiled_as_before() -> None:
     """What generation adds to layers is not in a program that has no cache."""
     program = program_of("1x1")
     before = program.lower_step().as_text()
-    placed = Placed(program.config, mesh_of("1x1"))
+    placed = ShardedModel(program.config, mesh_of("1x1"))
     decoder = Decoder(placed, initial_state(program).parameters)
     assert ids(texts(Engine(decoder, 1, chunks=(8,), shortest_cache=16), [[1, 2, 3]], Sampling(2)))
     assert program.lower_step().as_text() == before

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.generate.sampling import IN_PROMPT, Draws, Warping, draw_tokens, score_tokens
+from mtjax.generate.sampling import IN_PROMPT, LogitsParams, SamplingBatch, draw_tokens, score_tokens
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of
@@ -48,7 +48,7 @@ def drawn(mesh: str, rows: int, **wanted: float) -> np.ndarray:
         name: np.full(rows, value, np.int32 if name == "top_k" else np.float32) for name, value in settings.items()
     }
     seeds = np.stack([np.zeros(rows), np.arange(rows)], 1).astype(np.uint32)
-    draws = Draws(Warping(**arrays), seeds, np.full(rows, 3, np.int32), np.zeros(rows, bool))
+    draws = SamplingBatch(LogitsParams(**arrays), seeds, np.full(rows, 3, np.int32), np.zeros(rows, bool))
     with jax.set_mesh(mesh_of(mesh)), use_rules(RULES):
         return np.asarray(_compiled(np.tile(HIDDEN, (rows, 1)), TABLE, np.tile(COUNTS, (rows, 1)), draws))
 

@@ -12,7 +12,7 @@ from mtjax.theory.communication import contract_of, symbols_of
 from mtjax.theory.contract import Contract, Requirement, requirements
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 needs_aot = pytest.mark.aot
 """Of tests that compile for GPUs: they need the extra aot."""

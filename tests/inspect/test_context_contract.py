@@ -43,11 +43,11 @@ STAGES: dict[str, Any] = {
     "settings",
     [
         pytest.param(RING, marks=pytest.mark.long),
-        pytest.param(RING | DOCUMENTS | {"context_method": "gather"}, marks=pytest.mark.long),
+        pytest.param(RING | DOCUMENTS | {"context_method": "all-gather"}, marks=pytest.mark.long),
         pytest.param(GROUPED | {"zero": 3, "recompute": "none"}, marks=pytest.mark.long),
         pytest.param(BERT, marks=pytest.mark.long),
     ],
-    ids=["ring", "gather, documents", "shared keys, split sequences, ZeRO-3", "bert"],
+    ids=["ring", "all-gather, documents", "shared keys, split sequences, ZeRO-3", "bert"],
 )
 def test_contracts_hold_on_cpus(settings):
     assert inspect(tiny(**settings), find_target("cpu")).verdict.violations == ()
@@ -77,14 +77,16 @@ def test_a_ring_of_h100s_sends_keys_and_values_and_their_gradients_and_nothing_e
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(RING | DOCUMENTS | {"context_method": "gather", "recompute": "selective"}, id="gather, documents"),
+        pytest.param(
+            RING | DOCUMENTS | {"context_method": "all-gather", "recompute": "selective"}, id="all-gather, documents"
+        ),
         pytest.param(
             GROUPED | {"zero": 2, "attention": "cudnn", "recompute": "none"},
             marks=pytest.mark.skipif(not has_cudnn, reason="needs the extra aot-cudnn"),
             id="ring of cuDNN's kernel, shared keys",
         ),
         pytest.param(
-            {"mesh": "data=1,context=4,model=2", "context_method": "gather", "zero": 3, "attention": "cudnn"},
+            {"mesh": "data=1,context=4,model=2", "context_method": "all-gather", "zero": 3, "attention": "cudnn"},
             marks=pytest.mark.skipif(not has_cudnn, reason="needs the extra aot-cudnn"),
             id="gather for cuDNN's kernel, ZeRO-3",
         ),

@@ -9,10 +9,10 @@ from jax import lax
 from mtjax import config
 from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
-from mtjax.sharding import parameters
+from mtjax.sharding import param_comm as parameters
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import UNSPLIT
+from mtjax.theory.layout import NOT_SHARDED
 from mtjax.theory.rules import DATA
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
 
@@ -107,7 +107,7 @@ ONE_MICROBATCH = {"sequence_parallel": True, "microbatch_size": None, "hidden_si
 GROUPS = {"num_layers": 4, "recompute_num_layers": 2}
 SPLIT = [
     {"sequence_parallel": True},
-    {"sequence_parallel": True, "zero": 1, "gradient_wire_dtype": "bfloat16"},
+    {"sequence_parallel": True, "zero": 1, "grad_reduce_dtype": "bfloat16"},
     {"zero": 2, "microbatch_size": None},
     {"sequence_parallel": True, "zero": 3},
 ]
@@ -124,9 +124,9 @@ def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
 def assert_gradients_have_their_type(found: Report) -> None:
     """The contract of the other type is broken, and says by what."""
     kinds = ["float32", "bfloat16"]
-    asked = found.config.parallel.gradient_wire_dtype
+    asked = found.config.parallel.grad_reduce_dtype
     other = kinds[1 - kinds.index(asked)]
-    wrong = report(replace(found.step, config=config.replace(found.config, gradient_wire_dtype=other)))
+    wrong = report(replace(found.step, config=config.replace(found.config, grad_reduce_dtype=other)))
     short = {"float32": "f32", "bfloat16": "bf16"}
     breaches = [v for v in wrong.verdict.violations if "over data in gradients" in v]
     verb = "carries" if found.target.is_gpu else "sums"
@@ -197,16 +197,16 @@ def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
-    monkeypatch.setattr(parameters, "sum_gradient", whole_sum)
+    monkeypatch.setattr(parameters, "reduce_gradient", whole_sum)
     report = inspect(tiny(num_layers=2, zero=2), find_target("cpu"))
     assert any("over data" in violation for violation in report.verdict.violations)
 
 
 def whole_sum(gradient, place, total):
     """Like `parameters.sum_gradient`, but sends everything to everyone first."""
-    gathered = parameters.over_the_rest(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    whole = parameters.over_the_rest(lambda g: lax.psum(g, DATA), place)(gathered / 2)
-    if total.dim == UNSPLIT:
+    gathered = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
+    whole = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    if total.dim == NOT_SHARDED:
         return whole
     size = gradient.shape[total.dim] // 2
     return lax.pcast(lax.slice_in_dim(whole, 0, size, axis=total.dim), (DATA,), to="varying")

@@ -16,11 +16,11 @@ EXPERTS: dict[str, Any] = {"family": "llama", "num_experts": 4, "attention": "xl
 """3 layers, microbatches of 2 samples of 64 tokens; each token goes to 2 of 4 experts."""
 GATHER = EXPERTS | {"mesh": "data=1,expert=4,model=2", "recompute": "none"}
 SPLIT = EXPERTS | {"mesh": "data=2,expert=2,model=2", "sequence_parallel": True}
-EXCHANGE = EXPERTS | {"mesh": "data=1,expert=4,model=2", "expert_method": "exchange"}
+EXCHANGE = EXPERTS | {"mesh": "data=1,expert=4,model=2", "expert_dispatch": "all-to-all"}
 CAPACITY = EXPERTS | {"mesh": "data=1,expert=4,model=2", "capacity_factor": 1.0}
 STAGES = EXPERTS | {"mesh": "data=1,stage=2,expert=2,model=2", "num_layers": 4}
 INTERLEAVED = EXPERTS | {"mesh": "data=2,stage=2,expert=2,model=1", "num_layers": 8}
-INTERLEAVED |= {"schedule": "interleaved", "chunks": 2, "recompute": "selective", "zero": 3}
+INTERLEAVED |= {"pipeline_schedule": "interleaved", "chunks": 2, "recompute": "selective", "zero": 3}
 SHARED = EXPERTS | {"mesh": "data=1,context=2,expert=2,model=2", "sequence_parallel": True, "zero": 1}
 """Ranks that share samples."""
 MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
@@ -35,10 +35,10 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
         pytest.param(CAPACITY, marks=pytest.mark.long),
         pytest.param(EXCHANGE | {"first_dense_layers": 1}, marks=pytest.mark.long),
         pytest.param(INTERLEAVED | MANY | {"router_bias": True}, marks=pytest.mark.long),
-        pytest.param(SHARED | {"balance_loss": 0.0}, marks=pytest.mark.long),
+        pytest.param(SHARED | {"router_aux_loss": 0.0}, marks=pytest.mark.long),
         pytest.param(SHARED, marks=pytest.mark.exhaustive),
         pytest.param(
-            SPLIT | MANY | {"num_layers": 8, "zero": 1, "gradient_wire_dtype": "bfloat16"}, marks=pytest.mark.exhaustive
+            SPLIT | MANY | {"num_layers": 8, "zero": 1, "grad_reduce_dtype": "bfloat16"}, marks=pytest.mark.exhaustive
         ),
     ],
     ids=[
@@ -104,7 +104,7 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
     "settings",
     [
         pytest.param(
-            SPLIT | {"zero": 3, "expert_method": "exchange", "experts_top_k": 3, "recompute": "full"},
+            SPLIT | {"zero": 3, "expert_dispatch": "all-to-all", "experts_top_k": 3, "recompute": "full"},
             marks=pytest.mark.exhaustive,
         ),
         SPLIT | {"zero": 3, "first_dense_layers": 1, "router_bias": True},

@@ -155,7 +155,7 @@ def test_missing_cudnn_says_what_to_do(capsys, monkeypatch):
     def lower_step(_):
         raise RuntimeError("cuDNN not found.")
 
-    monkeypatch.setattr("mtjax.train.step.Program.lower_step", lower_step)
+    monkeypatch.setattr("mtjax.train.step.TrainStep.lower_step", lower_step)
     code, _, err = run(capsys, "--target", "h100x8", "--mesh", "2x4", "--vocab-size", "100")
     assert (code, err.count("\n")) == (2, 1)
     assert "--attention xla" in err

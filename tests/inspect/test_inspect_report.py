@@ -16,16 +16,16 @@ from mtjax import cli
 from mtjax.inspect import text
 from mtjax.inspect.compare import comparison_table, other_config, sent_bytes, sweep_configs
 from mtjax.inspect.decision import Decision
-from mtjax.inspect.hook import show_program
 from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.schema import SCHEMA, to_json
+from mtjax.inspect.train_hook import show_program
 from mtjax.plan.search import describe
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_2H, DGX_H100
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.train.__main__ import Options as TrainOptions
 from tests.inspect.steps import needs_aot, tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.counts import learnt_counts
+from mtjax.theory.counts import trainable_counts
 from tests.inspect.steps import needs_aot, theory_of, tiny
 from tests.inspect.test_contract import sent
 
@@ -17,7 +17,7 @@ def check(report: Report) -> None:
     """The contract holds, and what is summed over data is as large as the adapters."""
     assert report.verdict.violations == ()
     assert report.contract.name.endswith("LoRA")
-    adapters = learnt_counts(*theory_of(report.config)).all
+    adapters = trainable_counts(*theory_of(report.config)).all
     summed = sum(elements * n for (_, elements, _), n in sent(report, "gradients", ("data",)).items())
     assert summed - adapters in range(3)
     # With split sequences what comes from a row-parallel adapter is computed for a rank's own tokens only.

@@ -13,6 +13,7 @@ from jax.profiler import ProfileData
 from mtjax import config
 from mtjax.errors import UserError
 from mtjax.inspect.__main__ import main
+from mtjax.inspect.hlo_walk import walk
 from mtjax.inspect.measured import (
     ATTENTION,
     COLLECTIVES,
@@ -26,7 +27,6 @@ from mtjax.inspect.measured import (
     measure,
 )
 from mtjax.inspect.report import Report
-from mtjax.inspect.walk import walk
 from tests.end_to_end.runs import Launcher
 from tests.inspect.steps import tiny
 

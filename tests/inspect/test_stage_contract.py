@@ -9,9 +9,9 @@ from mtjax.inspect.hlo import parse
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.theory.contract import STAGES
-from mtjax.theory.counts import fullest_counts
+from mtjax.theory.counts import peak_stage_counts
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import DATA
 from mtjax.theory.timetable import num_ticks
 from tests.inspect.steps import needs_aot, tiny
@@ -20,7 +20,7 @@ from tests.tiny import program_of
 
 ONE_BY_ONE: dict[str, Any] = {"mesh": "2x2x2", "num_layers": 4, "microbatch_size": 1, "global_batch_size": 16}
 """8 microbatches on 2 stages: 9 ticks forward and 9 backward; s = 64, h = 64."""
-SPLIT = {"recompute": "full", "sequence_parallel": True, "zero": 1, "gradient_wire_dtype": "bfloat16"}
+SPLIT = {"recompute": "full", "sequence_parallel": True, "zero": 1, "grad_reduce_dtype": "bfloat16"}
 HALF_STREAM = 64 * 64 // 2
 
 
@@ -59,8 +59,8 @@ def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
     ("settings", "halves"),
     [
         (SPLIT, 18),
-        ({"recompute": "selective", "schedule": "interleaved", "chunks": 2, "zero": 2}, 2 * 17),
-        ({"recompute": "full", "schedule": "gpipe", "zero": 3, "layers_per_stage": (1, 3)}, 18),
+        ({"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 2}, 2 * 17),
+        ({"recompute": "full", "pipeline_schedule": "gpipe", "zero": 3, "layers_per_stage": (1, 3)}, 18),
         ({"recompute": "none", "family": "bert", "sequence_parallel": True, "zero": 2}, 18),
     ],
     ids=[
@@ -136,5 +136,5 @@ def test_evaluation_on_stages_gathers_parameters_once():
     program = program_of("2x2x2", num_layers=4, microbatch_size=1, zero=1)
     module = parse(program.lower_evaluate().compile().as_text())
     found = [c for c in find_collectives(module, program.mesh.shape, 8) if c.kind == "all-gather" and c.axes == (DATA,)]
-    held = fullest_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
-    assert sum(c.count * c.elements for c in found) == held.all - held.unsplit
+    held = peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+    assert sum(c.count * c.elements for c in found) == held.all - held.replicated

@@ -16,19 +16,19 @@ from mtjax.inspect.targets import find_target
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding.axes import spec
-from mtjax.sharding.parameters import is_wrapped, materialize
+from mtjax.sharding.param_comm import is_wrapped, materialize
 from mtjax.sharding.schedules import accumulate
 from mtjax.theory.contract import Contract, Expectation, Requirement
 from mtjax.theory.layout import TENSOR, Layout
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.rules import DATA, MODEL, Rules
-from mtjax.train.step import Program
+from mtjax.train.step import TrainStep
 from tests.inspect.steps import needs_aot, required_of, tiny
 
 
 def inspect_tiny(layout: Layout = TENSOR, target_name: str = "cpu", **values) -> Report:
     target, config = find_target(target_name), tiny(num_layers=2, **values)
-    return report(compile_program(Program(config, target.mesh(parse_mesh("2x4")), layout), target))
+    return report(compile_program(TrainStep(config, target.mesh(parse_mesh("2x4")), layout), target))
 
 
 def gathering(self, x, context, state):
@@ -169,7 +169,7 @@ def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
     def early(records, wrapped):
         def one(record, leaf):
             if record.is_stacked and is_wrapped(leaf):
-                leaf = replace(leaf, names=record.axes, total=record.total)
+                leaf = replace(leaf, names=record.axes, reduction=record.grad_reduction)
             return materialize(leaf)
 
         return jax.tree.map(one, records, wrapped, is_leaf=is_wrapped)

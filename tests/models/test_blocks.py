@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.models.kernels import blocks
 from mtjax.models.kernels.blocks import CudnnBlocks, XlaBlocks
-from mtjax.sharding.context.blocks import Keys, Queries
+from mtjax.sharding.context.block_attention import KVBlock, QueryBlock
 from tests.sharding.test_flash import stand_in_for
 
 WIDTH, SCALE = 16, 16**-0.5
@@ -49,11 +49,11 @@ def test_a_block_and_what_it_adds_to_gradients_of_entire_rows(kernel, causal, mo
     @jax.jit
     def both(query, key, value, gradient):
         (mixed, log_sums), pull = jax.vjp(partial(defined, causal), query, key, value)
-        rows = Queries(query, places(12), mixed=mixed, log_sums=log_sums, gradient=gradient)
+        rows = QueryBlock(query, places(12), mixed=mixed, log_sums=log_sums, gradient=gradient)
         forward, backward = [], []
         for half in halves:
-            keys = Keys(key[:, half], value[:, half], places(key.shape[1])[:, half])
-            own = made.forward(Queries(query, places(12)), keys, None, causal)
+            keys = KVBlock(key[:, half], value[:, half], places(key.shape[1])[:, half])
+            own = made.forward(QueryBlock(query, places(12)), keys, None, causal)
             forward.append((own, defined(causal, query, keys.key, keys.value)))
             backward.append(made.backward(rows, keys, None, causal))
         return forward, backward, pull((gradient, jnp.zeros_like(log_sums)))

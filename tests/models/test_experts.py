@@ -12,9 +12,9 @@ from flax import nnx
 from mtjax.config import validate
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError
-from mtjax.models.context import Context, Padding
 from mtjax.models.kernels import grouped
-from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS, Experts
+from mtjax.models.layer_context import LayerContext, Padding
+from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Experts
 from mtjax.sharding.axes import use_rules
 from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of, tiny_config
@@ -32,7 +32,12 @@ DEEPSEEK: dict[str, Any] = {
     "activation": "gelu",
 }
 """All that DeepSeek's routers do but choosing groups, and experts without gates."""
-GROUPS: dict[str, Any] = DEEPSEEK | {"num_experts": 12, "expert_groups": 4, "expert_groups_kept": 2, "experts_top_k": 4}
+GROUPS: dict[str, Any] = DEEPSEEK | {
+    "num_experts": 12,
+    "expert_groups": 4,
+    "expert_groups_top_k": 2,
+    "experts_top_k": 4,
+}
 """4 of the 6 experts of 2 groups of 3: often not the best 4 of all, nor those of the groups with the best expert."""
 CAPACITY: dict[str, Any] = {"num_experts": 4, "capacity_factor": 0.75}
 PLAIN: dict[str, Any] = {"num_experts": 4, "experts_top_k": 1, "router_normalize": False}
@@ -49,7 +54,7 @@ def mixer_of(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (config.model, graph, state), nnx.to_pure_dict(state)
 
 
-def apply(static: Any, parameters: Any, x: Any, context: Context = Context()) -> tuple[Any, Any]:  # noqa: B008
+def apply(static: Any, parameters: Any, x: Any, context: LayerContext = LayerContext()) -> tuple[Any, Any]:  # noqa: B008
     """What the mixer adds to the stream, and its report."""
     _, graph, state = static
     nnx.replace_by_pure_dict(state, parameters)
@@ -71,7 +76,7 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
     if model.expert_groups > 1:
         inside = xp.sort(ranked.reshape(*ranked.shape[:-1], model.expert_groups, -1), -1)
         best = inside[..., -1] + (inside[..., -2] if model.router_score == "sigmoid" else 0)
-        is_kept = best >= xp.sort(best, -1)[..., -model.expert_groups_kept, None]
+        is_kept = best >= xp.sort(best, -1)[..., -model.expert_groups_top_k, None]
         ranked = xp.where(xp.repeat(is_kept, inside.shape[-1], -1), ranked, -1)
     last = xp.sort(ranked, -1)[..., -model.experts_top_k, None]
     hot = (ranked >= last) * 1.0
@@ -90,7 +95,7 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
         out += act(xp.tensordot(x, p["shared"]["up"]["weight"], 1)) @ p["shared"]["down"]["weight"]
     share = (scores / scores.sum(-1, keepdims=True)).mean(1)
     balance = model.num_experts * (hot.mean(1) / model.experts_top_k * share).sum(-1)
-    return out, {BALANCE_LOSS: balance, Z_LOSS: (xp.log(exps.sum(-1)) ** 2).mean(1), LOAD: load, **report}
+    return out, {ROUTER_AUX_LOSS: balance, Z_LOSS: (xp.log(exps.sum(-1)) ** 2).mean(1), LOAD: load, **report}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_output_report_and_gradients_are_those_of_every_expert_on_every_token(se
 
         def loss(run: Any, p: Any, x: Any) -> tuple[Any, Any]:
             out, report = run(p, x)
-            return (out * of_out).sum() + ((report[BALANCE_LOSS] + report[Z_LOSS]) * of_sample).sum(), (out, report)
+            return (out * of_out).sum() + ((report[ROUTER_AUX_LOSS] + report[Z_LOSS]) * of_sample).sum(), (out, report)
 
         ours = jax.jit(jax.grad(partial(loss, partial(apply, static)), argnums=(0, 1), has_aux=True))
         gradients, (out, report) = ours(parameters, x)
@@ -151,12 +156,12 @@ def test_padding_counts_nowhere(settings):
     x, of_out = random.normal(size=(2, 3, size, 16)).astype(np.float32)
     with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
         static, parameters = mixer_of(settings)
-        context = Context(padding=Padding(jnp.asarray(is_text), jnp.asarray(lengths, jnp.int32)))
+        context = LayerContext(padding=Padding(jnp.asarray(is_text), jnp.asarray(lengths, jnp.int32)))
 
         def loss(p: Any, x: Any) -> tuple[Any, Any]:
             out, report = apply(static, p, x, context)
             text_only = jnp.where(is_text[..., None], out * of_out, 0).sum()
-            return text_only + report[BALANCE_LOSS].sum() + report[Z_LOSS].sum(), (out, report)
+            return text_only + report[ROUTER_AUX_LOSS].sum() + report[Z_LOSS].sum(), (out, report)
 
         (of_p, of_x), (out, report) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((of_p, of_x)))
@@ -189,15 +194,15 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             "num_experts only works with the families gpt and llama, and family is t5",
         ),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
-        ({"num_experts": 4, "router_bias_rate": 0.1}, "router_bias_rate is 0.1, and there are no biases"),
+        ({"num_experts": 4, "router_bias_update_rate": 0.1}, "router_bias_update_rate is 0.1, and there are no biases"),
         ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
-        ({"num_experts": 4, "expert_groups_kept": 2}, "expert_groups_kept 2 is above expert_groups 1"),
+        ({"num_experts": 4, "expert_groups_top_k": 2}, "expert_groups_top_k 2 is above expert_groups 1"),
         (
             {"num_experts": 8, "expert_groups": 4, "experts_top_k": 3},
-            "experts_top_k 3 is above the 2 experts of 1 expert_groups_kept: take 2 or more",
+            "experts_top_k 3 is above the 2 experts of 1 expert_groups_top_k: take 2 or more",
         ),
         (
-            {"num_experts": 4, "expert_groups": 4, "expert_groups_kept": 2, "router_score": "sigmoid"},
+            {"num_experts": 4, "expert_groups": 4, "expert_groups_top_k": 2, "router_score": "sigmoid"},
             "expert_groups 4 of 4 experts have one each",
         ),
         ({"num_experts": 4, "first_dense_layers": 2}, "first_dense_layers 2 leaves none of num_layers 2 with experts"),
@@ -229,12 +234,12 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ),
         ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
-        ({"expert_method": "exchange"}, "expert_method is exchange, and num_experts is 0"),
+        ({"expert_dispatch": "all-to-all"}, "expert_dispatch is all-to-all, and num_experts is 0"),
         (
-            {"num_experts": 4, "expert_method": "exchange", "capacity_factor": 1.5},
-            "expert_method is exchange, and capacity_factor 1.5 has tokens exchanged by places already",
+            {"num_experts": 4, "expert_dispatch": "all-to-all", "capacity_factor": 1.5},
+            "expert_dispatch is all-to-all, and capacity_factor 1.5 has tokens exchanged by places already",
         ),
-        ({"balance_loss": 0.5}, "balance_loss is 0.5, and num_experts is 0"),
+        ({"router_aux_loss": 0.5}, "router_aux_loss is 0.5, and num_experts is 0"),
     ],
 )
 def test_what_experts_do_not_go_with_is_one_sentence(settings, message):

@@ -7,9 +7,9 @@ import pytest
 
 from mtjax.config import Parallel
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
 from mtjax.models.layer import Layer
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.sharding.axes import use_rules
@@ -173,6 +173,6 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
         stack = Stack(
             model, jnp.float32, kind="transformer", recompute=Recompute(), parallel=Parallel(), key=jax.random.key(0)
         )
-        x, _ = stack(jnp.zeros((1, 1, 1)), Context(key[None]))
+        x, _ = stack(jnp.zeros((1, 1, 1)), LayerContext(key[None]))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

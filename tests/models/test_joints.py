@@ -11,20 +11,20 @@ from jax.sharding import reshard
 
 from mtjax.config import Parallel
 from mtjax.config.families import FAMILIES
-from mtjax.models.context import Context
 from mtjax.models.embedding import embed_tokens, vocabulary_table
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.registry import MODEL_CLASSES
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack, run_layers
-from mtjax.models.trunk import Section, Stream, batch_losses, run_sections
+from mtjax.models.trunk import HiddenStates, Section, batch_losses, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.theory.families.registry import FAMILIES as ANATOMIES
 from mtjax.theory.layout import TENSOR
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from tests.tiny import VOCAB, batch_of, mesh_of, num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4
@@ -43,7 +43,7 @@ class Bilinear(nnx.Module):
         self.up = Linear(embed, {"gate": 2, **inner}, std=1.0, key=up)
         self.down = Linear(inner, embed, std=1.0, sequence="act_seq", key=down)
 
-    def __call__(self, x: Any, context: Context, state: Any) -> tuple[Any, Any]:
+    def __call__(self, x: Any, context: LayerContext, state: Any) -> tuple[Any, Any]:
         x = self.up(reshard(x, spec("batch", "seq", "embed")))
         return self.down(x[:, :, 0] * x[:, :, 1]), state
 
@@ -58,7 +58,7 @@ class Meter(nnx.Module):
     def __init__(self, model: Any, *, output_std: float, key: Any) -> None:
         self.gain = normal(key, {"embed": model.hidden_size}, 1.0)
 
-    def __call__(self, x: Any, context: Context, state: Any) -> tuple[Any, Any]:
+    def __call__(self, x: Any, context: LayerContext, state: Any) -> tuple[Any, Any]:
         before = {"runs": jnp.int32(0), "shift": jnp.float32(1)} if state is None else state
         after = before | {"runs": before["runs"] + 1, "mean": (x**2).mean()}
         return x * self.gain[...] + before["shift"], after
@@ -79,13 +79,13 @@ class Plain(GPT):
     def sections(self) -> dict[str, Section]:
         return {"layers_of_mine": Section(self.layers_of_mine, self._embed, self._context)}
 
-    def _embed(self, batch: Any, keys: Any, before: Stream | None) -> Stream:
-        return Stream(embed_tokens(self.table, None, batch["tokens"], jnp.float32))
+    def _embed(self, batch: Any, keys: Any, before: HiddenStates | None) -> HiddenStates:
+        return HiddenStates(embed_tokens(self.table, None, batch["tokens"], jnp.float32))
 
-    def _context(self, batch: Any, keys: Any, stream: Stream) -> Context:
-        return Context(keys)
+    def _context(self, batch: Any, keys: Any, stream: HiddenStates) -> LayerContext:
+        return LayerContext(keys)
 
-    def losses(self, stream: Stream, batch: Any, keys: Any, options: LossOptions) -> dict[str, Any]:
+    def losses(self, stream: HiddenStates, batch: Any, keys: Any, options: LossOptions) -> dict[str, Any]:
         return {"loss": vocab_parallel_cross_entropy(stream.x, self.table[...], batch["labels"], options)}
 
 
@@ -108,7 +108,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mixer_and_a_family_are_a_class_and_a_row_each():
     results = {}
     for mesh, settings in (("1x1", {}), ("2x4", {"sequence_parallel": True, "zero": 1, "microbatch_size": 2})):
-        program = make_program(tiny_config(family="plain", **settings), mesh_of(mesh))
+        program = make_train_step(tiny_config(family="plain", **settings), mesh_of(mesh))
         results[mesh] = run_steps(program, 2)
     for name in ("loss", "grad_norm"):
         split, whole = ([m[name] for m in results[mesh][1]] for mesh in ("2x4", "1x1"))
@@ -194,7 +194,7 @@ def metered(recompute: Recompute) -> Any:
     x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
 
     def run(layers: Any, states: Any) -> Any:
-        return run_layers(layers, jnp.arange(LAYERS), x, Context(), recompute, states)
+        return run_layers(layers, jnp.arange(LAYERS), x, LayerContext(), recompute, states)
 
     return run, stack.layers
 
@@ -214,7 +214,7 @@ def test_a_layer_passes_its_state_on(kind: str):
             x, after = jax.random.normal(jax.random.key(2), (2, 16, 32)), []
             for number in range(LAYERS):
                 own = jax.tree.map(lambda a, number=number: a[number], (layers, states))
-                x, state = own[0](x, Context(), own[1])
+                x, state = own[0](x, LayerContext(), own[1])
                 after.append(state)
             return x, jax.tree.map(lambda *a: jnp.stack(a), *after)
 
@@ -244,7 +244,7 @@ def test_what_a_state_says_can_be_differentiated(kind: str):
 @pytest.mark.usefixtures("rows")
 def test_a_trunk_hands_each_section_its_states(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "plain", KINDS["metered"])
-    program = make_program(tiny_config(family="plain", num_layers=LAYERS), mesh_of("1x4"))
+    program = make_train_step(tiny_config(family="plain", num_layers=LAYERS), mesh_of("1x4"))
     parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
 
     def run(parameters: Any, batch: Any) -> Any:
@@ -260,7 +260,7 @@ def test_layers_without_a_state_scan_the_stream_alone():
     model = program.model(program.initialize(0).parameters)
     x = jnp.zeros((8, 16, 32))
     with use_rules(program.layout.rules), jax.set_mesh(program.mesh):
-        traced = jax.make_jaxpr(lambda x: model.stack(x, Context()))(x)
-        _, states = jax.eval_shape(lambda x: model.stack(x, Context()), x)
+        traced = jax.make_jaxpr(lambda x: model.stack(x, LayerContext()))(x)
+        _, states = jax.eval_shape(lambda x: model.stack(x, LayerContext()), x)
     (scan,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
     assert states is None and len(scan.outvars) == num_carried(scan) == 1

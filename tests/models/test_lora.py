@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.models.context import Context
-from mtjax.models.lora import read_whole
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.lora import gather_sequence_shared
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.adapters import Low
+from mtjax.theory.adapters import LoraConfig
 from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, program_of, run_steps
 
@@ -20,7 +20,7 @@ def test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all():
 
     def read(x: jax.Array, keys: jax.Array | None, site: int) -> tuple[jax.Array, ...]:
         with use_rules(TENSOR.rules.over(("data", "model"))):
-            return read_whole(x, Low(4, 2.0, RATE), Context(keys), site)
+            return gather_sequence_shared(x, LoraConfig(4, 2.0, RATE), LayerContext(keys), site)
 
     with jax.set_mesh(mesh_of("1x1")):
         run = jax.jit(read, static_argnums=2)

@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 
 def test_a_placed_model_is_the_one_that_a_run_begins_with():
     program = program_of("2x4", zero=1)
-    placed = Placed(tiny_config(zero=1), mesh_of("2x4"), trains=True)
+    placed = ShardedModel(tiny_config(zero=1), mesh_of("2x4"), trains=True)
     parameters, expected = placed.initialize_parameters(0), program.initialize(0).parameters
     jax.tree.map(np.testing.assert_array_equal, parameters, expected)
     for leaf, target, trained in zip(
@@ -26,6 +26,6 @@ def test_a_placed_model_is_the_one_that_a_run_begins_with():
 @pytest.mark.parametrize(("zero", "in_parts"), [(2, False), (3, True)])
 def test_what_no_run_trains_is_in_parts_with_zero_3_alone(zero, in_parts):
     """Nobody would gather it once a step."""
-    placed = Placed(tiny_config(zero=zero), mesh_of("2x4"))
-    trained = Placed(tiny_config(zero=zero), mesh_of("2x4"), trains=True)
+    placed = ShardedModel(tiny_config(zero=zero), mesh_of("2x4"))
+    trained = ShardedModel(tiny_config(zero=zero), mesh_of("2x4"), trains=True)
     assert (placed.parameter_sharding == trained.parameter_sharding) == in_parts

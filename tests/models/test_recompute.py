@@ -14,7 +14,7 @@ from mtjax.errors import UserError
 from mtjax.theory import memory
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from tests.tiny import num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4

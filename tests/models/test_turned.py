@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mtjax.models.turned import Turned
+from mtjax.models.transposed_weight import TransposedWeight
 from tests.tiny import mesh_of
 
 
@@ -15,7 +15,7 @@ def test_a_product_is_that_of_the_matrix(shape: tuple[int, ...], inputs: int) ->
     draw = np.random.default_rng(0)
     matrix, x = draw.standard_normal(shape), draw.standard_normal((2, 3, *shape[:inputs]))
     with jax.set_mesh(mesh_of("1x1")):
-        turned = Turned.of(jnp.asarray(matrix, jnp.float32), inputs)
+        turned = TransposedWeight.of(jnp.asarray(matrix, jnp.float32), inputs)
         product = turned[...].product(jnp.asarray(x, jnp.float32), inputs, PartitionSpec())
     assert turned.ndim == len(shape)
     np.testing.assert_allclose(product, np.tensordot(x, matrix, inputs), rtol=1e-5, atol=1e-6)

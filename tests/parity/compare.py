@@ -11,7 +11,7 @@ import numpy as np
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.sharding.axes import use_rules
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from tests.tiny import batch_of, host_batch, mesh_of
 
 Named = Mapping[str, np.ndarray]
@@ -77,7 +77,7 @@ class Computed:
 
 def computed(config: Config, mesh: str, weights: Any, forward: Callable[[Any, Any], Any]) -> Computed:
     """Runs `forward(model, batch)` and the differentiated step with these weights on a mesh."""
-    program = make_program(config, mesh_of(mesh))
+    program = make_train_step(config, mesh_of(mesh))
     places = program.state_sharding.parameters
     parameters = jax.tree.map(lambda array, place: jax.device_put(jnp.asarray(array), place), weights, places)
     batch = batch_of(program, 0)

@@ -10,7 +10,7 @@ import pytest
 from mtjax import config as configs
 from mtjax.sharding.axes import use_rules
 from mtjax.train.checkpoints.weights import find_weights, restore_weights
-from mtjax.train.step import Program, make_program
+from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import relative
 from tests.tiny import mesh_of
 
@@ -68,11 +68,11 @@ def bert(kind: str, head: str, **settings: Any) -> Any:
     return getattr(transformers, f"{kind}{head}")(config)
 
 
-def program_of(folder: Path, mesh: str) -> tuple[Program, Any]:
+def program_of(folder: Path, mesh: str) -> tuple[TrainStep, Any]:
     """The float32 program of converted weights, and the weights on its mesh."""
     weights = find_weights(folder)
     config = configs.replace(weights.config, compute_dtype="float32", attention="xla")
-    program = make_program(config, mesh_of(mesh))
+    program = make_train_step(config, mesh_of(mesh))
     return program, restore_weights(weights, program.abstract_state.parameters)
 
 

@@ -9,7 +9,7 @@ import pytest
 from mtjax.convert.saved_model import Hints
 from mtjax.finetune.teacher import Teacher
 from mtjax.sharding.placement import global_batch
-from mtjax.train.step import Program
+from mtjax.train.step import TrainStep
 from tests.parity.test_chats import chats, network_of, packed_batch, their_loss
 from tests.parity.test_finetune import ANSWERING, BATCH, BERT, CHOICE, LENGTH, LLAMA, check_five_steps, program_of, rows
 from tests.parity.test_finetune import network_of as classifier_of
@@ -28,7 +28,7 @@ def mixed(logits: Any, teacher: Any, labels: Any) -> Any:
     return (1 - SHARE) * torch.nn.functional.cross_entropy(logits, labels) + SHARE * soft
 
 
-def taught(program: Program, folder: Any, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def taught(program: TrainStep, folder: Any, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A batch with what the teacher in a folder adds."""
     batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
     return Teacher(f"hf:{folder}", Hints(256)).on(program)(batch)

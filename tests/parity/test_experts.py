@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mtjax.config import validate
-from mtjax.models.context import Context, Padding
-from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, Router
+from mtjax.models.layer_context import LayerContext, Padding
+from mtjax.models.mixers.experts import LOAD, ROUTER_AUX_LOSS, Router
 from mtjax.sharding.axes import use_rules
 from tests.models.test_experts import RULES, SOFTMAX, apply, mixer_of
 from tests.tiny import mesh_of, tiny_config
@@ -36,7 +36,7 @@ def test_output_balance_loss_and_gradients_are_mixtrals():
 
         def loss(p, x):
             out, report = apply(static, p, x)
-            return (out * of_out).sum() + 3 * CHOSEN * report[BALANCE_LOSS].sum(), (out, report)
+            return (out * of_out).sum() + 3 * CHOSEN * report[ROUTER_AUX_LOSS].sum(), (out, report)
 
         (of_p, of_x), (out, report) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
     p = jax.tree.map(np.array, parameters)
@@ -67,7 +67,7 @@ def test_output_balance_loss_and_gradients_are_mixtrals():
         np.testing.assert_allclose(found, value, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
     close(out, known.detach().numpy(), "output")
-    close(CHOSEN * report[BALANCE_LOSS][0], balance.item(), "balance loss")
+    close(CHOSEN * report[ROUTER_AUX_LOSS][0], balance.item(), "balance loss")
     np.testing.assert_array_equal(report[LOAD][0], np.bincount(chosen.numpy().ravel(), minlength=count))
     close(of_x, read.grad.numpy(), "gradient of the stream")
     for name, value in as_theirs(of_p).items():
@@ -82,11 +82,11 @@ def test_balance_loss_and_load_of_padded_text_are_mixtrals():
     is_text = (np.arange(24) < 17)[None]
     with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
         static, parameters = mixer_of(SOFTMAX)
-        context = Context(padding=Padding(jnp.asarray(is_text), jnp.asarray([17], jnp.int32)))
+        context = LayerContext(padding=Padding(jnp.asarray(is_text), jnp.asarray([17], jnp.int32)))
 
         def loss(p):
             report = apply(static, p, x, context)[1]
-            return report[BALANCE_LOSS].sum(), report
+            return report[ROUTER_AUX_LOSS].sum(), report
 
         gradients, report = jax.jit(jax.grad(loss, has_aux=True))(parameters)
     count = static[0].num_experts
@@ -95,14 +95,14 @@ def test_balance_loss_and_load_of_padded_text_are_mixtrals():
     mask = torch.tensor(is_text.astype(np.int64))
     known = modeling_mixtral.load_balancing_loss_func((logits,), count, CHOSEN, mask)
     known.backward()
-    np.testing.assert_allclose(CHOSEN * report[BALANCE_LOSS][0], known.item(), rtol=1e-5)
+    np.testing.assert_allclose(CHOSEN * report[ROUTER_AUX_LOSS][0], known.item(), rtol=1e-5)
     chosen = logits.softmax(-1).topk(CHOSEN).indices.numpy()[is_text[0]]
     np.testing.assert_array_equal(report[LOAD][0], np.bincount(chosen.ravel(), minlength=count))
     theirs = weight.grad.numpy() / CHOSEN
     np.testing.assert_allclose(gradients["router"]["weight"], theirs, atol=1e-5 * np.abs(theirs).max())
 
 
-GROUPS = {"num_experts": 24, "experts_top_k": 5, "expert_groups": 6, "expert_groups_kept": 3, "router_scale": 2.5}
+GROUPS = {"num_experts": 24, "experts_top_k": 5, "expert_groups": 6, "expert_groups_top_k": 3, "router_scale": 2.5}
 SIGMOID = {"router_score": "sigmoid", "router_bias": True}
 THEIRS = {
     "num_local_experts": 24,
@@ -134,7 +134,7 @@ def test_groups_experts_and_weights_are_those_of_deepseeks_routers(name, setting
         router = Router(config.model, key=jax.random.key(1))
         if router.bias is not None:
             router.bias[...] = bias
-        chosen, gates, _ = jax.jit(lambda x: router(x, Context()))(x)
+        chosen, gates, _ = jax.jit(lambda x: router(x, LayerContext()))(x)
     folder = {"Dots1": "dots1", "DeepseekV3": "deepseek_v3", "Glm4Moe": "glm4_moe", "DeepseekV2": "deepseek_v2"}[name]
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     theirs = getattr(modeling, f"{name}TopkRouter")(modeling_config(name))

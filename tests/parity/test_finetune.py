@@ -14,9 +14,9 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import Hints
 from mtjax.convert.table import name_of, with_vocab
 from mtjax.finetune.initial import PretrainedTrunk
+from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.placement import global_batch
-from mtjax.sharding.records import dotted
-from mtjax.train.step import Program, State, make_program
+from mtjax.train.step import State, TrainStep, make_train_step
 from tests.parity.compare import relative, shaken
 from tests.tiny import mesh_of, tiny_config
 
@@ -107,16 +107,16 @@ def as_theirs(folder: Path, tree: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def program_of(folder: Path, mesh: str, fields: dict[str, Any]) -> tuple[Program, PretrainedTrunk]:
+def program_of(folder: Path, mesh: str, fields: dict[str, Any]) -> tuple[TrainStep, PretrainedTrunk]:
     trunk = PretrainedTrunk(f"hf:{folder}", Hints(256))
     model = vars(trunk.saved.config.model)
     config = replace(tiny_config(), **model | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention": "xla"})
     rates = {"learning_rate": 3e-4, "warmup_steps": 0, "initial_learning_rate": 0.0, "min_learning_rate": 3e-4}
     rates |= {"decay_style": "constant", "weight_decay": 0.0, "epsilon": 1e-4}
-    return make_program(replace(config, mesh=mesh, **rates, **fields), mesh_of(mesh)), trunk
+    return make_train_step(replace(config, mesh=mesh, **rates, **fields), mesh_of(mesh)), trunk
 
 
-def check_steps(program: Program, state: State, batch: Any, learnt: list[Any], loss: Callable[[], Any]) -> State:
+def check_steps(program: TrainStep, state: State, batch: Any, learnt: list[Any], loss: Callable[[], Any]) -> State:
     """Five steps of AdamW on their `learnt` tensors and on ours: losses and norms. Returns the state after them."""
     optimizer = torch.optim.AdamW(learnt, lr=3e-4, eps=1e-4, weight_decay=0.0)
     for step in range(5):
@@ -132,7 +132,7 @@ def check_steps(program: Program, state: State, batch: Any, learnt: list[Any], l
 
 
 def check_five_steps(
-    program: Program, state: Any, batch: Any, network: Any, loss: Callable[[], Any], folder: Path
+    program: TrainStep, state: Any, batch: Any, network: Any, loss: Callable[[], Any], folder: Path
 ) -> dict[str, np.ndarray]:
     """Gradients, and five steps of AdamW, beside transformers' `network` and its `loss`; returns our gradients."""
     mine, _, gradients = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None)), state.parameters, batch)
@@ -174,7 +174,7 @@ def test_a_base_model_lends_its_trunk_and_pooler_and_the_head_comes_from_the_see
     )
     drawn = []
     for seed in (1, 1, 2):
-        program = make_program(replace(config, seed=seed, sequence_length=8), mesh_of("1x1"))
+        program = make_train_step(replace(config, seed=seed, sequence_length=8), mesh_of("1x1"))
         trunk.check(program)
         parameters = trunk.read(program)
         pooler = network.bert.pooler.dense.weight.detach().numpy()

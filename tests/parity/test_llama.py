@@ -166,7 +166,7 @@ def test_llama_is_that_of_transformers(fields: dict[str, Any], mesh: str) -> Non
     ids=["Mixtral", "Qwen3's experts"],
 )
 def test_experts_are_those_of_transformers_and_so_are_the_gradients_of_routers(fields: dict[str, Any]) -> None:
-    config = llama_config(**fields, num_experts=4, balance_loss=0.0)
+    config = llama_config(**fields, num_experts=4, router_aux_loss=0.0)
     mesh = "data=2,expert=2,model=2"
     assert_next_token_parity(llama_of(config), config, mesh, lambda named: as_llama(named, config), TOLERANCE)
 

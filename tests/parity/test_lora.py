@@ -10,7 +10,7 @@ import pytest
 from mtjax.convert.__main__ import main as convert
 from mtjax.finetune.__main__ import main as finetune
 from mtjax.sharding.placement import global_batch
-from mtjax.train.step import Program, State
+from mtjax.train.step import State, TrainStep
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.test_chats import BATCH, LENGTH, chats, mean_loss, network_of, packed_batch
 from tests.parity.test_finetune import GPT2, LLAMA, check_steps, program_of
@@ -61,7 +61,7 @@ def adapters_of(parameters: Any, where: tuple[str, str, str | None, int | None],
     return a.reshape(-1, RANK), b.reshape(RANK, -1)
 
 
-def with_their_adapters(program: Program, state: State, network: Any, targets: str) -> State:
+def with_their_adapters(program: TrainStep, state: State, network: Any, targets: str) -> State:
     """Our A's in their model: there is nothing else that was drawn."""
     grouped = "query" in state.parameters["stack"]["layers"]["attention"]["qkv"]
     modules = {**(GROUPED if grouped else FUSED), **MODULES}

@@ -27,7 +27,7 @@ from mtjax.data.samples.split import SPLITS as PARTS
 from mtjax.data.samples.split import split_bounds
 from mtjax.sharding.placement import global_batch
 from mtjax.train.checkpoints.weights import find_weights, restore_weights
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import (
@@ -274,7 +274,7 @@ def test_twenty_steps_have_their_losses(name: str, mesh: str, theirs: Path, tmp_
     source = theirs / "models" / name / "1x1x1"
     convert(f"megatron:{source}", f"mtjax:{tmp_path / 'ours'}", "--vocab-size", str(VOCAB))
     weights = find_weights(tmp_path / "ours")
-    program = make_program(run_config(weights.config), mesh_of(mesh))
+    program = make_train_step(run_config(weights.config), mesh_of(mesh))
     state = program.initialize(0, restore_weights(weights, program.abstract_state.parameters))
     saved, size = np.load(theirs / f"{name} run.npz"), RUN["batch"]
     for step in range(RUN["steps"]):

@@ -14,12 +14,12 @@ from mtjax.plan.search_report import train_command
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 from mtjax.train.__main__ import Options as TrainOptions
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from tests.tiny import mesh_of, tiny_config
 
 FAMILIES = ("gpt", "llama", "bert", "t5")
@@ -51,7 +51,7 @@ def test_every_plan_that_the_search_finds_trains(tmp_path_factory, family, layer
     path = tmp_path_factory.mktemp("run") / "tiny.toml"
     config.save(run, path)
     anatomy = anatomy_of(run.model)
-    base = Plan.of(run, MeshShape(), schedule="1f1b", chunks=1, layers_per_stage=None)
+    base = Plan.of(run, MeshShape(), pipeline_schedule="1f1b", chunks=1, layers_per_stage=None)
     found = search(anatomy, base, gpus, SERVERS["h100"])
     several = {(c.plan.stages, c.plan.chunks): c.plan for c in reversed(found.fitting)}
     for plan in several.values():
@@ -67,7 +67,7 @@ def test_every_plan_that_the_search_finds_trains(tmp_path_factory, family, layer
     settings=st.fixed_dictionaries(
         {},
         optional={
-            "schedule": st.sampled_from(["1f1b", "interleaved", "gpipe"]),
+            "pipeline_schedule": st.sampled_from(["1f1b", "interleaved", "gpipe"]),
             "chunks": st.integers(1, 3),
             "layers_per_stage": st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple),
             "microbatch_size": st.integers(1, 4),
@@ -86,13 +86,13 @@ def test_what_is_not_refused_has_a_cost(family, layers, stages, settings):
         assert "\n" not in str(refused)
         return
     anatomy, plan = anatomy_of(run.model), Plan.of(run, mesh)
-    assert fullest_stage(anatomy, plan).total > 0
+    assert peak_stage_memory(anatomy, plan).total > 0
     assert step_time(anatomy, plan, SERVERS["h100"]).total > 0
 
 
 PROGRAMS = [
-    ("gpt", "2x2x2", {"schedule": "interleaved", "chunks": 2, "microbatch_size": 1}),
-    ("t5", "1x4x2", {"schedule": "gpipe", "microbatch_size": 2}),
+    ("gpt", "2x2x2", {"pipeline_schedule": "interleaved", "chunks": 2, "microbatch_size": 1}),
+    ("t5", "1x4x2", {"pipeline_schedule": "gpipe", "microbatch_size": 2}),
     ("llama", "1x2x2", {"layers_per_stage": (1, 3), "microbatch_size": 4, "zero": 1}),
 ]
 
@@ -100,5 +100,5 @@ PROGRAMS = [
 @pytest.mark.parametrize(("family", "mesh", "fields"), PROGRAMS)
 def test_what_check_config_takes_becomes_a_program(family, mesh, fields):
     run = tiny_config(family=family, num_layers=4, mesh=mesh, **fields)
-    program = make_program(run, mesh_of(mesh))
+    program = make_train_step(run, mesh_of(mesh))
     assert program.microbatch_schedule(2).training.chunks == run.parallel.chunks * len(program.sections)

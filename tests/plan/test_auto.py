@@ -9,7 +9,7 @@ from mtjax.plan.search import Space, search
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_H100
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from tests.tiny import tiny_config
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -104,13 +104,16 @@ def test_tokens_are_exchanged_where_that_is_faster_and_wait_for_the_rank_with_mo
         assert found
         return float(found[1]), float(found[2]) / (1000 if found[3] else 1)
 
-    even, uneven = run(capsys, *asked), run(capsys, *asked, "--expert-imbalance", "1.5", "--expert-method", "exchange")
-    (gathered, gather), (exchanged, exchange) = row(even, r"gather \(planned\)"), row(even, "exchange")
+    even, uneven = (
+        run(capsys, *asked),
+        run(capsys, *asked, "--expert-imbalance", "1.5", "--expert-dispatch", "all-to-all"),
+    )
+    (gathered, gather), (exchanged, exchange) = row(even, r"all-gather \(planned\)"), row(even, "all-to-all")
     assert exchanged / gathered == pytest.approx(1 / 4, rel=0.01) and exchange < gather / 3
-    most, slower = row(uneven, r"exchange \(planned\)")
-    assert most == exchanged and 1.45 < slower / exchange < 1.5 and row(uneven, "gather") == (gathered, gather)
+    most, slower = row(uneven, r"all-to-all \(planned\)")
+    assert most == exchanged and 1.45 < slower / exchange < 1.5 and row(uneven, "all-gather") == (gathered, gather)
     out = run(capsys, *asked, "--gpus", "16", "--global-batch-size", "16")
-    assert re.search(r"Train it: .* --mesh data=2,expert=8,model=1 .*--expert-method exchange", out)
+    assert re.search(r"Train it: .* --mesh data=2,expert=8,model=1 .*--expert-dispatch all-to-all", out)
 
 
 @pytest.mark.parametrize(

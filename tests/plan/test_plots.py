@@ -7,9 +7,9 @@ from mtjax.plan import plots, published
 from mtjax.theory.families.registry import gpt
 from mtjax.theory.flops import amdahl_speedup
 from mtjax.theory.hardware import DGX_H100
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 SHAPE = gpt(24, 1024, 16, 1024, 51_200)
 PLAN = Plan(parse_mesh("8x1x2"), 64, 8, recompute="full")
@@ -26,7 +26,7 @@ def test_bars_stack_to_the_total():
     assert [str(p.mesh) for p in choices] == ["16x1", "8x2", "4x4", "2x8"]
     tops = [max(bar.get_y() + bar.get_height() for bar in group) for group in zip(*found.containers, strict=True)]
     for plan, top in zip(choices, tops, strict=True):
-        memory = fullest_stage(SHAPE, plan)
+        memory = peak_stage_memory(SHAPE, plan)
         assert top == pytest.approx(sum(plots.memory_parts(memory).values()))
         assert top * 2**30 >= memory.total
 

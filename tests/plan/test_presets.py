@@ -6,7 +6,8 @@ import pytest
 
 from mtjax import config
 from mtjax.plan import published
-from mtjax.theory import counts, flops, memory, plans
+from mtjax.theory import counts, flops, memory
+from mtjax.theory import plan as plans
 from mtjax.theory.divisibility import check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS
@@ -71,7 +72,7 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     stated = re.search(r"# Parameters: ([\d,]+)", header)
     assert stated and int(stated[1].replace(",", "")) == counts.parameters(shape)
     if gib := re.search(r"by formula: ([\d.]+) GiB, of which ([\d.]+) GiB", header):
-        whole = memory.fullest_stage(shape, plan)
+        whole = memory.peak_stage_memory(shape, plan)
         assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")
 
 
@@ -120,7 +121,7 @@ def test_the_predictions_of_stages_stand_in_header_and_docs(path):
     anatomy, plan = anatomy_of(run.model), plans.Plan.of(run, parse_mesh(run.parallel.mesh))
     shape = plan.stages, plan.microbatches
     ticks, idle, plain = num_ticks(*shape, plan.chunks), bubble(*shape, plan.chunks), bubble(*shape)
-    size = memory.fullest_stage(anatomy, plan).total / 2**30
+    size = memory.peak_stage_memory(anatomy, plan).total / 2**30
     done = flops.hardware_flops(anatomy, plan.recompute) * plan.global_batch_size / plan.mesh.size / 1e12
     a100, h100 = (step_time(anatomy, plan, SERVERS[kind]).total for kind in ("a100-80", "h100"))
     speeds = f"{a100:.1f} s, {done / a100:.0f} | {h100:.1f} s, {done / h100:.0f}"

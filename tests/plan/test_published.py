@@ -13,7 +13,7 @@ from mtjax.theory.families.registry import gpt
 from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100
 from mtjax.theory.machine import Constants
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import MEGATRON_FP16, Plan
+from mtjax.theory.plan import MEGATRON_FP16, Plan
 from mtjax.theory.software import MEGATRON_2021
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -78,7 +78,7 @@ def test_chunks_divide_whatever_number_of_layers_a_stage_has():
     anatomy = gpt(46, 4096, 32, 2048, 51_200)
     plan = Plan(parse_mesh("8x2x8"), 32, 1, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
     best = published._fastest(anatomy, plan, (1,), DGX_A100_80, MEGATRON_2021, None)
-    assert (best.schedule, best.chunks) == ("interleaved", 23)
+    assert (best.pipeline_schedule, best.chunks) == ("interleaved", 23)
 
 
 @pytest.mark.parametrize(

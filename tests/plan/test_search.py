@@ -19,7 +19,7 @@ from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.flops import SECONDS_PER_DAY
 from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.stages import balanced_layers
 from mtjax.train.__main__ import Options as TrainOptions
 
@@ -79,7 +79,7 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     chunks,
                     per_stage if len(set(per_stage)) > 1 else None,
                 )
-                if memory.fullest_stage(shape, plan).total <= limit:
+                if memory.peak_stage_memory(shape, plan).total <= limit:
                     key = (data, stage, model, micro, recompute, split, zero, chunks)
                     found[key] = timing.step_time(shape, plan, server).total
     return found
@@ -204,7 +204,7 @@ def test_the_command_is_the_plan():
         microbatch_size=1,
         sequence_parallel=True,
         recompute="none",
-        schedule="1f1b",
+        pipeline_schedule="1f1b",
         layers_per_stage=(27, 27, 26),
     )
     for chosen in (plan, dataclasses.replace(plan, sequence_parallel=False, zero=1, recompute="full")):

@@ -17,7 +17,7 @@ from mtjax.sharding.mesh import make_mesh
 from mtjax.theory import counts, memory
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
 
@@ -25,7 +25,7 @@ PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
 @pytest.mark.parametrize("name", PRESETS)
 def test_formula_counts_exactly_what_the_model_has(name):
     run = config.replace(config.load(name), global_batch_size=1, microbatch_size=None)
-    program = make_program(run, make_mesh(MeshShape(), jax.devices()))
+    program = make_train_step(run, make_mesh(MeshShape(), jax.devices()))
     counted = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_parameters))
     assert counts.parameters(anatomy_of(run.model)) == counted
 
@@ -34,7 +34,7 @@ def test_formula_counts_exactly_what_the_model_has(name):
 def test_formula_counts_exactly_what_a_rank_holds(mesh):
     run = config.replace(config.load("gpt2-tiny"), mesh=mesh)
     shape = parse_mesh(mesh)
-    program = make_program(run, make_mesh(shape, jax.devices()))
+    program = make_train_step(run, make_mesh(shape, jax.devices()))
     leaves, places = jax.tree.leaves((program.abstract_parameters, program.state_sharding.parameters)), None
     count = len(leaves) // 2
     leaves, places = leaves[:count], leaves[count:]

@@ -74,7 +74,7 @@ def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
     @jax.jit
     def logits(parameters, tokens):
         with use_rules(placed.layout.rules):
-            model = placed.model_in_use(parameters)
+            model = placed.inference_model(parameters)
             return model.logits(model(tokens))
 
     def of(ids: list[int]) -> np.ndarray:

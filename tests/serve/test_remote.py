@@ -14,11 +14,12 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
-from mtjax.models.placed import Placed
-from mtjax.serve import letters, together
-from mtjax.serve.remote import Remote, answer
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.serve import kv_mailbox as letters
+from mtjax.serve import lockstep as together
+from mtjax.serve.lockstep import LockstepLeader, follow
+from mtjax.serve.remote_replica import RemoteReplica, answer
 from mtjax.serve.replicas import replicas_on
-from mtjax.serve.together import Leader, follow
 from mtjax.theory.mesh import parse_mesh
 from tests.tiny import mesh_of, tiny_config
 
@@ -64,7 +65,7 @@ class Heard:
         return Request(ids, sampling, **asked, **listeners)
 
 
-def ask(engine: Engine | Remote) -> list[Heard]:
+def ask(engine: Engine | RemoteReplica) -> list[Heard]:
     """Five texts: drawn, with log-probabilities of all, ended by the listener, by a stop id, and by the client."""
     told = [Heard() for _ in range(5)]
     drawn = Sampling(12, temperature=1.5, seed=3)
@@ -80,7 +81,7 @@ def ask(engine: Engine | Remote) -> list[Heard]:
 
 
 def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatch) -> None:
-    placed = Placed(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
+    placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
     decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
     for module in (letters, together):
         monkeypatch.setattr(module, "service", lambda: service)
@@ -88,11 +89,11 @@ def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatc
     own, first, second = (Engine(decoder, 2, chunks=(8,), shortest_cache=64) for _ in range(3))
     expected = ask(own)
     assert [heard.ends for heard in expected] == [["length"], ["length"], ["stop"], ["stop"], ["cancelled"]]
-    led = threading.Thread(target=answer, args=(Leader(first, 1), 1), daemon=True)
+    led = threading.Thread(target=answer, args=(LockstepLeader(first, 1), 1), daemon=True)
     following = threading.Thread(target=follow, args=(second, 1), daemon=True)
     for thread in (led, following):
         thread.start()
-    remote, stopped = Remote(1, own, 2), threading.Event()
+    remote, stopped = RemoteReplica(1, own, 2), threading.Event()
     for _ in range(2):
         assert ask(remote) == expected
         assert remote.load == first.load == (0, 0)

@@ -13,14 +13,14 @@ from tests.tiny import batch_of, initial_state, program_of
 
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3}
 LONG = pytest.mark.long
-ALONE = "mtjax.models.recompute.can_go_ahead"
+ALONE = "mtjax.models.recompute.can_prefetch"
 
 
 def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     """A batch's loss, and gradients by name."""
     program = program_of(mesh, **LAYERS | fields)
     state, batch = initial_state(program), batch_of(program, 0)
-    loss, _, gradients = program.on_mesh(jax.jit(program.differentiated), state, batch)
+    loss, _, gradients = program.on_mesh(jax.jit(program.loss_and_grads), state, batch)
     return loss, jax.tree.map(np.asarray, gradients)
 
 
@@ -51,7 +51,7 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
             marks=LONG,
         ),
         pytest.param(
-            "8x1", {"recompute": "full", "gradient_wire_dtype": "bfloat16"}, id="rounded on the wire", marks=LONG
+            "8x1", {"recompute": "full", "grad_reduce_dtype": "bfloat16"}, id="rounded on the wire", marks=LONG
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_layers_that_gather_for_themselves(mesh, fields, 
         patched.setattr(ALONE, lambda layers: False)
         expected_loss, expected = differentiated(mesh, fields | {"learning_rate": 2e-2})  # a program of its own
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    rounded = "gradient_wire_dtype" in fields
+    rounded = "grad_reduce_dtype" in fields
     for (path, own), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         scale = np.abs(other).max() + 1e-8
         np.testing.assert_allclose(
@@ -75,7 +75,7 @@ def test_computing_waits_less_for_what_crosses_servers_on_h100s(zero, monkeypatc
     """By half and more, of gathers and gradients that together take less time than what is computed beside them."""
     fields = {"mesh": "16x8", "num_layers": 8, "hidden_size": 4096, "num_heads": 32, "sequence_length": 4096}
     fields |= {"vocab_size": 1024, "attention": "xla", "recompute": "full", "sequence_parallel": True, "zero": zero}
-    fields |= {"global_batch_size": 32 if zero == 3 else 16, "microbatch_size": 1, "gradient_wire_dtype": "bfloat16"}
+    fields |= {"global_batch_size": 32 if zero == 3 else 16, "microbatch_size": 1, "grad_reduce_dtype": "bfloat16"}
     run, target = tiny(**fields), find_target("h100x8")
     ahead = inspect(run, target).time
     monkeypatch.setattr(ALONE, lambda layers: False)

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtjax.sharding import exchange
-from mtjax.sharding.exchange import Trip
+from mtjax.sharding import ragged_all_to_all as exchange
+from mtjax.sharding.ragged_all_to_all import RaggedRouting
 from tests.tiny import mesh_of
 
 RANKS, ROWS, WIDTH, MOST = 4, 6, 3, 2
@@ -45,9 +45,9 @@ def test_rows_arrive_by_ranks_and_come_home_added_up(is_ragged, monkeypatch):
 
     @partial(jax.shard_map, in_specs=(P("data"), P("data")), out_specs=(P("data"), P("data")), axis_names={"data"})
     def run(x: Any, scale: Any) -> Any:
-        trip = Trip.of(jnp.asarray(goes), MOST, AXIS)
-        arrived = trip.there(x[0])
-        return arrived[None], trip.back(arrived * scale[0])[None]
+        trip = RaggedRouting.of(jnp.asarray(goes), MOST, AXIS)
+        arrived = trip.dispatch(x[0])
+        return arrived[None], trip.combine(arrived * scale[0])[None]
 
     mesh = mesh_of("data=4,model=1")
     with jax.set_mesh(mesh):

@@ -36,7 +36,7 @@ INTERLEAVED: dict[str, Any] = PLAIN | {
     "mlp_size": 48,
     "tie_embeddings": True,
     "qk_norm": True,
-    "schedule": "interleaved",
+    "pipeline_schedule": "interleaved",
     "chunks": 2,
     "microbatch_size": 1,
     "recompute": "full",

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.gradients import distributed_gradients
-from mtjax.sharding.parameters import GradientSum
-from mtjax.sharding.records import parameter_records
+from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.param_comm import GradReduction
+from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.region import Region
 from mtjax.sharding.schedules.accumulate import Accumulate
-from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout
+from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.rules import Axes, Rules
 from tests.tiny import Whole, mesh_of, program_of
@@ -31,34 +31,34 @@ def array(*shape):
 @pytest.mark.parametrize(
     ("rules", "mesh", "names", "total", "stored"),
     [
-        (TENSOR_RULES, "2x4", ("vocab", "embed"), GradientSum(("data",), 1, ("data",), 2), P("model", "data")),
-        (TENSOR_RULES, "1x4", ("vocab", "embed"), GradientSum((), UNSPLIT, (), 1), P("model", None)),
-        (STAGED, "2x2x2", ("layers", "embed"), GradientSum(("data",), 1, ("data",), 2), P("stage", "data")),
-        (STAGED, "2x2x2", ("embed",), GradientSum(("data",), 0, ("data",), 2), P("data")),
-        (STAGED, "1x2x2", ("embed",), GradientSum((), UNSPLIT, (), 1), P(None)),
+        (TENSOR_RULES, "2x4", ("vocab", "embed"), GradReduction(("data",), 1, ("data",), 2), P("model", "data")),
+        (TENSOR_RULES, "1x4", ("vocab", "embed"), GradReduction((), NOT_SHARDED, (), 1), P("model", None)),
+        (STAGED, "2x2x2", ("layers", "embed"), GradReduction(("data",), 1, ("data",), 2), P("stage", "data")),
+        (STAGED, "2x2x2", ("embed",), GradReduction(("data",), 0, ("data",), 2), P("data")),
+        (STAGED, "1x2x2", ("embed",), GradReduction((), NOT_SHARDED, (), 1), P(None)),
         (
             WITH_EXPERTS,
             "data=2,expert=2",
             ("features", "mlp"),
-            GradientSum(("data",), UNSPLIT, (), 1),
+            GradReduction(("data",), NOT_SHARDED, (), 1),
             P("expert", "model"),
         ),
         (
             WITH_EXPERTS,
             "data=2,expert=2",
             ("embed",),
-            GradientSum(("data", "expert"), 0, ("data", "expert"), 4),
+            GradReduction(("data", "expert"), 0, ("data", "expert"), 4),
             P(("data", "expert")),
         ),
     ],
 )
 def test_a_gradient_is_summed_over_the_axes_that_do_not_split_its_parameter(rules, mesh, names, total, stored):
     shape = parse_mesh(mesh)
-    (record,) = parameter_records([names], [array(*[8] * len(names))], Layout(rules, zero=3), shape, "bfloat16")
-    assert record.total == total
-    assert record.stored == stored
-    assert (record.sent is None) == (total.dim == UNSPLIT)
-    assert record.late == (("stage",) if shape.stage > 1 and "layers" not in names else ())
+    (record,) = param_specs([names], [array(*[8] * len(names))], Layout(rules, zero=3), shape, "bfloat16")
+    assert record.grad_reduction == total
+    assert record.storage_spec == stored
+    assert (record.gather_dtype is None) == (total.dim == NOT_SHARDED)
+    assert record.deferred_axes == (("stage",) if shape.stage > 1 and "layers" not in names else ())
 
 
 def test_a_record_of_a_stack_knows_one_layer():
@@ -66,10 +66,10 @@ def test_a_record_of_a_stack_knows_one_layer():
     up = records["stack"]["layers"]["mlp"]["up"]["weight"]
     assert (up.name, up.axes, up.shape) == ("stack.layers.mlp.up.weight", ("layers", "embed", "mlp"), (2, 32, 128))
     assert up.is_stacked and up.is_matrix
-    assert (up.used_axes, up.total.dim, up.used_total.dim) == (("embed", "mlp"), 1, 0)
-    assert (up.whole, up.stored) == (P(None, None, "model"), P(None, "data", "model"))
+    assert (up.layer_axes, up.grad_reduction.dim, up.layer_grad_reduction.dim) == (("embed", "mlp"), 1, 0)
+    assert (up.compute_spec, up.storage_spec) == (P(None, None, "model"), P(None, "data", "model"))
     embedding = records["embedding"]
-    assert not embedding.is_stacked and embedding.used_total == embedding.total
+    assert not embedding.is_stacked and embedding.layer_grad_reduction == embedding.grad_reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +92,15 @@ def test_a_new_name_may_be_split_over_two_mesh_axes():
     assert {shard.data.shape for shard in parameters["table"].addressable_shards} == {(2, 3)}
     np.testing.assert_array_equal(np.asarray(parameters["table"]), table)
 
-    records = parameter_records({"table": ("states", "embed")}, parameters, Layout(rules), shape, "float32")
-    assert records["table"].total.axes == () and records["table"].whole == P(("data", "model"), None)
+    records = param_specs({"table": ("states", "embed")}, parameters, Layout(rules), shape, "float32")
+    assert records["table"].grad_reduction.axes == () and records["table"].compute_spec == P(("data", "model"), None)
 
     def loss_sum(parameters, batch):
         with use_rules(rules):
             out = jax.numpy.einsum("sh,bh->bs", parameters["table"], batch, out_sharding=spec("batch", "states"))
         return (out**2).sum()
 
-    region, reduction = Region(shape, rules, records), Reduction(records, zero=0, num_microbatches=2)
+    region, reduction = ManualRegion(shape, rules, records), Reduction(records, zero=0, num_microbatches=2)
     with jax.set_mesh(mesh):
         batch = jax.device_put(x, NamedSharding(mesh, partition_spec(rules, ("batch",))))
         step = jax.jit(lambda p, b: distributed_gradients(Whole(loss_sum), p, b, region, Accumulate(2), reduction))

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtjax.sharding.parameters import GradientSum, sum_gradient
-from mtjax.theory.layout import UNSPLIT
+from mtjax.sharding.param_comm import GradReduction, reduce_gradient
+from mtjax.theory.layout import NOT_SHARDED
 from mtjax.theory.rules import DATA
 from tests.tiny import batch_of, host_batch, initial_state, mesh_of, program_of
 
@@ -37,14 +37,14 @@ def around_the_ring(parts: np.ndarray) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("dim", [UNSPLIT, 1])
+@pytest.mark.parametrize("dim", [NOT_SHARDED, 1])
 def test_a_sum_rounds_what_is_sent_and_what_arrives(dim):
-    ranks, split = 8, dim != UNSPLIT
+    ranks, split = 8, dim != NOT_SHARDED
     parts = np.random.default_rng(0).standard_normal((ranks, 64, 40)).astype(np.float32)
-    total = GradientSum((DATA,), dim, (DATA,) if split else (), ranks if split else 1, "bfloat16")
+    total = GradReduction((DATA,), dim, (DATA,) if split else (), ranks if split else 1, "bfloat16")
     place = P(None, None)
     mapped = jax.shard_map(
-        lambda a: sum_gradient(a[0], place, total),
+        lambda a: reduce_gradient(a[0], place, total),
         in_specs=P(DATA),
         out_specs=P(None, DATA) if split else place,
         axis_names={DATA},
@@ -91,7 +91,7 @@ def of_one_sample() -> list[Any]:
 )
 def test_gradients_are_within_two_roundings_whatever_the_layout(mesh, settings, at_once):
     """`at_once` samples of a rank, next to each other in the batch, are added up in float32 before they are sent."""
-    program = program_of(mesh, gradient_wire_dtype="bfloat16", **settings)
+    program = program_of(mesh, grad_reduce_dtype="bfloat16", **settings)
     batch = batch_of(program, 0)
     state = initial_state(program)
     found = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None)[2]), state.parameters, batch)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtjax.theory.counts import Counts, fullest_counts
+from mtjax.theory.counts import Counts, peak_stage_counts
 from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import TENSOR_RULES, UNSPLIT, Layout, split_dimension
-from mtjax.theory.plans import Plan
+from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import DATA
-from mtjax.train.step import Program
+from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
@@ -27,14 +27,14 @@ NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), 
 def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, stacked):
     names = (*(["layers"] if stacked else []), *names)
     shape = tuple(sizes[: len(names)])
-    dim = split_dimension(names, shape, Layout(zero=zero), ways)
+    dim = sharded_dimension(names, shape, Layout(zero=zero), ways)
     fits = [
         i
         for i, name in enumerate(names)
         if shape[i] % ways == 0 and not TENSOR_RULES.axes(name) and (name != "layers" or zero == 1)
     ]
     if not zero or ways == 1 or not fits:
-        assert dim == UNSPLIT
+        assert dim == NOT_SHARDED
     else:
         assert dim in fits
         inner = [i for i in fits if names[i] != "layers"]
@@ -43,14 +43,14 @@ def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, st
 
 def test_what_does_not_divide_takes_another_dimension_or_is_reported():
     program = program_of("4x2", zero=2, hidden_size=40)  # head_dim 5, embed 40, mlp 160 over model
-    assert program.records["stack"]["layers"]["attention"]["qkv"]["weight"].total.dim == 1
-    assert program.unsplit == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
-    assert program_of("4x2", zero=0).unsplit == []
+    assert program.records["stack"]["layers"]["attention"]["qkv"]["weight"].grad_reduction.dim == 1
+    assert program.replicated_names == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
+    assert program_of("4x2", zero=0).replicated_names == []
 
 
-def counts_of(program: Program) -> Counts:
+def counts_of(program: TrainStep) -> Counts:
     """What the theory says a device holds."""
-    return fullest_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+    return peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
 
 
 def held(tree) -> int:
@@ -63,7 +63,7 @@ def test_a_device_holds_its_part(zero):
     program = program_of("2x4", zero=zero)
     state = program.initialize(0)
     counts = counts_of(program)
-    split = counts.unsplit + (counts.all - counts.unsplit) // 2
+    split = counts.replicated + (counts.all - counts.replicated) // 2
     assert held(state.parameters) == (split if zero else counts.all)
     assert held(state.optimizer) == 2 * (split if zero else counts.all)
     axes = {axis for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim for axis in leaf.sharding.spec}
@@ -109,7 +109,7 @@ def test_gradients_by_matrices_gathered_in_16_bits_are_those_by_matrices_cast_in
 def gradients_of(mesh: str, **fields):
     program = program_of(mesh, hidden_dropout=0.0, attention_dropout=0.0, **fields)
     state, batch = initial_state(program), batch_of(program, 0)
-    return jax.tree.map(np.asarray, program.on_mesh(jax.jit(program.differentiated), state, batch)[2])
+    return jax.tree.map(np.asarray, program.on_mesh(jax.jit(program.loss_and_grads), state, batch)[2])
 
 
 @pytest.mark.long

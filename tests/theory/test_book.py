@@ -6,12 +6,12 @@ import pytest
 from mtjax import config
 from mtjax.sharding.placement import is_names
 from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.counts import fullest_counts, learnt_counts, parameters
+from mtjax.theory.counts import parameters, peak_stage_counts, trainable_counts
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import model_flops
 from mtjax.theory.memory import stage_memory
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from tests.tiny import program_of
 
 MODELS = {
@@ -55,14 +55,14 @@ def test_what_a_device_holds_and_gathers_is_what_the_layout_says(fields, zero):
     mesh = "2x4" if "heads" not in str(fields) else "4x2"
     program = program_of("data=2,expert=2,model=2" if "num_experts" in fields else mesh, zero=zero, **fields)
     plan = Plan.of(program.config, program.shape)
-    held = fullest_counts(anatomy_of(program.config.model), plan)
+    held = peak_stage_counts(anatomy_of(program.config.model), plan)
     shards = zip(
         jax.tree.leaves(program.state_sharding.parameters), jax.tree.leaves(program.abstract_parameters), strict=True
     )
     sizes = [jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))).item() for place, leaf in shards]
-    in_parts = held if zero == 3 else learnt_counts(anatomy_of(program.config.model), plan)  # what ZeRO splits
-    experts = in_parts.experts - in_parts.unsplit_experts
-    split, ways = in_parts.all - in_parts.unsplit - experts, plan.mesh.data
+    in_parts = held if zero == 3 else trainable_counts(anatomy_of(program.config.model), plan)  # what ZeRO splits
+    experts = in_parts.experts - in_parts.replicated_experts
+    split, ways = in_parts.all - in_parts.replicated - experts, plan.mesh.data
     left = split - split // (ways * plan.mesh.expert) + experts - experts // ways
     assert sum(sizes) == held.all - (left if zero else 0)
 
@@ -77,6 +77,6 @@ def test_a_t5_is_planned_by_its_parts_alone():
     assert "3*decoder_layers*microbatches" in {line.count for line in decoder}
     assert symbols_of(anatomy, plan)["decoder_layers"] == 24
     assert parameters(anatomy) == 2_851_598_336
-    assert stage_memory(anatomy, plan).weights == 4 * fullest_counts(anatomy, plan).all
+    assert stage_memory(anatomy, plan).weights == 4 * peak_stage_counts(anatomy, plan).all
     # 2 FLOPs a parameter and token, three passes, but for what is looked up; attention and logits beside them.
     assert model_flops(anatomy) > 6 * 512 * parameters(anatomy) * 0.4

@@ -6,9 +6,9 @@ from mtjax.config import load, replace
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.flops import compiled_flops
 from mtjax.theory.hardware import DGX_H100
-from mtjax.theory.memory import fullest_stage
+from mtjax.theory.memory import peak_stage_memory
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timetable import num_ticks
 from mtjax.theory.timing import step_time
 from mtjax.theory.traffic import transfers
@@ -27,11 +27,11 @@ def plan_of(mesh, **fields):
     ("context", "tokens", "method", "sent"),
     [
         (8, 32768, "ring", 2.19),
-        (8, 32768, "gather", 1.75),
+        (8, 32768, "all-gather", 1.75),
         (8, 131072, "ring", 8.75),
-        (8, 131072, "gather", 7.00),
+        (8, 131072, "all-gather", 7.00),
         (4, 131072, "ring", 7.50),
-        (4, 131072, "gather", 6.00),
+        (4, 131072, "all-gather", 6.00),
     ],
 )
 def test_bytes_over_context_are_those_of_programs_compiled_for_h100s(context, tokens, method, sent):
@@ -46,7 +46,7 @@ def test_zero_splits_over_data_and_context_together():
     states = []
     for mesh in ("8x8", "data=2,context=4,model=8", "data=1,context=8,model=8"):
         anatomy, plan = plan_of(mesh, global_batch_size=8)
-        memory = fullest_stage(anatomy, plan)
+        memory = peak_stage_memory(anatomy, plan)
         states.append(
             (memory.optimizer, [(t.phase, t.sent) for t in transfers(anatomy, plan) if t.phase == "gradients"])
         )

@@ -6,8 +6,8 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.theory.communication import contract_of
-from mtjax.theory.contract import LAYER_FORWARD, Expectation, add_up, evaluate
-from mtjax.theory.parts.part import Part, Stream
+from mtjax.theory.contract import LAYER_FORWARD, Expectation, evaluate, sum_expectations
+from mtjax.theory.parts.part import Part, ResidualStream
 from mtjax.theory.rules import MODEL
 from tests.inspect.steps import theory_of, tiny
 
@@ -51,18 +51,20 @@ def line(count: str, elements: str, **settings) -> Expectation:
 
 
 def test_equal_arrays_add_their_counts_and_pooled_ones_their_elements():
-    exact = add_up([line("layers", "hidden", why="a"), line("1", "hidden", why="b"), line("layers", "hidden", why="a")])
+    exact = sum_expectations(
+        [line("layers", "hidden", why="a"), line("1", "hidden", why="b"), line("layers", "hidden", why="a")]
+    )
     assert exact == (line("2*layers + 1", "hidden", why="a; b"),)
-    pooled = add_up([line("1", "hidden", pooled=True), line("1", "2*hidden + 1", pooled=True)] * 2)
+    pooled = sum_expectations([line("1", "hidden", pooled=True), line("1", "2*hidden + 1", pooled=True)] * 2)
     assert pooled == (line("1", "2*hidden + 2*(2*hidden + 1)", pooled=True),)
-    assert len(add_up([line("1", "hidden"), line("1", "batch"), line("1", "hidden", pooled=True)])) == 3
+    assert len(sum_expectations([line("1", "hidden"), line("1", "batch"), line("1", "hidden", pooled=True)])) == 3
 
 
 @dataclass(frozen=True)
 class Router(Part):
     """A part that no model has."""
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         return [line(f"{stream.side}layers", "7*hidden", why="a router")]
 
 
@@ -80,5 +82,5 @@ def test_the_contract_is_a_sum(family, split):
 
 def only_one(lines: set[Expectation]) -> Expectation:
     """Lines of equal arrays are one, whose counts add up."""
-    (whole,) = add_up(sorted(lines, key=lambda one: one.count, reverse=True))
+    (whole,) = sum_expectations(sorted(lines, key=lambda one: one.count, reverse=True))
     return whole

@@ -15,7 +15,7 @@ from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_H100
 from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import MTJAX_BF16_WIRE, Plan
+from mtjax.theory.plan import MTJAX_BF16_WIRE, Plan
 from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timing import step_time
 from tests.inspect.steps import tiny

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from mtjax.errors import UserError
 from mtjax.theory.divisibility import check_config, check_ramp, num_microbatches
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.stages import balanced_layers
 from tests.tiny import tiny_config
 
 ONE, TWO, FOUR = (parse_mesh(text) for text in ("2x4", "1x2x1", "1x4x1"))
-CHUNKS = {"schedule": "interleaved", "chunks": 2}
+CHUNKS = {"pipeline_schedule": "interleaved", "chunks": 2}
 STAGED = [
     (
         {"microbatch_size": None},
@@ -58,13 +58,17 @@ STAGED = [
         "num_decoder_layers 5 does not divide over 2 stages; .* 4 and 6 layers",
     ),
     (
-        {"num_layers": 12, "schedule": "interleaved"},
+        {"num_layers": 12, "pipeline_schedule": "interleaved"},
         TWO,
-        "schedule interleaved needs several chunks .* chunks is 1: take schedule 1f1b, or chunks 2",
+        "pipeline_schedule interleaved needs several chunks .* chunks is 1: take 1f1b, or chunks 2",
     ),
-    ({"chunks": 2}, TWO, "chunks 2 is for schedule interleaved, and schedule is 1f1b: take chunks 1, or schedule"),
+    (
+        {"chunks": 2},
+        TWO,
+        "chunks 2 is for pipeline_schedule interleaved, and pipeline_schedule is 1f1b: take chunks 1",
+    ),
     ({"chunks": 2}, ONE, "chunks 2 is for stages .*, and mesh 2x4 has 1: leave it out, .* data=2,stage=2,model=4"),
-    ({"schedule": "gpipe"}, ONE, "schedule gpipe is for stages .* mesh 2x4 has 1"),
+    ({"pipeline_schedule": "gpipe"}, ONE, "pipeline_schedule gpipe is for stages .* mesh 2x4 has 1"),
     ({"layers_per_stage": (1, 1, 1)}, ONE, "layers_per_stage 1,1,1 is for stages .* data=2,stage=3,model=4"),
     *(
         ({"recompute": "full", **fields}, TWO, f"{name} is for layers .* each of the 2 stages .*: leave it out")
@@ -99,7 +103,7 @@ CONTEXT = [
         "context=2, .* losses of tokens, and head is classification: leave it out",
     ),
     (
-        {"context_method": "gather"},
+        {"context_method": "all-gather"},
         "2x4",
         "context_method gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
     ),
@@ -145,9 +149,9 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_fit(fields, mesh, n
     [
         ({"num_layers": 22, "layers_per_stage": (5, 6, 6, 5)}, FOUR),
         ({"num_layers": 22, "layers_per_stage": (4, 6, 6, 6), **CHUNKS}, FOUR),
-        ({"num_layers": 12, "schedule": "interleaved", "chunks": 3, "microbatch_size": 8}, TWO),
+        ({"num_layers": 12, "pipeline_schedule": "interleaved", "chunks": 3, "microbatch_size": 8}, TWO),
         ({"global_batch_size": 5, **CHUNKS, "num_layers": 8}, FOUR),
-        ({"schedule": "gpipe", "microbatch_size": 8}, TWO),
+        ({"pipeline_schedule": "gpipe", "microbatch_size": 8}, TWO),
         ({"family": "t5", "num_layers": 4, "num_decoder_layers": 6}, TWO),
         ({"recompute_num_layers": 2}, TWO),
     ],
@@ -160,7 +164,7 @@ def test_what_fits_on_stages(fields, mesh):
 def test_layers_and_shares_that_are_offered_fit(layers, stages, chunks):
     def run(**fields):
         schedule = "interleaved" if chunks > 1 else "1f1b"
-        return tiny_config(schedule=schedule, chunks=chunks, microbatch_size=1, **fields)
+        return tiny_config(pipeline_schedule=schedule, chunks=chunks, microbatch_size=1, **fields)
 
     mesh = MeshShape(stage=stages)
     try:

@@ -11,7 +11,7 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import DGX_H100
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.parts.experts import exchanged_share
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 
 
@@ -20,7 +20,7 @@ from mtjax.theory.timing import step_time
     [(8, 2, 8, 1, 1), (8, 3, 4, 1, 1), (6, 6, 2, 1, 1), (12, 3, 2, 4, 2), (12, 3, 4, 4, 3), (12, 3, 6, 3, 1)],
 )
 def test_a_token_goes_to_the_ranks_of_its_experts_each_counted_once(experts, top_k, ways, groups, kept):
-    model = Model(num_experts=experts, experts_top_k=top_k, expert_groups=groups, expert_groups_kept=kept)
+    model = Model(num_experts=experts, experts_top_k=top_k, expert_groups=groups, expert_groups_top_k=kept)
     size, found = experts // groups, []
     for best in combinations(range(groups), kept):
         there = [expert for group in best for expert in range(group * size, (group + 1) * size)]
@@ -30,7 +30,7 @@ def test_a_token_goes_to_the_ranks_of_its_experts_each_counted_once(experts, top
 
 @pytest.mark.parametrize("mesh", ["data=2,expert=8,model=1", "data=1,stage=2,expert=8,model=1"])
 def test_an_exchange_lasts_until_the_rank_with_most_has_its_tokens(mesh):
-    run = config.replace(config.load("mixtral-8x7b"), expert_method="exchange")
+    run = config.replace(config.load("mixtral-8x7b"), expert_dispatch="all-to-all")
     plan = Plan.of(run, parse_mesh(mesh))
     even, uneven = (
         step_time(anatomy_of(run.model), replace(plan, expert_imbalance=load), DGX_H100) for load in (1.0, 1.5)

@@ -9,7 +9,7 @@ from mtjax import config
 from mtjax.theory import counts, flops
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 

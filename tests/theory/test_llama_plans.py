@@ -13,7 +13,7 @@ from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS
 from mtjax.theory.layout import layout_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 LLAMA3_70B = anatomy_of(config.load("llama3-70b").model)
 LAYER = 2 * 8192 * (8192 + 1024) + 3 * 8192 * 28_672

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from mtjax import config
-from mtjax.theory import counts, memory, plans
+from mtjax.theory import counts, memory
+from mtjax.theory import plan as plans
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 
@@ -135,7 +136,7 @@ def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
 
 @pytest.mark.parametrize(
     ("settings", "layers"),
-    [({}, 18), ({"schedule": "interleaved", "chunks": 3}, 18), ({"layers_per_stage": (17, 19, 19, 17)}, 19)],
+    [({}, 18), ({"pipeline_schedule": "interleaved", "chunks": 3}, 18), ({"layers_per_stage": (17, 19, 19, 17)}, 19)],
 )
 def test_every_stage_of_mtjax_holds_what_is_outside_and_as_many_layers_as_the_fullest(settings, layers):
     plan = Plan(parse_mesh("1x4x8"), 64, 1, **settings)
@@ -162,8 +163,8 @@ def test_zero_splits_what_a_stage_holds_over_data_ways_that_divide_a_dimension(z
     ("settings", "kept"),
     [
         ({"recompute": "full"}, (2 * 4 - 1 + 1, 0, 1)),
-        ({"recompute": "full", "schedule": "gpipe"}, (32 + 1, 0, 1)),
-        ({"recompute": "full", "schedule": "interleaved", "chunks": 2}, (2 * 4 + 3 + 1, 0, 1 / 2)),
+        ({"recompute": "full", "pipeline_schedule": "gpipe"}, (32 + 1, 0, 1)),
+        ({"recompute": "full", "pipeline_schedule": "interleaved", "chunks": 2}, (2 * 4 + 3 + 1, 0, 1 / 2)),
         ({"recompute": "none"}, (8, 8, 8 + 1)),
         ({"recompute": "selective"}, (8, 8, 8 + 1)),
     ],
@@ -198,7 +199,7 @@ def test_zero_1_and_2_gather_once_what_a_step_needs(zero):
     every, matrices = counts.parameters(model), 4 * 12 * 512 * 512
     for one in (plan, dataclasses.replace(plan, unrolled=True)):
         found = memory.stage_memory(model, one)
-        whole = counts.stage_counts(model, one).unsplit
+        whole = counts.stage_counts(model, one).replicated
         rows = 2 * whole if one.unrolled else 0
         assert found.activations[memory.COPIES] == 2 * matrices + 4 * (every - whole - matrices) + rows
         assert found.weights == 4 * (whole + (every - whole) / 2)

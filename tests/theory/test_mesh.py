@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.theory.mesh import AXES, MeshShape, check_whole_samples, parse_mesh
+from mtjax.theory.mesh import AXES, MeshShape, check_no_context_parallel, parse_mesh
 
 WAYS = st.integers(1, 16)
 
@@ -72,14 +72,14 @@ def test_wrong_meshes(text, message):
 
 def test_axes_together_split_by_their_product():
     mesh = MeshShape(data=2, context=3, model=4)
-    assert mesh.ways(()) == 1
-    assert mesh.ways(("data", "context")) == 6
+    assert mesh.degree(()) == 1
+    assert mesh.degree(("data", "context")) == 6
     assert mesh.size == 24
 
 
 def test_what_trains_only_is_said_where_nothing_is_trained():
-    check_whole_samples(parse_mesh("8x8"))
+    check_no_context_parallel(parse_mesh("8x8"))
     with pytest.raises(
         UserError, match="mesh data=1,context=2,model=4 .* context=2, which is for training and evaluation: leave"
     ):
-        check_whole_samples(parse_mesh("context=2,model=4"))
+        check_no_context_parallel(parse_mesh("context=2,model=4"))

@@ -9,7 +9,7 @@ from mtjax.errors import UserError
 from mtjax.theory.divisibility import check
 from mtjax.theory.families.registry import gpt
 from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 
@@ -22,8 +22,8 @@ def test_the_plan_of_a_config():
     without = config.replace(run, attention_dropout=0.0)
     assert Plan.of(without, parse_mesh("64x1x8")).flash_attention
     assert not Plan.of(config.replace(without, attention="xla"), parse_mesh("64x1x8")).flash_attention
-    staged = Plan.of(config.replace(run, schedule="interleaved", chunks=3), parse_mesh("8x8x8"))
-    assert (staged.schedule, staged.chunks, staged.layers_per_stage) == ("interleaved", 3, None)
+    staged = Plan.of(config.replace(run, pipeline_schedule="interleaved", chunks=3), parse_mesh("8x8x8"))
+    assert (staged.pipeline_schedule, staged.chunks, staged.layers_per_stage) == ("interleaved", 3, None)
     unequal = config.replace(run, layers_per_stage=(17, 19, 19, 17))
     assert Plan.of(unequal, parse_mesh("8x4x8")).layers_per_stage == (17, 19, 19, 17)
 
@@ -43,7 +43,7 @@ def test_the_plan_of_a_config():
         ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
         ({"chunks": 2}, "chunks 2 is for stages of a pipeline"),
         (
-            {"mesh": parse_mesh("1x3x1"), "schedule": "interleaved", "chunks": 2, "global_batch_size": 4}
+            {"mesh": parse_mesh("1x3x1"), "pipeline_schedule": "interleaved", "chunks": 2, "global_batch_size": 4}
             | {"residuals": "megatron"},
             "needs a multiple of 3 stages as microbatches, not 4; the nearest that are: 3 and 6",
         ),

@@ -11,12 +11,12 @@ from mtjax.convert.saved_model import without_training
 from mtjax.finetune.teacher import Lessons
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.products import count_flops
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import TEACHER, TEACHER_TABLE
-from mtjax.theory import teaching
+from mtjax.theory import teacher_cost as teaching
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.memory import stage_memory
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from tests.tiny import program_of
 
 SETTINGS = {
@@ -40,7 +40,7 @@ SIZES = {"num_layers": 4, "hidden_size": 256, "mlp_size": 704, "teacher": None, 
 def student_and_teacher(mesh, **fields):
     student = program_of(mesh, **SETTINGS, **SHAPE, **fields, teacher_width=256)
     theirs = config.replace(student.config, **SIZES)
-    return student, Placed(without_training(theirs, student.config.parallel), student.mesh)
+    return student, ShardedModel(without_training(theirs, student.config.parallel), student.mesh)
 
 
 @pytest.mark.parametrize(

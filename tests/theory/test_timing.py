@@ -9,11 +9,11 @@ from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.copies import copies_in_step
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.hardware import DGX_2H, DGX_H100
+from mtjax.theory.link_time import members_inside
 from mtjax.theory.machine import Constants, Machine
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import DATA, MODEL, STAGE
-from mtjax.theory.sending import members_inside
 from mtjax.theory.software import MEGATRON_CORE, MTJAX
 from mtjax.theory.timetable import timetable
 from mtjax.theory.timing import StepTime, step_time
@@ -152,7 +152,7 @@ def test_a_step_on_stages_takes_the_ticks_of_its_timetable():
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)])
 def test_idle_halves_send_too(schedule, chunks):
-    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", schedule=schedule, chunks=chunks)
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", pipeline_schedule=schedule, chunks=chunks)
     time, table = step_time(GPT_8B, plan, DGX_H100), timetable(schedule, 4, 32, chunks)
     on_layers = [t for t in transfers(GPT_8B, plan) if t.axis == MODEL and t.phase.startswith(("layer", "stages"))]
     seconds = sum(Machine(DGX_H100).transfer(t, 8) for t in on_layers)
@@ -172,7 +172,7 @@ def test_sends_between_stages_are_exposed_where_a_tick_has_one_half_only():
     lonely = 2 * (4 - 1)
     assert permute.count == table.forward_ticks + table.backward_ticks
     assert step_time(GPT_8B, plan, DGX_H100).stage_axis == pytest.approx(each * lonely / permute.count + once)
-    gpipe = dataclasses.replace(plan, schedule="gpipe")
+    gpipe = dataclasses.replace(plan, pipeline_schedule="gpipe")
     assert step_time(GPT_8B, gpipe, DGX_H100).stage_axis == pytest.approx(each + once)
 
 
@@ -194,7 +194,7 @@ def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():
     plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full")
     full, none = (step_time(GPT_8B, dataclasses.replace(plan, recompute=r), DGX_H100) for r in ("full", "none"))
     assert full.logits < none.logits
-    gpipe = step_time(GPT_8B, dataclasses.replace(plan, schedule="gpipe"), DGX_H100)
+    gpipe = step_time(GPT_8B, dataclasses.replace(plan, pipeline_schedule="gpipe"), DGX_H100)
     assert gpipe.logits == none.logits
 
 

@@ -10,7 +10,7 @@ from mtjax.config import Config
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of, gpt
 from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import DATA, STAGE
 from mtjax.theory.traffic import bandwidth_demand, ring_factor, sent_by_axis, transfers
 
@@ -101,7 +101,7 @@ def test_gradients_in_bfloat16_are_half_the_bytes_and_parameters_are_not():
     run = config.replace(Config(), num_layers=4, vocab_size=1000, zero=1, microbatch_size=1)
 
     def sent(wire: str) -> dict[tuple[str, str], float]:
-        plan = Plan.of(config.replace(run, gradient_wire_dtype=wire), parse_mesh("4x2x2"))
+        plan = Plan.of(config.replace(run, grad_reduce_dtype=wire), parse_mesh("4x2x2"))
         found: dict[tuple[str, str], float] = {}
         for c in transfers(anatomy_of(run.model), plan):
             found[c.axis, c.phase] = found.get((c.axis, c.phase), 0) + c.sent

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from mtjax.config import Training, replace, validate
 from mtjax.errors import UserError
-from mtjax.models.cut import Cut
+from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop, setup
-from mtjax.train.bad_steps import GOOD, BadSteps, Tensor, first_bad, tensors
-from mtjax.train.step import Program
+from mtjax.train.nonfinite_steps import GOOD, NonfiniteSteps, Tensor, first_bad, tensors
+from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -27,7 +27,7 @@ UP = ("stack", "layers", "mlp", "up", "weight")
 
 
 @dataclass(frozen=True)
-class SpoiltCut(Cut):
+class SpoiltCut(TrunkPipeline):
     """A model with a sample whose loss is NaN."""
 
     sample: int
@@ -35,15 +35,15 @@ class SpoiltCut(Cut):
     def loss_sums(self, parameters, microbatch):
         return self.spoilt(super().loss_sums(parameters, microbatch), microbatch)
 
-    def leave(self, parameters, wire, microbatch):
-        return self.spoilt(super().leave(parameters, wire, microbatch), microbatch)
+    def head_losses(self, parameters, wire, microbatch):
+        return self.spoilt(super().head_losses(parameters, wire, microbatch), microbatch)
 
     def spoilt(self, sums, microbatch):
         here = (microbatch[0]["sample_index"] == self.sample).any()
         return {name: jnp.where(here, math.nan, 1.0) * value for name, value in sums.items()}
 
 
-class SpoiltGradient(Program):
+class SpoiltGradient(TrainStep):
     """A program with a finite loss and one gradient, of one layer of one parameter, that is infinite from a step on."""
 
     first_sample = 40
@@ -70,8 +70,8 @@ class Spoilt(SpoiltGradient):
     sample = 13
     value, places = 1.5e19, (0, [0, -1])
 
-    def cut(self, options):
-        return SpoiltCut(**vars(super().cut(options)), sample=self.sample)
+    def pipeline_model(self, options):
+        return SpoiltCut(**vars(super().pipeline_model(options)), sample=self.sample)
 
 
 @cache
@@ -123,7 +123,7 @@ def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
 def test_good_steps_are_those_of_a_program_that_never_skips():
     """The spoilt sample never comes: every number is that of the plain program."""
     found = run_steps(exact(spoilt(SpoiltGradient)), 3)
-    expected = run_steps(exact(spoilt(Program)), 3)
+    expected = run_steps(exact(spoilt(TrainStep)), 3)
     assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
     jax.tree.map(np.testing.assert_array_equal, flat(found[0].parameters), flat(expected[0].parameters))
 
@@ -224,7 +224,7 @@ def test_tensors_come_as_the_backward_pass_meets_them():
 
 def follow(results, **fields):
     """(step, tensor) of what was skipped, and whether that is too many; batches of 8."""
-    follower = BadSteps(Training(**fields), [Tensor("a", 1), Tensor("a", 0), Tensor("b")])
+    follower = NonfiniteSteps(Training(**fields), [Tensor("a", 1), Tensor("a", 0), Tensor("b")])
     found = []
     for step, result in enumerate(results, 1):
         follower.add(step, range(8 * step - 8, 8 * step), {"loss": 1.0, **result})
@@ -237,14 +237,14 @@ def follow(results, **fields):
 
 def test_steps_in_a_row_are_counted_over_the_places_where_the_host_looks():
     good, bad = {"first_bad": GOOD}, {"first_bad": 1}
-    found, follower = follow([good, bad, bad, good, bad, bad, bad, bad, good], max_bad_steps=3)
+    found, follower = follow([good, bad, bad, good, bad, bad, bad, bad, good], max_nonfinite_steps=3)
     assert [s.step for s in found] == [2, 3, 5, 6, 7]  # and no further: 5, 6 and 7 are three in a row
     assert follower.are_too_many
     assert [s.step for s in follower.in_a_row] == [5, 6, 7]
     assert str(found[0]) == (
         "its loss is 1 and the first gradient that is not finite is that of a, layer 0 (samples 8 to 15)"
     )
-    found, follower = follow([bad, bad, good, bad, bad, good], max_bad_steps=3)
+    found, follower = follow([bad, bad, good, bad, bad, good], max_nonfinite_steps=3)
     assert len(found) == 4 and not follower.are_too_many and not follower.in_a_row
 
 
@@ -263,7 +263,7 @@ def test_a_bad_loss_with_finite_gradients_is_named():
 
 def test_a_loss_scale_that_can_still_shrink_ends_no_run():
     """Of float16: 2^32 halves step by step, and only what overflows at the minimum is bad; so is a bad loss."""
-    fields = {"compute_dtype": "float16", "max_bad_steps": 3, "min_loss_scale": 4.0}
+    fields = {"compute_dtype": "float16", "max_nonfinite_steps": 3, "min_loss_scale": 4.0}
     shrinking = [{"first_bad": 0, "loss_scale": 2.0**n} for n in range(32, 2, -1)]
     found, follower = follow(shrinking, **fields)
     assert not found and not follower.are_too_many
@@ -279,9 +279,9 @@ def test_a_run_of_bad_steps_ends_with_step_samples_and_tensor(tmp_path, monkeypa
     """Logged every 4 steps; the first bad step is the 6th, the run goes on to the 8th, where it is seen."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("\n\n".join(f"a few words, number {i}, and some more" for i in range(400)))
-    monkeypatch.setattr(setup, "make_program", SpoiltGradient)
+    monkeypatch.setattr(setup, "make_train_step", SpoiltGradient)
     config = replace(
-        tiny_config(**PLAIN, vocab_size=None, steps=20, mesh="2x4", max_bad_steps=3),
+        tiny_config(**PLAIN, vocab_size=None, steps=20, mesh="2x4", max_nonfinite_steps=3),
         data="text.txt",
         cache_dir=tmp_path / "cache",
         log_every=4,
@@ -302,5 +302,5 @@ def test_a_run_of_bad_steps_ends_with_step_samples_and_tensor(tmp_path, monkeypa
 
 
 def test_no_bad_steps_at_all_are_refused():
-    with pytest.raises(UserError, match="max_bad_steps is 0, and must be at least 1"):
-        validate(tiny_config(max_bad_steps=0))
+    with pytest.raises(UserError, match="max_nonfinite_steps is 0, and must be at least 1"):
+        validate(tiny_config(max_nonfinite_steps=0))

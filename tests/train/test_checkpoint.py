@@ -18,7 +18,8 @@ import pytest
 
 from mtjax.config import replace, to_dict
 from mtjax.errors import UserError
-from mtjax.train.checkpoints import checkpoint, damage
+from mtjax.train.checkpoints import checkpoint
+from mtjax.train.checkpoints import corruption as damage
 from mtjax.train.checkpoints.checkpoint import Checkpoints, check_same_model, fingerprints
 from mtjax.train.checkpoints.past import newest_past
 from mtjax.train.checkpoints.saves import Saves
@@ -96,7 +97,7 @@ def test_any_layout_restores_every_bit_of_any_other(saved, tmp_path, mesh, field
     there = restore(saved[0], mesh, **fields)
     same(there.state, saved[1][3])
     program = program_of(mesh, **fields)
-    assert there.state.optimizer[1][0].mu["embedding"].sharding.spec == program.records["embedding"].stored
+    assert there.state.optimizer[1][0].mu["embedding"].sharding.spec == program.records["embedding"].storage_spec
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     checkpoints.save(there.state, program.config, CONSUMED + 3)
     checkpoints.close()
@@ -349,15 +350,15 @@ def test_what_went_wrong_outside_of_the_files_is_no_damage(saved, tmp_path, monk
 
 
 def test_what_is_damaged_only_the_first_time_is_not(saved, monkeypatch):
-    real, calls = damage.read_page, []
+    real, calls = damage.read_metadata, []
 
     def fail_once(folder):
         calls.append(folder)
         if len(calls) == 1:
-            raise damage.Damaged("a bit flipped on the way")
+            raise damage.CorruptedCheckpoint("a bit flipped on the way")
         return real(folder)
 
-    monkeypatch.setattr(checkpoint, "read_page", fail_once)
+    monkeypatch.setattr(checkpoint, "read_metadata", fail_once)
     assert restore(saved[0]).step == 3
     assert calls == [saved[0] / "3"] * 2
 

@@ -37,7 +37,7 @@ CASES: list[Any] = [
     pytest.param(
         "data=2,context=2,model=2",
         LLAMA | DOCUMENTS,
-        {"context_method": "gather", "zero": 2, "microbatch_size": 2},
+        {"context_method": "all-gather", "zero": 2, "microbatch_size": 2},
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
@@ -50,7 +50,7 @@ CASES: list[Any] = [
     pytest.param(
         "data=1,stage=2,context=2,model=1",
         BERT,
-        {"context_method": "gather", "microbatch_size": 2},
+        {"context_method": "all-gather", "microbatch_size": 2},
         marks=pytest.mark.long,
     ),
 ]
@@ -70,7 +70,7 @@ PRODUCT = [
     for mesh, model, method, (recompute, zero), split in itertools.product(
         ("data=1,context=2,model=1", "data=1,context=4,model=2", "data=2,context=2,model=2"),
         ({}, DOCUMENTS, LLAMA, LLAMA | DOCUMENTS, BERT),
-        ("ring", "gather"),
+        ("ring", "all-gather"),
         (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
         (False, True),
     )

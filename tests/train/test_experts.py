@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.models.mixers.experts import BALANCE_LOSS, LOAD, LOST, Z_LOSS
-from mtjax.train.watch.expert_load import load_entries, load_in_words
+from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.train.observability.expert_load import load_entries, load_in_words
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
 from tests.train.test_stages import PLAIN, by_name
 
@@ -20,7 +20,7 @@ EXPERTS: dict[str, Any] = {
     "init_std": 0.1,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
-    "balance_loss": 0.02,
+    "router_aux_loss": 0.02,
     "router_z_loss": 1e-3,
 }
 """Softmax, the two best of eight, both losses and both dropouts."""
@@ -28,11 +28,11 @@ DEEPSEEK: dict[str, Any] = {
     "family": "gpt",
     "router_score": "sigmoid",
     "router_bias": True,
-    "router_bias_rate": 0.05,
+    "router_bias_update_rate": 0.05,
     "router_jitter": 0.1,
     "experts_top_k": 3,
     "expert_groups": 4,
-    "expert_groups_kept": 2,
+    "expert_groups_top_k": 2,
     "shared_expert_size": 16,
 }
 """Biases that learn from the load, groups of which two are kept, numbers that the router's input is multiplied by, and
@@ -45,7 +45,7 @@ DENSE: dict[str, Any] = {"num_layers": 3, "first_dense_layers": 1}
 """Two layers with experts behind one with an MLP."""
 
 EXCHANGE: dict[str, Any] = {
-    "expert_method": "exchange",
+    "expert_dispatch": "all-to-all",
     "sequence_parallel": True,
     "zero": 3,
     "microbatch_size": 1,
@@ -96,7 +96,7 @@ CASES: list[Any] = [
     pytest.param(
         "data=1,expert=4,model=2",
         DENSE,
-        {"expert_method": "exchange", "zero": 1, "microbatch_size": 2, "recompute": "full"},
+        {"expert_dispatch": "all-to-all", "zero": 1, "microbatch_size": 2, "recompute": "full"},
         marks=pytest.mark.exhaustive,
     ),
 ]
@@ -132,14 +132,14 @@ STAGES: list[Any] = [
     pytest.param(
         "data=2,stage=2,expert=2,model=1",
         DEEPSEEK | PLAIN | {"num_layers": 6},
-        {"zero": 3, "recompute": "none", "schedule": "interleaved", "chunks": 2, "layers_per_stage": (4, 2)},
+        {"zero": 3, "recompute": "none", "pipeline_schedule": "interleaved", "chunks": 2, "layers_per_stage": (4, 2)},
         marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=2",
         DEEPSEEK | {"num_layers": 6},
         {
-            "expert_method": "exchange",
+            "expert_dispatch": "all-to-all",
             "sequence_parallel": True,
             "zero": 2,
             "recompute": "selective",
@@ -150,7 +150,7 @@ STAGES: list[Any] = [
     pytest.param(
         "data=1,stage=2,expert=2,model=1",
         {"num_layers": 6},
-        {"zero": 0, "recompute": "full", "schedule": "gpipe"},
+        {"zero": 0, "recompute": "full", "pipeline_schedule": "gpipe"},
         marks=pytest.mark.exhaustive,
     ),
 ]
@@ -160,7 +160,7 @@ MIXED: list[Any] = [
     pytest.param(
         "data=2,stage=2,expert=2,model=1",
         DEEPSEEK | {"num_layers": 8, "moe_every": 2},
-        {"zero": 2, "recompute": "selective", "schedule": "interleaved", "chunks": 2},
+        {"zero": 2, "recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2},
         marks=pytest.mark.long,
     ),
     pytest.param(
@@ -178,7 +178,7 @@ MIXED: list[Any] = [
     pytest.param(
         "data=1,stage=2,expert=2,model=1",
         DEEPSEEK | {"num_layers": 8, "first_dense_layers": 1},
-        {"zero": 3, "recompute": "none", "schedule": "interleaved", "chunks": 2},
+        {"zero": 3, "recompute": "none", "pipeline_schedule": "interleaved", "chunks": 2},
         marks=pytest.mark.exhaustive,
     ),
 ]
@@ -187,7 +187,7 @@ CONTEXT: list[Any] = [
     pytest.param(
         "data=1,context=2,expert=2,model=2",
         DEEPSEEK,
-        {"expert_method": "exchange", "sequence_parallel": True, "zero": 1, "recompute": "full"},
+        {"expert_dispatch": "all-to-all", "sequence_parallel": True, "zero": 1, "recompute": "full"},
         marks=pytest.mark.long,
     ),
     pytest.param(
@@ -212,7 +212,7 @@ PRODUCT = [
     pytest.param(
         mesh,
         model,
-        {"recompute": recompute, "zero": zero, "sequence_parallel": split, "expert_method": method},
+        {"recompute": recompute, "zero": zero, "sequence_parallel": split, "expert_dispatch": method},
         marks=pytest.mark.exhaustive,
     )
     for mesh, model, (recompute, zero), split, method in itertools.product(
@@ -220,9 +220,9 @@ PRODUCT = [
         ({}, DEEPSEEK, CAPACITY),
         (("none", 0), ("selective", 1), ("full", 2), ("none", 3), ("full", 3)),
         (False, True),
-        ("gather", "exchange"),
+        ("all-gather", "all-to-all"),
     )
-    if method == "gather" or (model != CAPACITY and "expert" in mesh)
+    if method == "all-gather" or (model != CAPACITY and "expert" in mesh)
 ]
 
 
@@ -235,7 +235,7 @@ def results(program: Any, *, evaluates: bool = True) -> dict[str, np.ndarray]:
         found["evaluated"] = np.asarray(total / count)
     for step in range(2):
         state, metrics = program.step(state, batch_of(program, step))
-        names = ("loss", "grad_norm", BALANCE_LOSS, Z_LOSS, LOAD, LOST)
+        names = ("loss", "grad_norm", ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST)
         found |= {f"{name} {step}": np.asarray(metrics[name]) for name in names if name in metrics}
         if step == 0:
             found |= by_name(program, state.optimizer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from mtjax.train.watch.goodput import (
+from mtjax.train.observability.goodput import (
     AGAIN,
     BINS,
     DOWN,
@@ -20,7 +20,7 @@ from mtjax.train.watch.goodput import (
     spans,
     totals,
 )
-from mtjax.train.watch.times import (
+from mtjax.train.observability.start_timer import (
     ACTIVITIES,
     COMPILATION,
     DATA,
@@ -31,7 +31,7 @@ from mtjax.train.watch.times import (
     SUMMARY,
     TEXT,
     VALIDATION,
-    Times,
+    StartTimer,
     by_activity,
 )
 
@@ -58,7 +58,7 @@ class Result:
 
 def test_every_second_belongs_to_one_activity() -> None:
     clock = Clock()
-    times = Times(clock)
+    times = StartTimer(clock)
     for activity, until in ((TEXT, 2.0), (STEPS, 3.0), (SAVE, 10.0), (STEPS, 12.0)):
         clock.time = until
         times.begin(activity)
@@ -69,7 +69,7 @@ def test_every_second_belongs_to_one_activity() -> None:
 
 def test_compiling_is_taken_from_what_goes_on_and_never_counted_twice() -> None:
     clock = Clock()
-    times = Times(clock)
+    times = StartTimer(clock)
     times.begin(STEPS)
     trace = "/jax/core/compile/jaxpr_trace_duration"
     for end, seconds in ((3.0, 1.0), (5.0, 1.5), (8.0, 7.0), (9.0, 0.5)):  # the third one holds the first two
@@ -83,7 +83,7 @@ def test_compiling_is_taken_from_what_goes_on_and_never_counted_twice() -> None:
 @pytest.mark.parametrize(("ready", "counted"), [(None, 4.0), (9.0, 4.0), (12.0, 2.0), (20.0, 0.0)])
 def test_a_wait_for_data_counts_when_the_devices_wait_too(ready: float | None, counted: float) -> None:
     clock = Clock(10.0)
-    times = Times(clock)
+    times = StartTimer(clock)
     times.begin(STEPS)
     with times.waiting(None if ready is None else {"loss": Result(clock, ready)}):
         clock.time = 14.0
@@ -91,9 +91,9 @@ def test_a_wait_for_data_counts_when_the_devices_wait_too(ready: float | None, c
     assert sum(times.seconds().values()) == 4.0
 
 
-def start(folder: Path, clock: Clock, from_step: int) -> tuple[Times, TimeLog]:
+def start(folder: Path, clock: Clock, from_step: int) -> tuple[StartTimer, TimeLog]:
     """A start that takes 5 seconds until its first step."""
-    times = Times(clock)
+    times = StartTimer(clock)
     clock.time += 5.0
     times.begin(STEPS)
     return times, TimeLog(folder, from_step, times, clock)

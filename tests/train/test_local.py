@@ -10,7 +10,7 @@ import pytest
 from mtjax.errors import UserError
 from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from mtjax.train.processes import local
-from mtjax.train.processes.local import Ended, Member, processes_needed, run_members, together
+from mtjax.train.processes.local import Ended, Member, member_arguments, processes_needed, run_members
 from tests.tiny import tiny_config
 
 
@@ -38,7 +38,7 @@ def test_a_process_that_was_started_starts_none():
 
 
 def test_processes_get_one_place_to_meet_and_numbers():
-    first, second = together(["--steps", "3"], 2)
+    first, second = member_arguments(["--steps", "3"], 2)
     assert first[:3] == ["--steps", "3", "--coordinator"]
     assert first[3] == second[3]
     assert first[4:] == ["--num-processes", "2", "--process-id", "0"]

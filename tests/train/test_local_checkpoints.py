@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.sharding.refill import have_all, refill
+from mtjax.sharding.restore_missing import have_all, restore_missing
 from mtjax.train.checkpoints.checkpoint import Checkpoints
-from mtjax.train.checkpoints.damage import page_checksum
+from mtjax.train.checkpoints.corruption import metadata_checksum
 from mtjax.train.checkpoints.local import LocalCheckpoints
 from tests.tiny import program_of, run_steps
 from tests.train.test_checkpoint import flat, same
@@ -136,7 +136,7 @@ def test_parts_of_other_devices_are_not_enough(copied):
     page = json.loads(page_of.read_text())
     del page["checksum"]
     page["pieces"]["parameters.embedding"]["starts"].pop()
-    page_of.write_text(json.dumps(page | {"checksum": page_checksum(page)}))
+    page_of.write_text(json.dumps(page | {"checksum": metadata_checksum(page)}))
     restored, said = restore(copied)
     assert restored.step == 4
     assert "has parts of other devices" in said[0]
@@ -183,7 +183,7 @@ def test_parts_come_from_who_holds_them():
             asked.append(str(index))
             return np.asarray(array)[index]
 
-        back = refill(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), part, {0})
+        back = restore_missing(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), part, {0})
         np.testing.assert_array_equal(np.asarray(back), np.asarray(array))
         assert back.sharding == array.sharding
         assert (

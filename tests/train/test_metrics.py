@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mtjax.train.watch.metrics import MetricsLog, plot_losses, read_metrics
+from mtjax.train.observability.metrics import MetricsLog, plot_losses, read_metrics
 
 
 def write(path, steps):

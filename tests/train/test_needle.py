@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtjax.sharding.placement import global_batch
-from mtjax.train.step import Program
+from mtjax.train.step import TrainStep
 from tests.tiny import program_of
 
 TOKENS, WAYS, BATCH, STEPS, ALONE = 4096, 4, 4, 140, 6
@@ -57,7 +57,7 @@ def samples(step: int, place: Any = None) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "labels": labels, "loss_mask": asks.astype(np.float32), "sample_index": numbers}
 
 
-def learned(mesh: str, steps: int = STEPS) -> tuple[Program, Any, list[float]]:
+def learned(mesh: str, steps: int = STEPS) -> tuple[TrainStep, Any, list[float]]:
     """A program, its parameters after some steps, and the losses of these."""
     program = program_of(mesh, **FIELDS)
     state, losses = program.initialize(0), []

@@ -15,7 +15,7 @@ import pytest
 from mtjax.config import replace
 from mtjax.train.checkpoints.checkpoint import Checkpoints
 from mtjax.train.checkpoints.weights import find_weights
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from tests.tiny import mesh_of, run_steps
 
 FOLDER = Path(__file__).parent / "old_checkpoint"
@@ -25,7 +25,7 @@ FOURTH_STEP = {"loss": 3.4033713340759277, "grad_norm": 0.26637521386146545}
 def test_it_resumes_on_another_mesh(tmp_path):
     folder = shutil.copytree(FOLDER, tmp_path / "checkpoints")
     saved = find_weights(folder)  # its page has the config as it was written then
-    program = make_program(replace(saved.config, mesh="4x2", zero=3), mesh_of("4x2"))
+    program = make_train_step(replace(saved.config, mesh="4x2", zero=3), mesh_of("4x2"))
     checkpoints = Checkpoints(folder, keep_last=1)
     restored = checkpoints.restore(program.abstract_state, program.config)
     checkpoints.close()

@@ -45,7 +45,7 @@ def test_only_matrices_decay():
 def test_what_has_two_dimensions_and_is_no_bias_decays(settings):
     """Megatron's rule, by the dimensions that a parameter has in a layer."""
     for record in jax.tree.leaves(program_of("1x1", **settings).records):
-        has_two = len(record.used_axes) > 1 and not record.name.endswith(".bias")
+        has_two = len(record.layer_axes) > 1 and not record.name.endswith(".bias")
         assert is_decayed(record.axes) == has_two, record.name
 
 

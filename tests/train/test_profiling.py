@@ -3,7 +3,7 @@
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.watch.profiling import parse_steps
+from mtjax.train.observability.profiling import parse_steps
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", [10, 11, 12, 13]), ("7", [7]), ("2:2", [2]), (None, [])])

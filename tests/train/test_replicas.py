@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import names_of, present
-from mtjax.train.step import Program, State
-from mtjax.train.watch.replicas import Replicas
+from mtjax.train.checkpoints.checkpoint import existing_parts, names_of
+from mtjax.train.observability.corruption_checks import CorruptionChecks
+from mtjax.train.step import State, TrainStep
 from tests.end_to_end.runs import Launcher
 from tests.tiny import batch_of, program_of
 
@@ -20,8 +20,8 @@ EMBEDDING, MOMENT = "parameters.embedding", "optimizer.1.0.nu.stack.layers.mlp.u
 
 def flipped(state: State, name: str, device: int) -> State:
     """The state with one bit flipped in what one device has of an array."""
-    leaves, structure = jax.tree.flatten(present(state))
-    place = names_of(present(state)).index(name)
+    leaves, structure = jax.tree.flatten(existing_parts(state))
+    place = names_of(existing_parts(state)).index(name)
     copies = []
     for shard in leaves[place].addressable_shards:
         data = np.array(shard.data)
@@ -32,9 +32,9 @@ def flipped(state: State, name: str, device: int) -> State:
     return State(**jax.tree.unflatten(structure, leaves))
 
 
-def checked(mesh: str, **fields: Any) -> tuple[Program, Replicas, State]:
+def checked(mesh: str, **fields: Any) -> tuple[TrainStep, CorruptionChecks, State]:
     program = program_of(mesh, check_replicas=2, **fields)
-    return program, Replicas(program), program.initialize(0)
+    return program, CorruptionChecks(program), program.initialize(0)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, MOMENT, "step"])
@@ -60,7 +60,7 @@ def test_of_two_replicas_both_are_named() -> None:
 def test_only_what_is_asked_for_is_checked() -> None:
     program, replicas, state = checked("2x4")
     replicas.check_step(3, flipped(state, EMBEDDING, 0), batch_of(program, 0))  # not a multiple of 2
-    off = Replicas(program_of("2x4"))
+    off = CorruptionChecks(program_of("2x4"))
     off.check_state(2, flipped(state, EMBEDDING, 0))
 
 
@@ -82,18 +82,18 @@ def test_a_bit_that_flips_in_a_gradient_is_found_by_computing_it_twice() -> None
         replicas.check_step(2, state, batch)
 
 
-def faulty(program: Program) -> Any:
+def faulty(program: TrainStep) -> Any:
     """The examined step of a program, in which one bit of a gradient is flipped."""
 
-    class Faulty(Program):
-        def differentiated(self, *of: Any) -> Any:
-            loss, parts, gradients = super().differentiated(*of)
+    class Faulty(TrainStep):
+        def loss_and_grads(self, *of: Any) -> Any:
+            loss, parts, gradients = super().loss_and_grads(*of)
             leaves, structure = jax.tree.flatten(gradients)
             bits = jax.lax.bitcast_convert_type(leaves[-1], jnp.uint32) ^ jnp.uint32(1)
             leaves[-1] = jax.lax.bitcast_convert_type(bits, jnp.float32)
             return loss, parts, jax.tree.unflatten(structure, leaves)
 
-    return Replicas(Faulty(program.config, program.mesh))._compiled
+    return CorruptionChecks(Faulty(program.config, program.mesh))._compiled
 
 
 @pytest.mark.long
@@ -103,13 +103,13 @@ def test_a_run_ends_before_it_saves_what_is_corrupt(tmp_path: Path, monkeypatch:
     plain, with_checks = (launcher.train_here(f"out{n}", *words, "--check-replicas", str(n)) for n in (0, 4))
     assert with_checks.losses == plain.losses
     assert with_checks.fingerprints(4) == plain.fingerprints(4)
-    step = Program.step
+    step = TrainStep.step
 
-    def hit(self: Program, state: State, batch: Any) -> Any:
+    def hit(self: TrainStep, state: State, batch: Any) -> Any:
         following, results = step(self, state, batch)
         return (flipped(following, EMBEDDING, 3) if int(following.step) == 3 else following), results
 
-    monkeypatch.setattr(Program, "step", hit)
+    monkeypatch.setattr(TrainStep, "step", hit)
     corrupt = launcher.run_here("corrupt", *words, "--check-replicas", "4")
     assert corrupt.code == 2
     assert "error: at step 3 bits that should be the same differ between process 0, device 3: " in corrupt.stderr

@@ -15,7 +15,7 @@ from mtjax.errors import UserError
 from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights
 from mtjax.train.folder import tokenizer as run_tokenizer
 from mtjax.train.folder.tokenizer import find_tokenizer
-from mtjax.train.objective import Text
+from mtjax.train.objective import RunData
 from tests.data.corpora import texts, write_jsonl
 from tests.data.tokens.pretrained_folders import write_vocabulary
 
@@ -56,7 +56,7 @@ def kept(config: Config, out: Path) -> bytes:
     """Starts a run as far as its tokenizer goes; returns the tokenizer.json that it leaves."""
     found = find_tokenizer(config, None, None)
     out.mkdir()
-    Text(found.tokenizer, [], None, NO_POSITION, found.files).save(out)
+    RunData(found.tokenizer, [], None, NO_POSITION, found.files).save(out)
     (out / "metrics.jsonl").touch()
     return (out / "tokenizer.json").read_bytes()
 
@@ -69,7 +69,9 @@ def test_a_resumed_run_keeps_its_tokenizer_when_the_text_has_grown(config: Confi
     expected = Tokenizer.from_str(before.decode())
     assert found.tokenizer.encode("wholly unlike zyx") == expected.encode("wholly unlike zyx").ids
     assert found.is_kept and found.notes == ()
-    Text(found.tokenizer, [], None, NO_POSITION, {"tokenizer.json": b"another"}, found.is_kept).save(tmp_path / "run")
+    RunData(found.tokenizer, [], None, NO_POSITION, {"tokenizer.json": b"another"}, found.is_kept).save(
+        tmp_path / "run"
+    )
     assert (tmp_path / "run/tokenizer.json").read_bytes() == before
     new = find_tokenizer(config, None, None)  # a new run on this text has another one
     assert new.tokenizer.encode("wholly unlike zyx") != expected.encode("wholly unlike zyx").ids
@@ -117,7 +119,7 @@ def test_weights_bring_their_tokenizer_and_what_goes_with_it(config: Config, wei
     assert found.tokenizer.encode_prompt("the river") == expected.encode("the river").ids
     run = tmp_path / "run"
     run.mkdir()
-    Text(found.tokenizer, [], None, NO_POSITION, found.files).save(run)
+    RunData(found.tokenizer, [], None, NO_POSITION, found.files).save(run)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (run / name).read_bytes() == (weights.root / name).read_bytes()
     ids = {"model_type": "llama", "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
@@ -176,7 +178,7 @@ def test_a_run_trained_with_a_sentencepiece_model_alone_keeps_it(config: Config,
     run, out = find_tokenizer(named, None, None), tmp_path / "run"
     assert run.tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
     out.mkdir()
-    Text(run.tokenizer, [], None, NO_POSITION, run.files).save(out)
+    RunData(run.tokenizer, [], None, NO_POSITION, run.files).save(out)
     (out / "metrics.jsonl").touch()
     assert (out / "tokenizer_config.json").exists()
     resumed = [find_tokenizer(each, out, None).tokenizer for each in (named, config)]
@@ -186,7 +188,7 @@ def test_a_run_trained_with_a_sentencepiece_model_alone_keeps_it(config: Config,
         assert tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
     chained = tmp_path / "chained"  # began with the weights of the run, and nobody named its tokenizer
     chained.mkdir()
-    Text(later.tokenizer, [], None, NO_POSITION, later.files).save(chained)
+    RunData(later.tokenizer, [], None, NO_POSITION, later.files).save(chained)
     assert find_tokenizer(config, chained, None).tokenizer.encode_prompt("ba </s>") == theirs.encode("ba </s>")
     (tmp_path / "copy").mkdir()
     carry_tokenizer(Origin(config, "float32", out, is_run=True), tmp_path / "copy")

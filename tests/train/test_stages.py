@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mtjax.convert.__main__ import main as convert
-from mtjax.models.placed import Placed
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.theory.stages import order_of
 from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
-from mtjax.train.step import Program
+from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, program_of, run_steps
 
 MODEL = (
@@ -43,21 +43,24 @@ COVERING: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "1x4x2",
-        {"recompute": "full", "sequence_parallel": True, "schedule": "interleaved", "chunks": 2}
+        {"recompute": "full", "sequence_parallel": True, "pipeline_schedule": "interleaved", "chunks": 2}
         | {"num_layers": 8, "global_batch_size": 6, "tie_embeddings": False},
     ),
     (
         "2x4x1",
-        {"recompute": "full", "schedule": "gpipe", "zero": 2}
+        {"recompute": "full", "pipeline_schedule": "gpipe", "zero": 2}
         | {"num_layers": 8, "global_batch_size": 6, "tie_embeddings": False},
     ),
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2, **PLAIN}),
 ]
 LONG: list[tuple[str, dict[str, Any]]] = [
-    ("1x2x2", {"recompute": "selective", "schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
+    ("1x2x2", {"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
     ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
     ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0, **PLAIN}),
-    ("2x2x2", {"recompute": "full", "family": "t5", "schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN}),
+    (
+        "2x2x2",
+        {"recompute": "full", "family": "t5", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN},
+    ),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
     ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
@@ -66,13 +69,13 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
     ("2x2x2", {"recompute": "full", "zero": 1, "tie_embeddings": False}),
 ]
-SCHEDULES = ({}, {"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2})
+SCHEDULES = ({}, {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "interleaved", "chunks": 2})
 CONTEXT = [
     (mesh, {"recompute": kept, "context_method": method, "zero": zero, **schedule})
     for mesh, kept, (method, zero), schedule in itertools.product(
         ("data=1,stage=2,context=2,model=2", "data=2,stage=2,context=2,model=1"),
         ("none", "selective", "full"),
-        (("ring", 0), ("gather", 3)),
+        (("ring", 0), ("all-gather", 3)),
         SCHEDULES,
     )
 ]
@@ -89,15 +92,15 @@ CASES = [
 ]
 
 
-def staged(mesh: str, fields: dict[str, Any]) -> Program:
+def staged(mesh: str, fields: dict[str, Any]) -> TrainStep:
     return program_of(mesh, **({"num_layers": 4, "microbatch_size": 1} | fields))
 
 
-def alone(fields: dict[str, Any]) -> Program:
+def alone(fields: dict[str, Any]) -> TrainStep:
     return program_of("1x1", **({"num_layers": 4} | {name: fields[name] for name in MODEL if name in fields}))
 
 
-def by_name(placed: Placed, tree: Any) -> dict[str, np.ndarray]:
+def by_name(placed: ShardedModel, tree: Any) -> dict[str, np.ndarray]:
     """Arrays by dotted names, their layers in their own order."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -109,7 +112,7 @@ def by_name(placed: Placed, tree: Any) -> dict[str, np.ndarray]:
 
 
 @cache
-def losses_and_gradients(program: Program) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def losses_and_gradients(program: TrainStep) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The loss of the first batch, gradients, and initial parameters."""
     state = program.initialize(0)
     key = jax.random.wrap_key_data(state.random)

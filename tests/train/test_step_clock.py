@@ -3,9 +3,9 @@
 import time
 
 from mtjax.config import Parallel
+from mtjax.train.observability import step_clock
+from mtjax.train.observability.step_clock import StepClock
 from mtjax.train.processes.peers import Peers
-from mtjax.train.watch import step_clock
-from mtjax.train.watch.step_clock import StepClock
 
 
 def clock_of(folder, said, limit=None):

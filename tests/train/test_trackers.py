@@ -12,8 +12,8 @@ import pytest
 
 from mtjax import config
 from mtjax.errors import UserError
-from mtjax.train.watch.metrics import MetricsLog
-from mtjax.train.watch.trackers import Tracking, check_tracker
+from mtjax.train.observability.metrics import MetricsLog
+from mtjax.train.observability.trackers import Tracking, check_tracker
 
 
 def fake(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -16,7 +16,7 @@ from mtjax.theory.attention import choose_kernel
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train import xla_options
 from mtjax.train.setup import check_comparable
-from mtjax.train.step import make_program
+from mtjax.train.step import make_train_step
 from mtjax.train.xla_options import (
     AHEAD,
     CPU,
@@ -58,7 +58,7 @@ def test_moments_are_not_copied_on_cpus():
         text = program.lower_step().compile().as_text() or ""
         return len(re.findall(r" copy\(%state_optimizer_\w*(mu|nu)_", text))
 
-    unasked = make_program(tiny_config(), mesh_of("1x1"))
+    unasked = make_train_step(tiny_config(), mesh_of("1x1"))
     unasked.xla = Chosen({})
     assert copies(program_of("1x1")) == 0 < copies(unasked)
 
@@ -74,7 +74,7 @@ def test_an_option_that_xla_does_not_know_is_left_out_and_named():
 
 def test_a_step_is_compiled_with_them_in_a_run_and_for_inspection():
     """Shown with one that XLA refuses: both ways to compile the step must run into it."""
-    program = make_program(tiny_config(num_layers=1), mesh_of("1x1"))
+    program = make_train_step(tiny_config(num_layers=1), mesh_of("1x1"))
     program.xla = Chosen({"xla_gpu_no_such_thing": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_no_such_thing'"):
         program.lower_step().compile()

@@ -13,9 +13,16 @@ if TYPE_CHECKING:
 EXPERTS = frozenset(
     {
         *("num_experts", "experts_top_k", "expert_size", "shared_expert_size", "capacity_factor"),
-        *("expert_groups", "expert_groups_kept", "first_dense_layers", "moe_every"),
-        *("router_score", "router_normalize", "router_scale", "router_bias", "router_bias_rate", "router_jitter"),
-        *("balance_loss", "router_z_loss"),
+        *("expert_groups", "expert_groups_top_k", "first_dense_layers", "moe_every"),
+        *(
+            "router_score",
+            "router_normalize",
+            "router_scale",
+            "router_bias",
+            "router_bias_update_rate",
+            "router_jitter",
+        ),
+        *("router_aux_loss", "router_z_loss"),
     }
 )
 """Settings of experts in the place of the MLP, for families that can have them."""

@@ -56,7 +56,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
         "expert_size": size,
         "shared_expert_size": shared * size,
         "expert_groups": config.get("n_group") or 1,
-        "expert_groups_kept": config.get("topk_group") or 1,
+        "expert_groups_top_k": config.get("topk_group") or 1,
         "router_score": "sigmoid",
         "router_bias": True,
         "router_scale": float(config.get("routed_scaling_factor", 1.0)),
@@ -76,7 +76,7 @@ def _write(model: Model) -> dict[str, Any]:
         # Of a model without any, what is read back is another model, and so it is refused.
         "n_shared_experts": max(model.shared_expert_size // size, 1),
         "n_group": model.expert_groups,
-        "topk_group": model.expert_groups_kept,
+        "topk_group": model.expert_groups_top_k,
         "routed_scaling_factor": model.router_scale,
         "sliding_window": None,
         "max_window_layers": model.num_layers,

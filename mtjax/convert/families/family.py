@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtjax.config import Config, Model, replace
-from mtjax.config.shape import effective_settings
+from mtjax.config.model_identity import effective_settings
 from mtjax.config.sizes import num_outputs
 from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import at_least
+from mtjax.config.field_metadata import at_least
 from mtjax.convert.from_megatron.given import Given, from_file, from_words
 from mtjax.convert.from_megatron.report import config_of, told, toml_of
 from mtjax.convert.from_megatron.translate import translate

@@ -23,7 +23,7 @@ _DECIDED_BY = {
     "position": "position_embedding_type",
     "tie_embeddings": "untie_embeddings_and_output_weights",
     "qk_norm": "qk_layernorm",
-    "balance_loss": "moe_aux_loss_coeff",
+    "router_aux_loss": "moe_aux_loss_coeff",
     "router_normalize": "moe_router_pre_softmax",
     "router_bias": "moe_router_enable_expert_bias",
     "rope_scaling": "use_rope_scaling",
@@ -56,8 +56,10 @@ def translate_model(to: Translation) -> None:
     if to.get("moe_expert_capacity_factor") not in (None, -1, -1.0):
         settings["capacity_factor"] = float(to.get("moe_expert_capacity_factor"))
         to.differs.append("--capacity-factor: counted per sample, and the last tokens of a sample are dropped")
-    if settings.get("balance_loss"):
-        to.differs.append("--balance-loss: computed per sample, as seq_aux_loss; Megatron's aux_loss is per microbatch")
+    if settings.get("router_aux_loss"):
+        to.differs.append(
+            "--router-aux-loss: computed per sample, as seq_aux_loss; Megatron's aux_loss is per microbatch"
+        )
     if has_experts(arguments) and arguments["add_bias_linear"]:
         to.differs.append("experts have no biases: --disable-bias-linear is not given")
     _positions(to, settings)

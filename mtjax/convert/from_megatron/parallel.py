@@ -63,12 +63,12 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
     if to.get("context_parallel_size") > 1:
         kind = to.get("cp_comm_type")
         is_gather = "allgather" in (kind if isinstance(kind, tuple) else (kind,))
-        to.set("cp_comm_type", {"context_method": "gather" if is_gather else "ring"})
+        to.set("cp_comm_type", {"context_method": "all-gather" if is_gather else "ring"})
     if "capacity_factor" in to.settings:
         to.needless["moe_token_dispatcher_type"] = "with --capacity-factor tokens are exchanged by all-to-all"
     elif to.get("expert_model_parallel_size") > 1:
         kind = to.given.values.get("moe_token_dispatcher_type", "allgather")
-        to.set("moe_token_dispatcher_type", {"expert_method": "gather" if kind == "allgather" else "exchange"})
+        to.set("moe_token_dispatcher_type", {"expert_dispatch": "all-gather" if kind == "allgather" else "all-to-all"})
     size = to.given.values.get("expert_tensor_parallel_size")
     if size == to.get("tensor_model_parallel_size"):
         to.needless["expert_tensor_parallel_size"] = "as in mtjax"
@@ -90,7 +90,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
             )
         chunks = layers // stages // per_chunk
     if chunks is not None and chunks > 1:
-        to.settings |= {"schedule": "interleaved", "chunks": chunks}
+        to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
     ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if any(end is not None for end in ends) and stages > 1:
         inner = stages - sum(end is not None for end in ends)
@@ -100,7 +100,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
         middle = [left // inner] * inner if inner else []
         first, last = ([] if end is None else [end] for end in ends)
         to.settings["layers_per_stage"] = [*first, *middle, *last]
-    if mesh.has_stages and to.settings.get("recompute") == "full":
+    if mesh.has_pipeline and to.settings.get("recompute") == "full":
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):

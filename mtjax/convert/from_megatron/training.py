@@ -72,7 +72,7 @@ def translate_precision(to: Translation) -> None:
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
     if to.has("grad_reduce_in_bf16"):
-        to.set("grad_reduce_in_bf16", {"gradient_wire_dtype": "bfloat16"})
+        to.set("grad_reduce_in_bf16", {"grad_reduce_dtype": "bfloat16"})
     if to.has("recompute_activations"):
         to.set("recompute_activations", {"recompute": "selective"})
     if to.settings.get("recompute") != "full":

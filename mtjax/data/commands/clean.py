@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import at_least
+from mtjax.config.field_metadata import at_least
 from mtjax.data.cleaning.document import CleanOptions
 from mtjax.data.cleaning.passes import CleanJob, clean
 from mtjax.data.corpus.reader import expand

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import amount, at_least
+from mtjax.config.field_metadata import amount, at_least
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess

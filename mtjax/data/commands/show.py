@@ -11,7 +11,7 @@ from rich.text import Text
 from mtjax import config as configs
 from mtjax.cli import read, run_main
 from mtjax.config import Config
-from mtjax.config.setting import SAMPLES, TOKENS, at_least
+from mtjax.config.field_metadata import SAMPLES, TOKENS, at_least
 from mtjax.data.commands.dataset_summary import histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
 from mtjax.data.samples.family import Share

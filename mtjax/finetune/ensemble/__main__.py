@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import WIDTH, at_least
+from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
 
 DESCRIPTION = """Labels rows with several finetuned models: the mean of their probabilities, or of their numbers.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.setting import WIDTH, at_least
+from mtjax.config.field_metadata import WIDTH, at_least
 
 DESCRIPTION = """Labels rows with a finetuned model; where the rows have labels, says how often they are met.
 

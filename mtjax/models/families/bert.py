@@ -13,18 +13,18 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
-from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
-from mtjax.models.heads import Masked, MaskedLMHead, PoolerHead, WithVocabulary, class_losses
+from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, WithVocabulary, class_losses
+from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
-from mtjax.models.project import with_sequences
+from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
-from mtjax.sharding.context.places import of_first_rank, token_places
-from mtjax.sharding.context.turns import Method
+from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
+from mtjax.sharding.context.ring_attention import Method
+from mtjax.sharding.context.zigzag import from_first_context_rank, local_positions
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 KEYS = 7
@@ -74,18 +74,20 @@ class Encoder(nnx.Module):
         """One stack."""
         return {"stack": Section(self.stack, self._embed, self._context)}
 
-    def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+    def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         tokens, types = batch["tokens"], batch["token_types"]
         with jax.named_scope("embedding"):
-            places = token_places(tokens.shape[1])
+            places = local_positions(tokens.shape[1])
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, places=places)
             if self.token_types is not None:
                 x = x + embed_types(self.token_types, jnp.zeros_like(tokens) if types is None else types, self.dtype)
-            return Stream(dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
+            return HiddenStates(
+                dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places)
+            )
 
-    def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
-        places = token_places(batch["tokens"].shape[1])
-        return Context(keys, batch["padding_mask"], is_causal=False, places=places, method=self.method)
+    def _context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
+        places = local_positions(batch["tokens"].shape[1])
+        return LayerContext(keys, batch["padding_mask"], is_causal=False, positions=places, context_method=self.method)
 
 
 class BERT(Encoder, WithVocabulary):
@@ -102,23 +104,23 @@ class BERT(Encoder, WithVocabulary):
         self.order = PoolerHead(model, 2, key=order_key) if model.sentence_order else None
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
 
-    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each masked token, 0 of the others, and of each sample's sentence order."""
         hidden = self.final_norm(stream.x)
         with jax.named_scope("loss"):
-            masked = Masked.of(batch["loss_mask"])
+            masked = MaskedPositions.of(batch["loss_mask"])
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
             parts = {"masked_lm": masked.put(losses)}
             if self.order is not None:
                 losses = class_losses(self.order(hidden), batch["sentence_order"])
-                parts["sentence_order"] = of_first_rank(losses, hidden.shape[1])
+                parts["sentence_order"] = from_first_context_rank(losses, hidden.shape[1])
             return parts
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
-        features = self.head(with_sequences(hidden, "seq"))
+        features = self.head(reshard_sequence(hidden, "seq"))
         return super().logits(features) + self.head.bias[...]
 
     @staticmethod

@@ -19,7 +19,7 @@ from mtjax.config.sizes import num_outputs
 from mtjax.models.families.bert import Encoder
 from mtjax.models.families.gpt import Decoder
 from mtjax.models.heads import LastTokenHead, PoolerHead, SpanHead, class_losses, divergences
-from mtjax.models.trunk import HARD, SOFT, TEACHER, Batch, Keys, Stream
+from mtjax.models.trunk import HARD, SOFT, TEACHER, Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
 RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]
@@ -31,7 +31,7 @@ class GivesOutputs(Protocol):
 
     row_losses: RowLosses
 
-    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
+    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
         """float32 logits, or the number that a regression predicts, from the output of the last section."""
         ...
 
@@ -66,7 +66,9 @@ def row_losses_of(model: Model) -> RowLosses:
 class _Finetuned:
     """What the loss of a text is, whatever the trunk."""
 
-    def losses(self: GivesOutputs, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def losses(
+        self: GivesOutputs, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions
+    ) -> dict[str, Array]:
         """Of each row, by its label; beside a teacher's outputs also by its probabilities."""
         with jax.named_scope("loss"):
             outputs = self.outputs(stream, batch, keys)
@@ -110,7 +112,7 @@ class FinetunedEncoder(_Finetuned, Encoder):
         else:
             self.head = PoolerHead(model, num_outputs(model), rate=model.hidden_dropout, key=head_key)
 
-    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
+    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
         """float32 logits, or the number that a regression predicts."""
         hidden = self.final_norm(stream.x)
         return self.head(hidden, batch["padding_mask"]) if isinstance(self.head, SpanHead) else self.head(hidden, keys)
@@ -124,6 +126,6 @@ class FinetunedDecoder(_Finetuned, Decoder):
         self.row_losses = row_losses_of(config.model)
         self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))
 
-    def outputs(self, stream: Stream, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
+    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
         """float32 logits, or the number that a regression predicts."""
         return self.head(self.final_norm(stream.x), batch["padding_mask"])

@@ -15,32 +15,32 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers
-from mtjax.models.cache import Reading
-from mtjax.models.context import PADDING_MASK, RESIDUAL, Context, Padding
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
+from mtjax.models.kv_cache import CachePositions
+from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
-from mtjax.models.stack import Mixed, Stack
+from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
     HARD,
     SOFT,
     TEACHER,
     TEACHER_TABLE,
     Batch,
+    HiddenStates,
     Keys,
     Section,
-    Stream,
     run_sections,
 )
-from mtjax.sharding.context.places import token_places
-from mtjax.sharding.context.turns import Method
+from mtjax.sharding.context.ring_attention import Method
+from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.theory.families.decoder import DENSE, STACK
-from mtjax.theory.plans import ExpertMethod
+from mtjax.theory.plan import ExpertDispatch
 
 
 class Decoder(nnx.Module):
@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
-        self.expert_method: ExpertMethod = config.parallel.expert_method
+        self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
 
     def __call__(
@@ -88,24 +88,24 @@ class Decoder(nnx.Module):
         """One, of a stack or two: the second has the layers without experts where others have some."""
         if self.dense is None:
             return {STACK: Section(self.stack, self._embed, self._context)}
-        mixed = Mixed(self.dense, self.stack, self.takes_turns)
+        mixed = InterleavedStacks(self.dense, self.stack, self.takes_turns)
         return {STACK: Section(mixed, self._embed, self._context, (DENSE,))}
 
-    def _embed(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+    def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         with jax.named_scope("embedding"):
-            tokens, places = batch["tokens"], token_places(batch["tokens"].shape[1])
+            tokens, places = batch["tokens"], local_positions(batch["tokens"].shape[1])
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), places)
-            return Stream(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
+            return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
 
-    def _context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+    def _context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
-        places = token_places(length)
-        context = Context(
+        places = local_positions(length)
+        context = LayerContext(
             keys,
             batch.get("segment_ids"),
-            places=places,
-            method=self.method,
-            expert_method=self.expert_method,
+            positions=places,
+            context_method=self.method,
+            expert_dispatch=self.expert_dispatch,
             padding=Padding.of(batch),
         )
         if self.rotary is None:
@@ -127,24 +127,24 @@ class GPT(Decoder, WithVocabulary):
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
 
     @property
-    def written_stacks(self) -> tuple[Stack, ...]:
+    def decoder_stacks(self) -> tuple[Stack, ...]:
         """The layers that read what is written."""
         return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
-    def newest(
-        self, tokens: Int[Array, "batch seq"], reading: Reading, length: int
-    ) -> tuple[Float[Array, "batch act_seq embed"], Context]:
+    def embed_new(
+        self, tokens: Int[Array, "batch seq"], reading: CachePositions, length: int
+    ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
         """What layers read of new tokens of sequences in caches with room for `length` tokens."""
         del length
         batch = {"tokens": tokens, "position_ids": in_table(self.positions, reading.positions)}
         stream = self._embed(batch, None, None)
-        return stream.x, dataclasses.replace(self._context(batch, None, stream), reading=reading)
+        return stream.x, dataclasses.replace(self._context(batch, None, stream), cache_positions=reading)
 
-    def finished(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+    def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Hidden states behind the last layer as the output table reads them."""
         return self.final_norm(x)
 
-    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each next token; beside a teacher's hidden states also by its probabilities."""
         hidden = self.final_norm(stream.x)
         if TEACHER in batch:

@@ -8,13 +8,13 @@ from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
-from mtjax.models.cache import Reading
-from mtjax.models.context import Context
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.llama import Llama
 from mtjax.models.families.t5 import T5
+from mtjax.models.kv_cache import CachePositions
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
 
@@ -49,7 +49,7 @@ class Writer(LanguageModel, Protocol):
     """A model that writes text, token by token."""
 
     @property
-    def written_stacks(self) -> tuple[Stack, ...]:
+    def decoder_stacks(self) -> tuple[Stack, ...]:
         """The layers that read what is written, in the order in which they run."""
         ...
 
@@ -58,11 +58,11 @@ class Writer(LanguageModel, Protocol):
         """[vocab, embed]"""
         ...
 
-    def newest(self, tokens: Array, reading: Reading, length: int) -> tuple[Array, Context]:
+    def embed_new(self, tokens: Array, reading: CachePositions, length: int) -> tuple[Array, LayerContext]:
         """The stream of new tokens of sequences in caches with room for `length`, and what layers read besides it."""
         ...
 
-    def finished(self, x: Array) -> Array:
+    def final_hidden(self, x: Array) -> Array:
         """Hidden states behind the last layer as the output table reads them."""
         ...
 

@@ -16,16 +16,16 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length
-from mtjax.models.cache import Reading
-from mtjax.models.context import RESIDUAL, Context
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
+from mtjax.models.kv_cache import CachePositions
+from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
 from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, Keys, Section, Stream, run_sections
+from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2
@@ -48,17 +48,17 @@ class T5Stack(nnx.Module):
         self.scale = 1.0 if is_relative else None
         self.is_causal = is_causal
 
-    def context(self, length: int, keys: Keys) -> Context:
+    def context(self, length: int, keys: Keys) -> LayerContext:
         """What all its layers read, for sequences of this length."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative(length)
-        return Context(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
+        return LayerContext(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
 
-    def reading_context(self, reading: Reading, length: int) -> Context:
+    def reading_context(self, reading: CachePositions, length: int) -> LayerContext:
         """Likewise for new tokens of sequences in caches with room for `length` tokens."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative.at(reading.positions, length)
-        return Context(bias=bias, scale=self.scale, reading=reading)
+        return LayerContext(bias=bias, scale=self.scale, cache_positions=reading)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Hidden states as the decoder, or the output table, reads them."""
@@ -109,24 +109,24 @@ class T5(WithVocabulary):
             "decoder.stack": Section(self.decoder.stack, self._embed_answer, self._answer_context),
         }
 
-    def _embed_text(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
-        return Stream(self._embed(batch["encoder_tokens"], keys, batch.get("position_ids")))
+    def _embed_text(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        return HiddenStates(self._embed(batch["encoder_tokens"], keys, batch.get("position_ids")))
 
-    def _text_context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+    def _text_context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
         context = self.encoder.context(batch["encoder_tokens"].shape[1], keys)
         return dataclasses.replace(context, segment_ids=batch["encoder_mask"])
 
-    def _embed_answer(self, batch: Batch, keys: Keys, before: Stream | None) -> Stream:
+    def _embed_answer(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         assert before is not None
         encoded = self.encoder.finish(before.x, keys)
-        return Stream(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
+        return HiddenStates(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
 
-    def _answer_context(self, batch: Batch, keys: Keys, stream: Stream) -> Context:
+    def _answer_context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
         context = self.decoder.context(batch["decoder_tokens"].shape[1], _decoder_keys(keys))
         return dataclasses.replace(context, encoded=stream.encoded, encoded_mask=batch["encoder_mask"])
 
     @property
-    def written_stacks(self) -> tuple[Stack, ...]:
+    def decoder_stacks(self) -> tuple[Stack, ...]:
         """The layers that read what is written."""
         return (self.decoder.stack,)
 
@@ -140,28 +140,28 @@ class T5(WithVocabulary):
         stream = section.embed(batch, None, None)
         return self.encoder.finish(section.stack(stream.x, section.context(batch, None, stream))[0], None)
 
-    def newest(
-        self, tokens: Int[Array, "batch seq"], reading: Reading, length: int
-    ) -> tuple[Float[Array, "batch act_seq embed"], Context]:
+    def embed_new(
+        self, tokens: Int[Array, "batch seq"], reading: CachePositions, length: int
+    ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
         """What the decoder's layers read of new tokens of sequences in caches with room for `length` tokens."""
         x = self._embed(tokens, None, in_table(self.positions, reading.positions))
         return x, self.decoder.reading_context(reading, length)
 
-    def finished(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+    def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Hidden states behind the decoder's last layer as the output table reads them."""
-        return self._written(Stream(x), None)
+        return self._written(HiddenStates(x), None)
 
     def _embed(self, tokens: Array, keys: Keys, position_ids: Array | None = None) -> Array:
         with jax.named_scope("embedding"):
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, position_ids)
             return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
 
-    def losses(self, stream: Stream, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Cross-entropy of each token that the decoder writes."""
         hidden = self._written(stream, keys)
         return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
-    def _written(self, stream: Stream, keys: Keys) -> Float[Array, "batch act_seq embed"]:
+    def _written(self, stream: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
         return self.decoder.finish(stream.x, _decoder_keys(keys)) * self.output_scale
 
     @staticmethod

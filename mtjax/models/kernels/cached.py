@@ -5,15 +5,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from mtjax.models.cache import KeyValues, Reading
 from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
+from mtjax.models.kv_cache import CachePositions, KVCache
 from mtjax.sharding.axes import spec
 
 
 def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
-    cache: KeyValues,
-    reading: Reading,
+    cache: KVCache,
+    reading: CachePositions,
     bias: Float[Array, "#batch heads seq key_seq"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:

@@ -6,13 +6,13 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.models.context import Context
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.blocks import attend_across
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.where import plus, where
+from mtjax.models.unhoisted import plus, where
 from mtjax.sharding.axes import spec
-from mtjax.sharding.context.blocks import NEVER
+from mtjax.sharding.context.block_attention import NEVER
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
@@ -23,11 +23,11 @@ def attend(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
-    context: Context,
+    context: LayerContext,
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Self-attention with the mask, bias and scale of a context; `rate` is that of the dropout on probabilities."""
-    if context.places is not None:
+    if context.positions is not None:
         return attend_across("xla", query, key, value, context, rate)
     mask = attention_mask(query.shape[1], context)
     keys, bias, scale = context.dropout_keys, context.bias, context.scale
@@ -78,7 +78,7 @@ def softmax_attention(
     return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place), ATTENTION_OUTPUT)
 
 
-def attention_mask(length: int, context: Context) -> Bool[Array, "#batch 1 seq key_seq"]:
+def attention_mask(length: int, context: LayerContext) -> Bool[Array, "#batch 1 seq key_seq"]:
     """True where a query (third dimension) may look at a key (fourth) of the same `length` tokens."""
     if context.is_causal:
         return causal_mask(length, context.segment_ids)

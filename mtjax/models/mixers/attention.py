@@ -11,13 +11,13 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, num_kv_heads
-from mtjax.models.cache import KeyValues
-from mtjax.models.context import Context
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import HEADS
+from mtjax.models.kv_cache import KVCache
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.lora import Adapter, dropped, read_whole
+from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import HeadNorm
 from mtjax.models.project import project
@@ -26,7 +26,7 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 from mtjax.theory.adapters import adapters_of
 
-Kernel = Callable[[Array, Array, Array, Context, float], Array]
+Kernel = Callable[[Array, Array, Array, LayerContext, float], Array]
 """(query, key, value, context, dropout on probabilities) -> each query's weighted mean of the values."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
@@ -57,20 +57,20 @@ class SelfAttention(nnx.Module):
         self.attend = KERNELS[model.attention]
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Attends from each token to those that the context lets it see, or to what a cache holds up to it."""
-        query, key, value = self.qkv(*read_whole(x, self.low, context, QKV_SITE))
+        query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         if state is None:
             mixed = self.attend(query, key, value, context, self.rate)
         else:
-            assert isinstance(state, KeyValues) and context.reading is not None
-            state = state.extended(key, value, context.reading)
-            mixed = attend_cached(query, state, context.reading, context.bias, context.scale)
-        return self.output(mixed, dropped(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
+            assert isinstance(state, KVCache) and context.cache_positions is not None
+            state = state.append(key, value, context.cache_positions)
+            mixed = attend_cached(query, state, context.cache_positions, context.bias, context.scale)
+        return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
 
 class FusedQKV(nnx.Module):

@@ -10,14 +10,14 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim
-from mtjax.models.cache import EncodedText
-from mtjax.models.context import Context
 from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
+from mtjax.models.kv_cache import CrossKVCache
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.attention import initial_query_scale
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import with_sequences
+from mtjax.models.project import reshard_sequence
 
 PROBABILITIES_SITE = 3
 
@@ -39,26 +39,26 @@ class CrossAttention(nnx.Module):
         self.rate = model.attention_dropout
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Attends from each token to those of the encoder that are not padding, or to what is kept of them."""
-        query = self.query(with_sequences(x, "seq"))
+        query = self.query(reshard_sequence(x, "seq"))
         if state is None:
             mixed = self._to_encoded(query, context)
         else:
-            assert isinstance(state, EncodedText) and context.reading is not None
-            keys, values, lengths = state.read_by(context.reading)
+            assert isinstance(state, CrossKVCache) and context.cache_positions is not None
+            keys, values, lengths = state.read_by(context.cache_positions)
             seen = (jnp.arange(state.length) < lengths[:, None])[:, None]
             mixed = attend_grouped(query, keys, values, seen, None, context.scale)
         return self.output(mixed), state
 
     def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
         """Of the encoder's hidden states, each [batch, seq, heads, head_dim]."""
-        key_value = self.key_value(with_sequences(encoded, "seq"))
+        key_value = self.key_value(reshard_sequence(encoded, "seq"))
         key, value = (a.squeeze(2) for a in jnp.split(key_value, 2, axis=2))
         return key, value
 
-    def _to_encoded(self, query: Array, context: Context) -> Array:
+    def _to_encoded(self, query: Array, context: LayerContext) -> Array:
         assert context.encoded is not None
         key, value = self.keys_and_values(context.encoded)
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)

@@ -14,24 +14,24 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
-from mtjax.models.context import RESIDUAL, Context, Padding
 from mtjax.models.dropout import jitter
 from mtjax.models.kernels.grouped import Blocks
+from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import over_the_rest, spec, varying_like
-from mtjax.sharding.context.places import of_first_rank, of_sample, sample_length
+from mtjax.sharding.axes import fully_manual, spec, varying_like
+from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts import apply_experts
 
 JITTER_SITE = 5
 EPSILON = 1e-20
 """Added to sums of scores that others are divided by."""
 
-BALANCE_LOSS, Z_LOSS, LOAD, LOST = "balance_loss", "router_z_loss", "expert_load", "lost_choices"
+ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST = "router_aux_loss", "router_z_loss", "expert_load", "lost_choices"
 """What routers report, by the names that a step's metrics have."""
-REPORTED = (BALANCE_LOSS, Z_LOSS, LOAD, LOST)
+REPORTED = (ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST)
 COUNTS = (LOAD, LOST)
 """What of this is counted for each layer."""
 
@@ -59,7 +59,7 @@ class Router(nnx.Module):
         self.bias = constant(0.0, {"routes": model.num_experts}) if model.router_bias else None
         self.model = model
 
-    def __call__(self, x: Float[Array, "batch act_seq embed"], context: Context) -> Routes:
+    def __call__(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> Routes:
         """The experts of each token.
 
         The losses are means over a sample's tokens: E sum(f P) with f an expert's share of the chosen and P its mean
@@ -69,7 +69,7 @@ class Router(nnx.Module):
         Padding counts in neither, nor in the load, and goes to no expert: its numbers are past the last expert.
         """
         model, place = self.model, spec("batch", "act_seq", None)
-        x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.places)
+        x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.positions)
         weight = varying_like(self.weight[...], x)
         wide = x.astype(jnp.float32)
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=place, precision=lax.Precision.HIGHEST)
@@ -80,7 +80,7 @@ class Router(nnx.Module):
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
         ranked = within_groups(ranked, model)
         # On each device by itself: XLA's partitioner would gather the scores of some shapes.
-        chosen = over_the_rest(lambda own: lax.top_k(own, model.experts_top_k)[1], place)(ranked)
+        chosen = fully_manual(lambda own: lax.top_k(own, model.experts_top_k)[1], place)(ranked)
         # By a product: a gather would not stay on its shard.
         hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
         gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)
@@ -111,13 +111,13 @@ class Router(nnx.Module):
             squares, count = jnp.where(is_text, squares, 0), jnp.maximum(padding.length, 1).astype(jnp.float32)
         load = hot.sum((1, 2))
         share = shares.sum(1) / (count if padding is None else count[:, None])
-        whole = varying_like(of_sample(load), load)
+        whole = varying_like(sum_over_context(load), load)
         balance = model.num_experts * (whole * share).sum(-1) / (count * model.experts_top_k)
         z = squares.sum(1) / count
-        report = {BALANCE_LOSS: balance, Z_LOSS: z, LOAD: load}
+        report = {ROUTER_AUX_LOSS: balance, Z_LOSS: z, LOAD: load}
         if (capacity := sample_capacity(model, length, padding)) is not None:
             most = capacity if padding is None else capacity[:, None]
-            report[LOST] = of_first_rank(jnp.maximum(whole - most, 0).sum(-1), tokens)
+            report[LOST] = from_first_context_rank(jnp.maximum(whole - most, 0).sum(-1), tokens)
         return report
 
 
@@ -138,7 +138,7 @@ def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Flo
     Groups are compared pair by pair: unlike a sort, that needs no rank's tokens but its own. Of groups alike the first
     are kept.
     """
-    groups, kept = model.expert_groups, model.expert_groups_kept
+    groups, kept = model.expert_groups, model.expert_groups_top_k
     if kept == groups:
         return ranked
     grouped = ranked.reshape(*ranked.shape[:-1], groups, -1)
@@ -183,19 +183,19 @@ class Experts(nnx.Module):
         self.blocks = Blocks(model.activation, model.num_experts)
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token; the state is what the router reports. While texts are written nothing is reported, and
         experts take all tokens."""
         with jax.named_scope("router"):
             routes = self.router(x, context)
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
-        writes = context.reading is not None
+        writes = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
         capacity = None if writes else expert_capacity(model, length)
         limits = None if writes or context.padding is None else sample_capacity(model, length, context.padding)
         chosen = routes.experts, limits
-        out = apply_experts(self.blocks, x, routes.gates, chosen, up, down, capacity, context.expert_method)
+        out = apply_experts(self.blocks, x, routes.gates, chosen, up, down, capacity, context.expert_dispatch)
         if self.shared is not None:
             out = out + self.shared(x, context, None)[0]
         return out, None if writes else routes.report
@@ -222,5 +222,5 @@ def report_weights(model: Model, num_samples: int) -> dict[str, Array]:
         return {}
     each = jnp.ones(num_samples, jnp.float32)
     counts = dict.fromkeys(COUNTS if model.capacity_factor else (LOAD,), each)
-    losses = {BALANCE_LOSS: model.balance_loss, Z_LOSS: model.router_z_loss}
+    losses = {ROUTER_AUX_LOSS: model.router_aux_loss, Z_LOSS: model.router_z_loss}
     return {name: each * (weight / num_samples) for name, weight in losses.items() if weight} | counts

@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.models.context import Context
+from mtjax.models.layer_context import LayerContext
 
 State = Any
 """A tree of arrays that a mixer reads and returns besides the stream, such as a cache of keys and values; None where
@@ -28,7 +28,7 @@ class Mixer(Protocol):
         """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """What is added to the residual stream, and the state for the next run of the layer."""
         ...

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, mlp_size
 from mtjax.models.activations import ACTIVATIONS
-from mtjax.models.context import Context
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
-from mtjax.models.lora import dropped, read_whole
+from mtjax.models.lora import gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.theory.adapters import adapters_of
 
@@ -38,8 +38,8 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[model.activation]
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: Context, state: State
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token."""
-        inner = self.activation(self.up(*read_whole(x, self.low, context, UP_SITE)))
-        return self.down(inner, dropped(inner, self.low, context, DOWN_SITE, "mlp")), state
+        inner = self.activation(self.up(*gather_sequence_shared(x, self.low, context, UP_SITE)))
+        return self.down(inner, lora_input_dropout(inner, self.low, context, DOWN_SITE, "mlp")), state

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.sharding.axes import explicit_axes, spec
-from mtjax.sharding.context.blocks import BlockKernel, Drops, Keys, Queries
-from mtjax.sharding.context.places import context_axes
-from mtjax.sharding.context.turns import Method, Turns
-from mtjax.sharding.opaque import opaque
+from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
+from mtjax.sharding.context.ring_attention import Method, RingAttention
+from mtjax.sharding.context.zigzag import context_axes
+from mtjax.sharding.no_hoist import no_hoist
 
 Tree = Any
 
@@ -24,10 +24,10 @@ def context_attention(
     kernel: BlockKernel,
     method: Method,
     is_causal: bool,
-    queries: Queries,
+    queries: QueryBlock,
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
-    drops: Drops | None,
+    drops: DropoutState | None,
     names: tuple[str, str],
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Softmax attention to the tokens of all ranks that share samples.
@@ -46,11 +46,11 @@ def context_attention(
     if drops is not None:
         drops = drops._replace(heads=reshard(drops.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
-    across = _Across(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
-    return _attend(across, queries.query, key, value, (queries.places, queries.segments, drops))
+    across = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
+    return _attend(across, queries.query, key, value, (queries.positions, queries.segments, drops))
 
 
-class _Across(NamedTuple):
+class _ContextParallel(NamedTuple):
     """What `_attend` runs where."""
 
     kernel: BlockKernel
@@ -80,35 +80,35 @@ class _Across(NamedTuple):
 
         return mapped
 
-    def turns(self, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Turns, Queries, Keys]:
+    def turns(self, query: Array, key: Array, value: Array, rest: Tree) -> tuple[RingAttention, QueryBlock, KVBlock]:
         """What a rank has and does, inside the map."""
         places, segments, drops = rest
         rank = places[0] // (len(places) // 2)  # its first chunk's number
         of_samples = jnp.broadcast_to(places, query.shape[:2])
-        turns = Turns(self.kernel, self.method, self.is_causal, self.axis, rank, drops)
-        return turns, Queries(query, of_samples, segments), Keys(key, value, of_samples, segments)
+        turns = RingAttention(self.kernel, self.method, self.is_causal, self.axis, rank, drops)
+        return turns, QueryBlock(query, of_samples, segments), KVBlock(key, value, of_samples, segments)
 
 
-def _forward(across: _Across, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Array]:
+def _forward(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Array]:
     def local(*arrays: Any) -> tuple[Array, Array]:
         turns, queries, keys = across.turns(*arrays)
         return turns.forward(queries, keys)
 
-    return opaque(across.map(local, (across.heads, across.statistics)), query, key, value, rest)
+    return no_hoist(across.map(local, (across.heads, across.statistics)), query, key, value, rest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(across: _Across, query: Array, key: Array, value: Array, rest: Tree) -> Array:
+def _attend(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> Array:
     return _forward(across, query, key, value, rest)[0]
 
 
-def _attend_forward(across: _Across, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Tree]:
+def _attend_forward(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Tree]:
     arrays = _forward(across, query, key, value, rest)
     mixed, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, across.names, strict=True))
     return mixed, (query, key, value, rest, mixed, log_sums)
 
 
-def _attend_backward(across: _Across, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _attend_backward(across: _ContextParallel, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
     def local(*arrays: Any) -> tuple[Array, Array, Array]:
         *inputs, mixed, log_sums, gradient = arrays
         turns, queries, keys = across.turns(*inputs)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.sharding.axes import varying_axes
-from mtjax.sharding.schedules.send import zero_behind
+from mtjax.sharding.schedules.stage_transfer import ordering_token
 
 Tree = Any
 
@@ -33,7 +33,7 @@ class Order:
     def zero(self, *before: Tree) -> Array | int:
         """A 0 that depends on the floating-point arrays of `before`."""
         arrays = [a for a in jax.tree.leaves(before) if _is_float(a)]
-        return zero_behind(arrays) if self.is_needed and arrays else 0
+        return ordering_token(arrays) if self.is_needed and arrays else 0
 
     def when(self, holds: Array, *before: Tree) -> Array:
         """`holds`, made to depend on the floating-point arrays of `before`."""

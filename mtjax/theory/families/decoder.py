@@ -86,7 +86,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
         router_bias=model.router_bias,
         shared=model.shared_expert_size,
         capacity=expert_capacity(model, tokens),
-        balances=model.balance_loss > 0,
+        balances=model.router_aux_loss > 0,
     )
 
 

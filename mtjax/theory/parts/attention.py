@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
 from mtjax.theory.parts.part import (
+    Elementwise,
     Part,
     Product,
+    ResidualStream,
     Scores,
-    Stream,
-    Touched,
     Weight,
     adapter_products,
     linear,
@@ -26,7 +26,7 @@ from mtjax.theory.parts.sublayer import (
     sublayer_keeps,
     sublayer_sends,
 )
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import CONTEXT
 
 
@@ -53,17 +53,19 @@ class _Heads(Part):
         raise NotImplementedError
 
     @property
-    def touched(self) -> Touched:
-        return Touched(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
+    def elementwise(self) -> Elementwise:
+        return Elementwise(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
 
-    def working(self, plan: Plan) -> float:
+    def backward_peak_bytes(self, plan: Plan) -> float:
         """Gradients of scores, or of what flash attention reads; with split sequences what the sublayer gathered and,
         unless ranks share samples, the gradient of that before it is scattered."""
         c, samples = plan.element_bytes, plan.microbatch_size
         read = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
-        of_inputs = c * samples * read / plan.mesh.model if plan.flash_attention and not plan.across else 0.0
+        of_inputs = (
+            c * samples * read / plan.mesh.model if plan.flash_attention and not plan.context_parallelism else 0.0
+        )
         whole = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
-        return of_inputs + (1 if plan.across else 2) * whole + gradient_bytes(self.scores, plan)
+        return of_inputs + (1 if plan.context_parallelism else 2) * whole + gradient_bytes(self.scores, plan)
 
 
 @dataclass(frozen=True)
@@ -111,26 +113,26 @@ class Attention(_Heads):
             Product(self.tokens, own, self.hidden),
         ]
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
-        inside = plan.rank_tokens(self.tokens) / plan.mesh.model
-        has_statistics = plan.residuals == "jax" and (plan.flash_attention or plan.across is not None)
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        inside = plan.local_tokens(self.tokens) / plan.mesh.model
+        has_statistics = plan.residuals == "jax" and (plan.flash_attention or plan.context_parallelism is not None)
         return {
             **sublayer_keeps(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * inside * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * inside * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
             STATISTICS: 4 * inside * self.heads if has_statistics else 0.0,
-            **adapters_keep(self.rank, 4, self.hidden + self.query_size / plan.model_ways, self.tokens, plan),
+            **adapters_keep(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
 
-    def cached(self, context: int) -> int:
+    def kv_elements(self, context: int) -> int:
         return 2 * self.kv_size * context
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         del plan
         return {"key_width": self.kv_size, "head_width": self.head_dim}
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         learns = self.rank > 0 or not stream.is_frozen
         lines = [*sublayer_sends(stream, "attention", learns=learns), *across_sends(stream)]
         shared = f"2*key_width*{'(hidden + 1)' if self.bias else 'hidden'}"
@@ -186,7 +188,7 @@ class CrossAttention(_Heads):
             Product(self.tokens, width, self.hidden),
         ]
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         each = plan.element_bytes * plan.microbatch_size * self.query_size / plan.mesh.model
         return {
             **sublayer_keeps(self.tokens, self.hidden, plan),
@@ -195,11 +197,11 @@ class CrossAttention(_Heads):
             PROBABILITIES: probability_bytes(self.scores, plan),
         }
 
-    def cached(self, context: int) -> int:
+    def kv_elements(self, context: int) -> int:
         del context
         return 2 * self.query_size * self.read
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Its own sublayer's, and what it reads: gathered where sequences are split, its gradient summed."""
         lines = sublayer_sends(stream, "cross-attention")
         layers, grouped = f"{stream.side}layers", f"{stream.side}grouped_layers"
@@ -233,9 +235,9 @@ PROBABILITIES = "attention probabilities"
 
 def probability_bytes(scores: Scores, plan: Plan) -> float:
     """float32 probabilities and a mask; of Megatron's kernels, softmax and dropout in the compute type and a mask."""
-    if plan.flash_attention or plan.across:
+    if plan.flash_attention or plan.context_parallelism:
         return 0.0
-    masks, c = int(plan.drops_probabilities), plan.element_bytes
+    masks, c = int(plan.has_attention_dropout), plan.element_bytes
     each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
@@ -246,7 +248,7 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
     The product with the values gives those of the probabilities, and the softmax turns them into those of the scores,
     both in the compute type. The gradient of the output counts in the place of the values, which are read first.
     """
-    if plan.across:
+    if plan.context_parallelism:
         return turn_bytes(scores, plan)
     each = 0 if plan.flash_attention else 2 * plan.element_bytes
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
@@ -264,9 +266,9 @@ def turn_bytes(scores: Scores, plan: Plan) -> float:
     gradients. XLA's kernel has the scores of some queries, their exponentials and the gradients of both in float32 and
     twice in the compute type.
     """
-    c, tokens, ways = plan.element_bytes, plan.rank_tokens(scores.queries), plan.mesh.model
+    c, tokens, ways = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
     keys = max(scores.groups / ways, 1) * scores.width * tokens
-    everyone = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "gather" else 0
+    everyone = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
     held = everyone + keys * (4 * c + 4 * 4) + scores.heads / ways * scores.width * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held
@@ -274,7 +276,7 @@ def turn_bytes(scores: Scores, plan: Plan) -> float:
     return held + (3 * 4 + 2 * c) * scores.heads / ways * alive
 
 
-def across_sends(stream: Stream) -> list[Expectation]:
+def across_sends(stream: ResidualStream) -> list[Expectation]:
     """What ranks that share samples send each other for causal self-attention, in every layer.
 
     A turn needs another rank's keys and values. A ring passes them on c-1 times, and so the float32 sums of their

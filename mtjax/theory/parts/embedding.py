@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
-from mtjax.theory.parts.part import NORM_VECTORS, Part, Stream, Weight, norm, over_model, weight
+from mtjax.theory.parts.part import NORM_VECTORS, Part, ResidualStream, Weight, norm, over_model, weight
 from mtjax.theory.parts.sublayer import own_token_sums
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Lookup(Part):
     def weights(self) -> list[Weight]:
         return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         elements, why = f"batch*{self.side}sequence*hidden", "rows that other ranks own"
         # Stages keep what the first stack reads, and make what another reads again.
         forward = stream.turns if self.owns_table else stream.forward_turns
@@ -52,7 +52,7 @@ class Positions(Part):
     def weights(self) -> list[Weight]:
         return [weight("positions", {"positions": self.tokens, "embed": self.hidden})]
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         why = "gradient of the positions"
         gathers = [
             over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{side}sequence*hidden", why)
@@ -72,7 +72,7 @@ class TokenTypes(Part):
     def weights(self) -> list[Weight]:
         return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         has_sums = stream.split and self.kinds and not stream.is_frozen
         return [own_token_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
 
@@ -92,7 +92,7 @@ class RelativeBias(Part):
     def weights(self) -> list[Weight]:
         return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """float32 biases of all pairs of tokens, made once for all layers, and the sum of their gradients."""
         return {"relative positions": 2 * 4 * self.heads * self.tokens**2 / plan.mesh.model}
 
@@ -110,7 +110,7 @@ class Norm(Part):
     def weights(self) -> list[Weight]:
         return norm(self.path, self.kind, self.hidden)
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         vectors = len(NORM_VECTORS[self.kind])
         has_sums = stream.split and not stream.is_frozen
         return [own_token_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

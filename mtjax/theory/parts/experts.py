@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
 from mtjax.theory.parts.sublayer import own_token_sums, own_vector_sums, sublayer_keeps, sublayer_sends
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 from mtjax.theory.rules import CONTEXT, EXPERT
 
 
@@ -70,10 +70,10 @@ class Experts(Part):
         return found
 
     @property
-    def touched(self) -> Touched:
+    def elementwise(self) -> Elementwise:
         """The experts' inner widths are gone over as often as a token has experts."""
-        shared = self.shared_expert.touched.mlp if self.shared_expert else 0
-        return Touched(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
+        shared = self.shared_expert.elementwise.mlp if self.shared_expert else 0
+        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
 
     def products(self, model_ways: int = 1) -> list[Product]:
         """Experts' backward pass computes again what is f wide, and needs no other result."""
@@ -87,23 +87,23 @@ class Experts(Part):
             *(self.shared_expert.products(model_ways) if self.shared_expert else []),
         ]
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """The router's logits, float32; nothing that is f wide, but of the shared expert."""
-        tokens = plan.rank_tokens(self.tokens) / (plan.mesh.model if plan.sequence_parallel else 1)
-        shared = {"MLP": self.shared_expert.keeps(plan)["MLP"]} if self.shared_expert else {}
+        tokens = plan.local_tokens(self.tokens) / (plan.mesh.model if plan.sequence_parallel else 1)
+        shared = {"MLP": self.shared_expert.saved_bytes(plan)["MLP"]} if self.shared_expert else {}
         return {**sublayer_keeps(self.tokens, self.hidden, plan), "routers' logits": 4 * tokens * self.count, **shared}
 
-    def working(self, plan: Plan) -> float:
+    def backward_peak_bytes(self, plan: Plan) -> float:
         """What all ranks over which experts are spread read, the gradient of the result, and float32 sums of the
         gradients of both the former and the experts here; in an exchange also what leaves, and its gradients."""
-        ways, own = plan.mesh.expert, plan.rank_tokens(self.tokens) * self.hidden
+        ways, own = plan.mesh.expert, plan.local_tokens(self.tokens) * self.hidden
         everyone, leaving = ways * own, 0.0
         if self.capacity is not None:
             everyone = plan.microbatch_size * self.count * self._places(plan) * self.hidden
-        elif plan.expert_method == "exchange" and ways > 1:
+        elif plan.expert_dispatch == "all-to-all" and ways > 1:
             leaving = min(self.top_k, ways) * own
         matrices = self.count / ways * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
-        shared = self.shared_expert.working(plan) if self.shared_expert else 0.0
+        shared = self.shared_expert.backward_peak_bytes(plan) if self.shared_expert else 0.0
         return max((2 * plan.element_bytes + 4) * everyone + 2 * plan.element_bytes * leaving + 4 * matrices, shared)
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
@@ -118,7 +118,7 @@ class Experts(Part):
     def _places(self, plan: Plan) -> int:
         return 0 if self.capacity is None else rank_places(self.capacity, self.tokens, plan.mesh.context)
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
         lines = split_sends(stream) if stream.split else whole_sends(stream)
         lines += mean_loads(stream) if self.balances else []
@@ -130,7 +130,7 @@ class Experts(Part):
             lines.append(own_token_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
         if self.capacity is not None:
             return [*lines, *places(stream), *(loads_before(stream) if stream.across else [])]
-        return [*lines, *(exchanges(stream) if stream.expert_method == "exchange" else gathers(stream))]
+        return [*lines, *(exchanges(stream) if stream.expert_dispatch == "all-to-all" else gathers(stream))]
 
 
 ROUTES = "batch*sequence*top_k"
@@ -141,14 +141,14 @@ LOADS = "batch*num_experts"
 """Of a microbatch's samples, a number for each expert."""
 
 
-def whole_sends(stream: Stream) -> list[Expectation]:
+def whole_sends(stream: ResidualStream) -> list[Expectation]:
     """As any sublayer - a shared expert's sums go with the others' - and what ranks' parts of experts say of routes."""
     why = "gradients of how much tokens' experts count"
     line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, ROUTES, why, dtype="float32")
     return [*sublayer_sends(stream, "the experts"), line]
 
 
-def split_sends(stream: Stream) -> list[Expectation]:
+def split_sends(stream: ResidualStream) -> list[Expectation]:
     """Where sequences are split: as any sublayer, but that tokens are gathered by the backward pass itself; and with
     them where they go. Routers know a sample's mean load."""
     times = stream.times
@@ -174,7 +174,7 @@ def split_sends(stream: Stream) -> list[Expectation]:
     return lines
 
 
-def mean_loads(stream: Stream) -> list[Expectation]:
+def mean_loads(stream: ResidualStream) -> list[Expectation]:
     """What the loss that balances loads adds up: the load of all tokens of a sample, and their scores."""
     if not stream.split:
         return []
@@ -185,7 +185,7 @@ def mean_loads(stream: Stream) -> list[Expectation]:
     ]
 
 
-def shared_loads(stream: Stream, *, again: bool) -> list[Expectation]:
+def shared_loads(stream: ResidualStream, *, again: bool) -> list[Expectation]:
     """What the ranks that share a sample add up: what each expert is to take of it; `again` where a loss reads that."""
     why = "a sample's load, of all ranks that share it"
     return [
@@ -194,12 +194,12 @@ def shared_loads(stream: Stream, *, again: bool) -> list[Expectation]:
     ]
 
 
-def _grouped(stream: Stream) -> str:
+def _grouped(stream: ResidualStream) -> str:
     """How often layers that are computed again in groups are so."""
     return f"{stream.side}grouped_layers*{stream.turns}"
 
 
-def gathers(stream: Stream) -> list[Expectation]:
+def gathers(stream: ResidualStream) -> list[Expectation]:
     """What goes over `expert`: every rank has all ranks' tokens from a gather, and scatters what its experts say.
 
     The backward pass gathers tokens and the gradients of results, and scatters the gradients of tokens; what a layer
@@ -218,7 +218,7 @@ def gathers(stream: Stream) -> list[Expectation]:
     return [*lines, *_gathered_routes(stream)]
 
 
-def exchanges(stream: Stream) -> list[Expectation]:
+def exchanges(stream: ResidualStream) -> list[Expectation]:
     """What goes over `expert` where tokens go to those ranks alone whose experts they need: there and back, in arrays
     with room for all. Every rank knows of all tokens where they go. The backward pass sends tokens once more, and
     gradients of results there and of tokens back."""
@@ -234,7 +234,7 @@ def exchanges(stream: Stream) -> list[Expectation]:
     return [*lines, *_gathered_routes(stream)]
 
 
-def _gathered_routes(stream: Stream) -> list[Expectation]:
+def _gathered_routes(stream: ResidualStream) -> list[Expectation]:
     """All ranks' numbers of experts, and how much each counts; without which no rank knows what to do with a token."""
     routes, lines = f"expert_ways*{ROUTES}", []
 
@@ -256,7 +256,7 @@ def exchanged_share(model: Model, ways: int) -> float:
     It chooses k of the experts of the groups that are kept, and misses n of these N with a chance of C(N-n, k) /
     C(N, k). A rank has one or several groups, or a part of one.
     """
-    count, chosen, groups, kept = model.num_experts, model.experts_top_k, model.expert_groups, model.expert_groups_kept
+    count, chosen, groups, kept = model.num_experts, model.experts_top_k, model.expert_groups, model.expert_groups_top_k
     own, pool = max(1, groups // ways), kept * count // groups
     each, share = count // ways // own, 0.0
     for n in range(max(0, kept + own - groups), min(own, kept) + 1):
@@ -269,7 +269,7 @@ def exchanged_tokens(model: Model, plan: Plan) -> int:
     """Tokens of a microbatch that a rank is expected to send, as often as a token has ranks to go to, its own among
     them."""
     ways = plan.mesh.expert
-    return round(ways * exchanged_share(model, ways) * plan.rank_tokens(model.sequence_length))
+    return round(ways * exchanged_share(model, ways) * plan.local_tokens(model.sequence_length))
 
 
 def rank_places(capacity: int, tokens: int, ways: int) -> int:
@@ -278,7 +278,7 @@ def rank_places(capacity: int, tokens: int, ways: int) -> int:
     return min(capacity, tokens // ways)
 
 
-def places(stream: Stream) -> list[Expectation]:
+def places(stream: ResidualStream) -> list[Expectation]:
     """What goes over `expert` where every expert has so many places for each sample: places to the experts' ranks, and
     back. The backward pass sends tokens once more, gradients of results there, and those of tokens back."""
     room, lines = "batch*num_experts*capacity", []
@@ -294,7 +294,7 @@ def places(stream: Stream) -> list[Expectation]:
     return lines
 
 
-def loads_before(stream: Stream) -> list[Expectation]:
+def loads_before(stream: ResidualStream) -> list[Expectation]:
     """What ranks that share a sample tell each other: how many tokens of each of their chunks want which expert."""
     why, elements = "how many tokens of each chunk go to which expert", f"2*context_ways*{LOADS}"
     counts = {LAYER_FORWARD: stream.forward_times, LAYER_RECOMPUTE: _grouped(stream), LAYER_BACKWARD: stream.times}

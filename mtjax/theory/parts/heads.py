@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
-from mtjax.theory.parts.part import Part, Product, Stream, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.part import Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
 from mtjax.theory.parts.sublayer import own_token_sums
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Output(Part):
     def products(self, model_ways: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.rows / model_ways)]
 
-    def working(self, plan: Plan) -> float:
+    def backward_peak_bytes(self, plan: Plan) -> float:
         """float32 logits of the tokens that are alive at a time, with their gradients.
 
         Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside
         them lies the table in the compute type, and as many logits of a teacher.
         """
-        rows = plan.rank_tokens(self.tokens)
+        rows = plan.local_tokens(self.tokens)
         tokens = min(rows, plan.loss_chunk or rows)
         columns = self.rows / plan.mesh.model
         if plan.residuals == "megatron":
@@ -46,7 +46,7 @@ class Output(Part):
         logits = (2 if plan.teacher_width else 1) * 4 * tokens * columns
         return logits + gradients + plan.element_bytes * columns * self.hidden
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         tokens = f"batch*{self.side}sequence"
         lines = [_scalars(tokens, stream, "max, sum, target logit")]
         why = "gradient of the hidden states"
@@ -94,10 +94,10 @@ class MaskedOutput(Output):
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
 
-    def working(self, plan: Plan) -> float:
-        return Output.working(self.over_context(plan.mesh.context), plan)
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        return Output.backward_peak_bytes(self.over_context(plan.mesh.context), plan)
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         masked = "batch*masked_tokens"
         scalars = _scalars(masked, stream, "max, sum, target logit of the masked tokens")
         taken, back = "hidden states of masked tokens", "gradient of the masked tokens' hidden states"
@@ -145,7 +145,7 @@ class OneToken(Part):
         """Each of these ranks computes it of its own first token, and one of them has the sample's."""
         return replace(self, tokens=ways)
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         if not stream.split or not self.stands_alone:
             return []
         why = "hidden state of the one token, from all parts of the sequence"
@@ -167,7 +167,7 @@ class Spans(Part):
     def products(self, model_ways: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, 2)]
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         if not stream.split:
             return []
         gathered = over_model(
@@ -176,7 +176,7 @@ class Spans(Part):
         return [gathered, own_token_sums(stream, "2*(hidden + 1)", "the linear layer on every token")]
 
 
-def _scalars(tokens: str, stream: Stream, why: str) -> Expectation:
+def _scalars(tokens: str, stream: ResidualStream, why: str) -> Expectation:
     """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all; a
     teacher adds its maximum and exponentials, the student's by the temperature, and how far the two are apart."""
     count = f"{7 if stream.distils else 4 if stream.label_smoothing else 3}*{stream.turns}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import Expectation
-from mtjax.theory.parts.part import Part, Product, Stream, Touched, Weight, adapter_products, linear, norm
+from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, adapter_products, linear, norm
 from mtjax.theory.parts.sublayer import (
     adapters_keep,
     adapters_send,
@@ -13,7 +13,7 @@ from mtjax.theory.parts.sublayer import (
     sublayer_keeps,
     sublayer_sends,
 )
-from mtjax.theory.plans import Plan
+from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class MLP(Part):
         ]
 
     @property
-    def touched(self) -> Touched:
-        return Touched(stream=self.tokens * self.hidden, mlp=self.tokens * self.inner)
+    def elementwise(self) -> Elementwise:
+        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.inner)
 
     def products(self, model_ways: int = 1) -> list[Product]:
         inner = self.inner / model_ways
@@ -59,26 +59,28 @@ class MLP(Part):
             Product(self.tokens, inner, self.hidden),
         ]
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Of JAX the first product, of Megatron also the activation's result."""
         arrays = self.inputs + (plan.residuals == "megatron")
         kept = sublayer_keeps(self.tokens, self.hidden, plan)
         return {
             **kept,
             "MLP": arrays * self._array(plan),
-            **adapters_keep(self.rank, self.inputs + 1, self.hidden + self.inner / plan.model_ways, self.tokens, plan),
+            **adapters_keep(
+                self.rank, self.inputs + 1, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan
+            ),
         }
 
-    def working(self, plan: Plan) -> float:
+    def backward_peak_bytes(self, plan: Plan) -> float:
         """The activation's value and slope; where it is gated, what both are computed from, their gradients, and those
         of what is computed. With them live the gradient of what the MLP reads and, where sequences are split, what it
         reads, gathered again, and what attention reads, unless ranks share samples."""
         arrays, gathered = 7 if self.is_gated else 2, 0
         if plan.sequence_parallel:
-            gathered = 1 if plan.across else 2
+            gathered = 1 if plan.context_parallelism else 2
         return arrays * self._array(plan) + (1 + gathered) * stream_bytes(self.tokens, self.hidden, plan)
 
-    def waits(self, plan: Plan) -> float:
+    def pending_bytes(self, plan: Plan) -> float:
         """What it computed and the gradients of what it read, where XLA has something to send meanwhile; with split
         sequences also what it gathered."""
         if plan.mesh.size == 1:
@@ -87,9 +89,9 @@ class MLP(Part):
         return (1 + self.inputs) * self._array(plan) + gathered
 
     def _array(self, plan: Plan) -> float:
-        return plan.element_bytes * plan.rank_tokens(self.tokens) * self.inner / plan.mesh.model
+        return plan.element_bytes * plan.local_tokens(self.tokens) * self.inner / plan.mesh.model
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         learns = self.rank > 0 or not stream.is_frozen
         lines = [
             *sublayer_sends(stream, "the MLP", learns=learns),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
-from mtjax.theory.plans import Across, ExpertMethod, Plan
+from mtjax.theory.plan import ContextParallelism, ExpertDispatch, Plan
 from mtjax.theory.rules import MODEL
 
 
@@ -123,7 +123,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Touched:
+class Elementwise:
     """Elements of a sample that element-wise kernels go over, of one layer, before any split over the model ways."""
 
     stream: float = 0
@@ -135,7 +135,7 @@ class Touched:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The residual stream that a part reads and writes."""
 
     side: str = ""
@@ -160,9 +160,9 @@ class Stream:
     it counts or not."""
     forward_turns: str = "microbatches"
     """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
-    across: Across | None = None
+    across: ContextParallelism | None = None
     """How attention reaches the tokens of other ranks; None where a rank has all tokens of its samples."""
-    expert_method: ExpertMethod = "gather"
+    expert_dispatch: ExpertDispatch = "all-gather"
     """How tokens come to the experts of other ranks."""
 
     @property
@@ -209,31 +209,31 @@ class Part:
         return None
 
     @property
-    def touched(self) -> Touched:
+    def elementwise(self) -> Elementwise:
         """What its element-wise kernels go over."""
-        return Touched()
+        return Elementwise()
 
     def products(self, model_ways: int = 1) -> list[Product]:
         """Forward products of one sample with its weights, on one of `model_ways` devices; the last one comes last."""
         del model_ways
         return []
 
-    def keeps(self, plan: Plan) -> Mapping[str, float]:
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Bytes on a device that wait for the backward pass, of one layer and microbatch, by kind."""
         del plan
         return {}
 
-    def working(self, plan: Plan) -> float:
+    def backward_peak_bytes(self, plan: Plan) -> float:
         """Bytes on a device at the fullest moment of its backward pass, beside what it keeps."""
         del plan
         return 0.0
 
-    def waits(self, plan: Plan) -> float:
+    def pending_bytes(self, plan: Plan) -> float:
         """Bytes that wait for gradients of its weights while the sublayer before it is on its way back."""
         del plan
         return 0.0
 
-    def cached(self, context: int) -> int:
+    def kv_elements(self, context: int) -> int:
         """Elements of a sequence of `context` tokens that generating the next token reads: keys and values."""
         del context
         return 0
@@ -248,7 +248,7 @@ class Part:
         del plan
         return {}
 
-    def sends(self, stream: Stream) -> list[Expectation]:
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """What it sends over the model ways in a step."""
         del stream
         return []

@@ -1,8 +1,8 @@
 """What all sublayers - a norm, something split over the model ways, a residual add - have in common."""
 
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
-from mtjax.theory.parts.part import NORM_VECTORS, Stream, over_model
-from mtjax.theory.plans import Plan
+from mtjax.theory.parts.part import NORM_VECTORS, ResidualStream, over_model
+from mtjax.theory.plan import Plan
 
 NORM_INPUTS = "norm inputs"
 
@@ -10,7 +10,7 @@ NORM_INPUTS = "norm inputs"
 def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     """What any sublayer keeps of the residual stream: what it adds, Megatron also what its first product reads, and a
     dropout mask of a byte an element."""
-    elements = plan.rank_tokens(tokens) * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
+    elements = plan.local_tokens(tokens) * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
     return {
         NORM_INPUTS: plan.element_bytes * elements,
         "inputs of column-parallel products": 0 if plan.residuals == "jax" else plan.element_bytes * elements,
@@ -20,10 +20,10 @@ def sublayer_keeps(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
 
 def stream_bytes(tokens: int, hidden: int, plan: Plan) -> float:
     """The residual stream of a microbatch, of a rank's tokens, where sequences are gathered."""
-    return plan.element_bytes * plan.rank_tokens(tokens) * hidden
+    return plan.element_bytes * plan.local_tokens(tokens) * hidden
 
 
-def sublayer_sends(stream: Stream, name: str, *, learns: bool = True) -> list[Expectation]:
+def sublayer_sends(stream: ResidualStream, name: str, *, learns: bool = True) -> list[Expectation]:
     """What every sublayer sends: Figure 4 of arXiv 1909.08053, or, split, Figure 5 of arXiv 2205.05198.
 
     `g` sums what the row-parallel product gives, `f` the gradient of what the column-parallel product reads. Full
@@ -56,14 +56,14 @@ def sublayer_sends(stream: Stream, name: str, *, learns: bool = True) -> list[Ex
     ]
 
 
-def own_token_sums(stream: Stream, elements: str, why: str) -> Expectation:
+def own_token_sums(stream: ResidualStream, elements: str, why: str) -> Expectation:
     """A sum over the model ways of gradients of which each rank saw its own tokens, with split sequences, or heads."""
     return over_model(
         LAYER_BACKWARD, "all-reduce", stream.turns, elements, why, dtype="float32", pooled=True, hoisted=True
     )
 
 
-def own_vector_sums(stream: Stream, norm: str, bias: bool) -> list[Expectation]:
+def own_vector_sums(stream: ResidualStream, norm: str, bias: bool) -> list[Expectation]:
     """Those of a sublayer's norm and of its row-parallel product's bias; none where these are frozen."""
     if stream.is_frozen:
         return []
@@ -75,11 +75,11 @@ def adapters_keep(rank: int, count: int, reads: float, tokens: int, plan: Plan) 
     """What `count` adapters keep: what goes between their two products, on every rank; and with dropout what is left of
     what they read, `reads` elements a token on a rank, with masks of a byte an element."""
     read = (plan.element_bytes + 1) * reads if plan.adapter_dropout else 0.0
-    kept = plan.rank_tokens(tokens) * (plan.element_bytes * rank * count + read)
+    kept = plan.local_tokens(tokens) * (plan.element_bytes * rank * count + read)
     return {"adapters": kept} if rank else {}
 
 
-def adapters_send(stream: Stream, name: str, columns: int, rank: int) -> list[Expectation]:
+def adapters_send(stream: ResidualStream, name: str, columns: int, rank: int) -> list[Expectation]:
     """What the adapters of a sublayer send, beside one row-parallel and `columns` column-parallel products.
 
     Between the two products of an adapter go `rank` numbers a token: of the row-parallel one each rank has a part of

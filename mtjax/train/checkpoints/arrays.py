@@ -13,7 +13,7 @@ import tensorstore as ts
 from orbax.checkpoint._src.serialization import jax_array_handlers
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
-from mtjax.sharding.records import dotted
+from mtjax.sharding.param_specs import dotted
 from mtjax.storage import key_value_store, url_of
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 

@@ -7,7 +7,7 @@ it at the first. Here it goes to all of them, and says that it failed; then all 
 
 import itertools
 
-from mtjax.train.processes.exchange import meet, num_processes
+from mtjax.train.processes.coordination import gather_text_at, num_processes
 
 WRITTEN, COMMITTED = "async_write_complete", "async_commit_complete"
 FAILED = "failed"
@@ -52,4 +52,4 @@ class SaveBarriers:
 
 
 def _meet(word: str, timeout_ms: int) -> list[str]:
-    return meet(f"saves/{next(_places)}", "a save", word, timeout_ms / 1000)
+    return gather_text_at(f"saves/{next(_places)}", "a save", word, timeout_ms / 1000)

@@ -25,17 +25,23 @@ from jax.sharding import Mesh, auto_axes
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.config.shape import differences
+from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
-from mtjax.sharding.axes import WHOLE
-from mtjax.sharding.records import dotted
+from mtjax.sharding.axes import REPLICATED
+from mtjax.sharding.param_specs import dotted
 from mtjax.storage import shown
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.train.checkpoints.arrays import array_handler, read_reordered
 from mtjax.train.checkpoints.barriers import SaveBarriers
-from mtjax.train.checkpoints.damage import VERSION, Damaged, read_page, together, with_checksum
+from mtjax.train.checkpoints.corruption import (
+    VERSION,
+    CorruptedCheckpoint,
+    read_metadata,
+    read_on_all_processes,
+    with_checksum,
+)
 from mtjax.train.checkpoints.past import Past, RunRecord
-from mtjax.train.processes.exchange import exchange
+from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.step import State
 
 TIMEOUT = 600
@@ -105,7 +111,7 @@ class Checkpoints:
         The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
         """
         step = int(state.step)
-        page = page_of(step, config, consumed_samples, self.record)
+        page = checkpoint_metadata(step, config, consumed_samples, self.record)
         if self._is_lost:
             self._manager, self._is_lost = self._open_manager(), False
         prints: Future[Callable[[], dict[str, int]]] = Future()
@@ -113,7 +119,7 @@ class Checkpoints:
         def whole() -> dict[str, Any]:
             return with_checksum(page | {"fingerprints": prints.result()()})
 
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(present(state)), page=_PageSave(whole))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(existing_parts(state)), page=_PageSave(whole))
         try:
             self._manager.save(step, args=arguments, force=True)
         except BaseException as e:
@@ -139,7 +145,7 @@ class Checkpoints:
                 break
             try:
                 found = found or self._read(step, abstract, config)
-            except Damaged as e:
+            except CorruptedCheckpoint as e:
                 damaged[step] = str(e)
                 continue
             for bad, reason in damaged.items():
@@ -196,8 +202,8 @@ class Checkpoints:
             return steps, [name for name in names if name.startswith(SET_ASIDE)]
 
         self._manager.wait_until_finished()
-        seen = together(str(self.folder), self.folder, look)
-        return tuple(json.loads(exchange("the list of checkpoints", json.dumps(seen))[0]))
+        seen = read_on_all_processes(str(self.folder), self.folder, look)
+        return tuple(json.loads(all_gather_text("the list of checkpoints", json.dumps(seen))[0]))
 
     def _read(self, step: int, abstract: State, config: Config) -> Restored:
         """A checkpoint's state and position in the data.
@@ -206,24 +212,24 @@ class Checkpoints:
         """
         try:
             return self._read_once(step, abstract, config)
-        except Damaged:
+        except CorruptedCheckpoint:
             pass  # its traceback, which holds what was read, ends here
         return self._read_once(step, abstract, config)
 
     def _read_once(self, step: int, abstract: State, config: Config) -> Restored:
         folder = self.folder / str(step)
         name = f"checkpoint {shown(folder)}"
-        tree = present(abstract)
-        page = together(name, folder, lambda: read_page(folder))
+        tree = existing_parts(abstract)
+        page = read_on_all_processes(name, folder, lambda: read_metadata(folder))
         past = Past.of_page(step, page)
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
-        state = together(name, folder, lambda: self._read_state(step, tree, saved, orders))
+        state = read_on_all_processes(name, folder, lambda: self._read_state(step, tree, saved, orders))
         now = fingerprints(state, orders)
         wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
         if wrong:
-            raise Damaged(
+            raise CorruptedCheckpoint(
                 f"{wrong[0]} is not what was saved" + (f", nor are {len(wrong) - 1} more" if wrong[1:] else "")
             )
         return Restored(step, state, past.consumed_samples, folder=self.folder, past=past)
@@ -231,7 +237,7 @@ class Checkpoints:
     def _read_state(self, step: int, tree: Any, saved: Orders, orders: Orders) -> State:
         state = self.folder / str(step) / "state"
         if not (state / "_METADATA").is_file():
-            raise Damaged("its state lacks _METADATA")
+            raise CorruptedCheckpoint("its state lacks _METADATA")
         if saved != orders:
             return State(**read_reordered(state, tree, saved, orders))
         placed = ocp.checkpoint_utils.construct_restore_args(tree)
@@ -245,19 +251,19 @@ class Checkpoints:
         def rename() -> None:
             if jax.process_index() == 0:
                 taken = [path.name for path in self.folder.iterdir()]
-                (self.folder / str(step)).rename(self.folder / aside_name(str(step), taken))
+                (self.folder / str(step)).rename(self.folder / quarantine_name(str(step), taken))
 
-        together(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
+        read_on_all_processes(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
         self._manager.reload()
 
 
-def page_of(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
+def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """A checkpoint's page of metadata, but for what proves it: fingerprints and checksum."""
     page = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
     return page | {"run": record.to_dict()} if record is not None else page
 
 
-def aside_name(name: str, taken: Iterable[str]) -> str:
+def quarantine_name(name: str, taken: Iterable[str]) -> str:
     """What a damaged checkpoint is called from now on, where names are `taken` by others."""
     new = f"{SET_ASIDE}{name}"
     number = sum(other.startswith(new) for other in taken)
@@ -308,7 +314,7 @@ def names_of(tree: Any) -> list[str]:
     return [dotted(path) for path, _ in paths]
 
 
-def present(state: State) -> dict[str, Any]:
+def existing_parts(state: State) -> dict[str, Any]:
     """The parts that a state has: only float16 has a loss scale."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
@@ -323,7 +329,7 @@ def saved_orders(saved: Mapping[str, Any]) -> Orders:
 
 def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    return fingerprints_of(present(state), state.step.sharding.mesh, orders)
+    return fingerprints_of(existing_parts(state), state.step.sharding.mesh, orders)
 
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
@@ -333,7 +339,7 @@ def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, 
 
 def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dict[str, int]]:
     """`fingerprints`, under way on the devices: the arrays may be donated, and another thread may fetch the numbers."""
-    return _later(present(state), state.step.sharding.mesh, orders)
+    return _later(existing_parts(state), state.step.sharding.mesh, orders)
 
 
 def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
@@ -344,7 +350,7 @@ def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]
 
 def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:
     """The program of `fingerprints`, lowered from abstract values."""
-    tree = present(state)
+    tree = existing_parts(state)
     with jax.set_mesh(mesh):
         return _fingerprint.lower(tree, tuple(order_of(name, orders) for name in names_of(tree)))
 
@@ -355,7 +361,7 @@ def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(hash_of, leaves, orders))
 
-    return auto_axes(every, out_sharding=WHOLE)(tree)
+    return auto_axes(every, out_sharding=REPLICATED)(tree)
 
 
 def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:

@@ -23,25 +23,32 @@ import numpy as np
 from mtjax.config import Config, Output
 from mtjax.config.place import was_copied
 from mtjax.errors import UserError, first_line
-from mtjax.sharding.records import dotted
-from mtjax.sharding.refill import have_all, refill
+from mtjax.sharding.param_specs import dotted
+from mtjax.sharding.restore_missing import have_all, restore_missing
 from mtjax.theory.stages import layer_orders
 from mtjax.train.checkpoints.arrays import open_array, place_array
 from mtjax.train.checkpoints.checkpoint import (
     Restored,
-    aside_name,
     check_same_model,
     check_same_names,
+    checkpoint_metadata,
+    existing_parts,
     fingerprints,
     fingerprints_later,
-    page_of,
-    present,
+    quarantine_name,
     saved_orders,
 )
-from mtjax.train.checkpoints.damage import DAMAGED, REFUSED, failure_of, page_checksum, read_page, together
+from mtjax.train.checkpoints.corruption import (
+    DAMAGED,
+    REFUSED,
+    failure_of,
+    metadata_checksum,
+    read_metadata,
+    read_on_all_processes,
+)
 from mtjax.train.checkpoints.past import Past, RunRecord
 from mtjax.train.checkpoints.pieces import copy_pieces, covers, verify, write_pieces
-from mtjax.train.processes.exchange import exchange
+from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.step import State
 
 IDENTITY = "run_id"
@@ -62,7 +69,9 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
     """
     if output.local_checkpoints is None:
         return None
-    identity = exchange("the name of the local checkpoints", _identity(folder) if jax.process_index() == 0 else "")[0]
+    identity = all_gather_text(
+        "the name of the local checkpoints", _identity(folder) if jax.process_index() == 0 else ""
+    )[0]
     local = output.local_checkpoints / f"mtjax-{identity}"
 
     def make() -> None:
@@ -71,7 +80,7 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
         except OSError as e:
             raise UserError(f"--local-checkpoints {output.local_checkpoints} can't be used: {first_line(e)}") from e
 
-    together("the folder of local checkpoints", output.local_checkpoints, make)
+    read_on_all_processes("the folder of local checkpoints", output.local_checkpoints, make)
     return LocalCheckpoints(local, every=output.local_every, keep=output.local_keep)
 
 
@@ -113,9 +122,9 @@ class LocalCheckpoints:
         """Starts saving; the arrays may be donated as soon as it returns. A disk that fails is said, and no more."""
         self.close()
         step = int(state.step)
-        pieces = copy_pieces(present(state))
+        pieces = copy_pieces(existing_parts(state))
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = page_of(step, config, consumed_samples, self.record)
+        page = checkpoint_metadata(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:
@@ -164,8 +173,8 @@ class LocalCheckpoints:
         Raises:
           UserError: in all processes, when one has what it can't read, or what is of another model.
         """
-        seen = together("the list of local checkpoints", self.folder, self._steps)
-        everybody = [json.loads(word) for word in exchange("the local checkpoints", json.dumps(seen))]
+        seen = read_on_all_processes("the list of local checkpoints", self.folder, self._steps)
+        everybody = [json.loads(word) for word in all_gather_text("the local checkpoints", json.dumps(seen))]
         for step in sorted({step for steps in everybody for step in steps} - self._tried, reverse=True):
             if step < at_least:
                 break
@@ -180,9 +189,9 @@ class LocalCheckpoints:
     def _restore(self, step: int, abstract: State, config: Config) -> tuple[Restored | None, str]:
         """The state of a step, or why it can't be had; or who gets its parts from others."""
         found = self._look(step, abstract, config)
-        identity = page_checksum(found.page) if found.page else ""
+        identity = metadata_checksum(found.page) if found.page else ""
         word = {"host": socket.gethostname(), "failure": found.failure, "identity": identity}
-        words = [json.loads(word) for word in exchange(f"the local checkpoint of step {step}", json.dumps(word))]
+        words = [json.loads(word) for word in all_gather_text(f"the local checkpoint of step {step}", json.dumps(word))]
         for word in words:
             if word["failure"] and word["failure"]["kind"] != LACKING:
                 _refuse(self.folder / str(step), word)
@@ -195,12 +204,12 @@ class LocalCheckpoints:
         name = f"step {step} in {self.folder}"
         if len({words[process]["identity"] for process in holders}) > 1:
             return None, f"{name} is not taken: the processes hold different states of it"
-        if not have_all(jax.tree.leaves(present(abstract)), holders):
+        if not have_all(jax.tree.leaves(existing_parts(abstract)), holders):
             return None, f"{name} is not taken: {without}"
         first = min(holders)
         own = json.dumps(found.page) if jax.process_index() == first else ""
-        page = json.loads(exchange(f"the page of step {step}", own)[first])
-        state = State(**_place(found, present(abstract), holders))
+        page = json.loads(all_gather_text(f"the page of step {step}", own)[first])
+        state = State(**_place(found, existing_parts(abstract), holders))
         now = fingerprints(state, layer_orders(config.model, config.parallel))
         if wrong := [key for key, number in page["fingerprints"].items() if now.get(key) != number]:
             self._damaged[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
@@ -211,12 +220,12 @@ class LocalCheckpoints:
 
     def _look(self, step: int, abstract: State, config: Config) -> "_Found":
         """Where on this machine the parts are that this process needs of a step, or what is wrong."""
-        tree, folder = present(abstract), self.folder / str(step)
+        tree, folder = existing_parts(abstract), self.folder / str(step)
         copies: list[_Copy] = []
         try:
             paths = list(folder.glob("process-*"))
             for path in sorted(paths, key=lambda path: (path.name != self._me, path.name)):
-                page = self._unless_damaged(path, lambda path=path: read_page(path))
+                page = self._unless_damaged(path, lambda path=path: read_metadata(path))
                 if page is not None:
                     check_same_model(page["config"], config, str(path))
                     check_same_names(page["fingerprints"], tree, str(path))
@@ -273,7 +282,7 @@ class LocalCheckpoints:
         """Renames copies that are damaged: to be called once a state was restored, from whichever tier."""
         for path, reason in self._damaged.items():
             log.warning("the local checkpoint %s is damaged and skipped (%s)", path, reason)
-            new = aside_name(f"{path.parent.name}-{path.name}", [other.name for other in self.folder.iterdir()])
+            new = quarantine_name(f"{path.parent.name}-{path.name}", [other.name for other in self.folder.iterdir()])
             with contextlib.suppress(FileNotFoundError):  # another process of this machine may have done it
                 path.rename(self.folder / new)
         self._damaged.clear()
@@ -323,7 +332,7 @@ def _place(found: _Found, tree: Any, holders: Collection[int]) -> Any:
         def part(index: Any) -> np.ndarray:
             return np.asarray(open_array(found.folders[name], name)[index].read().result(), leaf.dtype)
 
-        return refill(leaf, part, holders)
+        return restore_missing(leaf, part, holders)
 
     try:
         return jax.tree_util.tree_map_with_path(one, tree)

@@ -14,8 +14,8 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.data import DataPosition, SampleOrder, train_samples
 from mtjax.storage import is_file, names_in, shown, url_of
-from mtjax.train.checkpoints.damage import Damaged, read_page, together
-from mtjax.train.processes.exchange import exchange
+from mtjax.train.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
+from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.schedule import Horizon, horizon_of
 
 
@@ -74,7 +74,7 @@ class Past:
         try:
             record = RunRecord.from_dict(page["run"]) if "run" in page else None
         except (KeyError, TypeError, AttributeError) as e:
-            raise Damaged("its page of metadata has an incomplete record of the run") from e
+            raise CorruptedCheckpoint("its page of metadata has an incomplete record of the run") from e
         return cls(step, page["consumed_samples"], page["config"], record)
 
     @cached_property
@@ -125,13 +125,13 @@ def newest_past(checkpoints: Path) -> Past | None:
             if url and not is_file(folder / "page" / "metadata"):
                 continue  # a save that was killed
             try:
-                page = read_page(folder)
+                page = read_metadata(folder)
                 Past.of_page(step, page)
-            except Damaged:
+            except CorruptedCheckpoint:
                 continue
             return {"step": step, "page": {name: page[name] for name in page if name != "fingerprints"}}
         return None
 
-    seen = together(f"the newest checkpoint in {shown(checkpoints)}", checkpoints, look)
-    found = json.loads(exchange("the newest checkpoint", json.dumps(seen))[0])
+    seen = read_on_all_processes(f"the newest checkpoint in {shown(checkpoints)}", checkpoints, look)
+    found = json.loads(all_gather_text("the newest checkpoint", json.dumps(seen))[0])
     return Past.of_page(found["step"], found["page"]) if found else None

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from mtjax.sharding.records import dotted
+from mtjax.sharding.param_specs import dotted
 from mtjax.storage import key_value_store
 from mtjax.train.checkpoints.arrays import open_array
-from mtjax.train.checkpoints.damage import Damaged, with_checksum
+from mtjax.train.checkpoints.corruption import CorruptedCheckpoint, with_checksum
 
 Tree = Any
 
@@ -150,7 +150,7 @@ def verify(state: Path, name: str, listed: Mapping[str, Any], leaf: jax.ShapeDty
     for start in listed["starts"]:
         chunk = "/".join(["c", *(str(s // n) for s, n in zip(start, listed["size"], strict=True))])
         if not (state / name / chunk).exists():
-            raise Damaged(f"{chunk} of {name} is missing")
+            raise CorruptedCheckpoint(f"{chunk} of {name} is missing")
     store = open_array(state, name)
     for box in _boxes(leaf):
         store[tuple(slice(begin, begin + length) for begin, length in box)].read().result()

@@ -22,14 +22,14 @@ from mtjax.train.checkpoints.checkpoint import (
     SET_ASIDE,
     TIMEOUT,
     Checkpoints,
-    aside_name,
+    checkpoint_metadata,
+    existing_parts,
     fingerprints_later,
-    page_of,
-    present,
+    quarantine_name,
 )
-from mtjax.train.checkpoints.damage import together, with_checksum
+from mtjax.train.checkpoints.corruption import read_on_all_processes, with_checksum
 from mtjax.train.checkpoints.pieces import copy_pieces, write_arrays
-from mtjax.train.processes.exchange import exchange, num_processes, service
+from mtjax.train.processes.coordination import all_gather_text, num_processes, service
 from mtjax.train.step import State
 
 PAGE = "page/metadata"
@@ -65,9 +65,9 @@ class RemoteCheckpoints(Checkpoints):
         """
         self._finish()
         step, self._before = int(state.step), self._latest
-        pieces = copy_pieces(present(state), first_copies=True)
+        pieces = copy_pieces(existing_parts(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = page_of(step, config, consumed_samples, self.record)
+        page = checkpoint_metadata(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:
@@ -157,8 +157,8 @@ class RemoteCheckpoints(Checkpoints):
                     remove(f"{shown(self.folder)}/{name}")  # a save that was killed: its parts may be of another mesh
             return steps, [name for name in names if name.startswith(SET_ASIDE)]
 
-        seen = together(shown(self.folder), self.folder, look)
-        steps, aside = json.loads(exchange("the list of checkpoints", json.dumps(seen))[0])
+        seen = read_on_all_processes(shown(self.folder), self.folder, look)
+        steps, aside = json.loads(all_gather_text("the list of checkpoints", json.dumps(seen))[0])
         self._latest = max(steps, default=None)
         return steps, aside
 
@@ -169,6 +169,6 @@ class RemoteCheckpoints(Checkpoints):
         def move() -> None:
             if jax.process_index() == 0:
                 url = shown(self.folder)
-                rename(f"{url}/{step}", f"{url}/{aside_name(str(step), names_in(url))}")
+                rename(f"{url}/{step}", f"{url}/{quarantine_name(str(step), names_in(url))}")
 
-        together(f"{shown(self.folder)}/{step}, which is damaged,", self.folder, move)
+        read_on_all_processes(f"{shown(self.folder)}/{step}, which is damaged,", self.folder, move)

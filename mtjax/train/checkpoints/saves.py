@@ -16,8 +16,8 @@ from mtjax.config import Config
 from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
 from mtjax.train.checkpoints.barriers import PeerFailed
-from mtjax.train.checkpoints.checkpoint import Checkpoints, present
-from mtjax.train.processes.exchange import exchange, num_processes, this_process, whereabouts
+from mtjax.train.checkpoints.checkpoint import Checkpoints, existing_parts
+from mtjax.train.processes.coordination import all_gather_text, num_processes, this_process, whereabouts
 from mtjax.train.step import State
 
 
@@ -149,7 +149,7 @@ def obstacle(folder: Path, state: State) -> str | None:
         return f"{folder}: {e.strerror}"
     needed = sum(
         shard.data.nbytes
-        for array in jax.tree.leaves(present(state))
+        for array in jax.tree.leaves(existing_parts(state))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )
@@ -162,4 +162,4 @@ def _agreed(name: str, why: str | None) -> str | None:
     """What the first process says that has something to say, in all processes; with several, it is named."""
     if why and num_processes() > 1:
         why = f"process {this_process()} ({whereabouts()}): {why}"
-    return next((word for word in exchange(name, why or "") if word), None)
+    return next((word for word in all_gather_text(name, why or "") if word), None)

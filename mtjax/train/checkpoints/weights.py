@@ -15,13 +15,13 @@ import tensorstore as ts
 
 from mtjax import config as configs
 from mtjax.config import Config
-from mtjax.config.shape import differences
+from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line, parse_json_object
-from mtjax.sharding.records import dotted
+from mtjax.sharding.param_specs import dotted
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.train.checkpoints.arrays import open_array, place_array
 from mtjax.train.checkpoints.checkpoint import fingerprints_of, saved_orders
-from mtjax.train.checkpoints.damage import Damaged, read_page, together
+from mtjax.train.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 
 Tree = Any
 
@@ -113,8 +113,8 @@ def find_weights(folder: Path) -> Weights:
         if path is None:
             raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
         try:
-            page = read_page(path)
-        except Damaged as e:
+            page = read_metadata(path)
+        except CorruptedCheckpoint as e:
             raise UserError(f"{path} is damaged: {e}") from e
     except OSError as e:
         raise UserError(f"the weights in {folder} can't be read: {first_line(e)}") from e
@@ -160,8 +160,8 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
         return [place_array(weights.open(name), leaf, order_of(name, orders)) for name, leaf in named]
 
     try:
-        tree = jax.tree_util.tree_unflatten(structure, together(source, weights.folder, read))
-    except Damaged as e:
+        tree = jax.tree_util.tree_unflatten(structure, read_on_all_processes(source, weights.folder, read))
+    except CorruptedCheckpoint as e:
         raise UserError(f"{source} are damaged: {e}") from e
     now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh, orders)
     wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]

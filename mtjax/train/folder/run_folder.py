@@ -11,10 +11,10 @@ from mtjax.config import Output
 from mtjax.config.place import holds_run
 from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
-from mtjax.train.checkpoints.damage import together
+from mtjax.train.checkpoints.corruption import read_on_all_processes
 from mtjax.train.folder.lock import lock_folder
 from mtjax.train.folder.remote import RemoteFolder
-from mtjax.train.processes.exchange import exchange
+from mtjax.train.processes.coordination import all_gather_text
 
 RUNS = Path("runs")
 ADVICE = "add --resume to continue it, or name another folder"
@@ -74,7 +74,7 @@ def claim_folder(
             raise UserError(f"another run began in {folder}: {ADVICE}")
         return lock.release
 
-    return together(f"the lock of {remote.url if remote else folder}", folder, claim)
+    return read_on_all_processes(f"the lock of {remote.url if remote else folder}", folder, claim)
 
 
 @contextlib.contextmanager
@@ -101,4 +101,4 @@ def _numbers(name: str) -> list[int]:
 
 def _agree(number: int) -> int:
     """Process 0's number, in all processes: another may have looked after the folder was made."""
-    return int(exchange("the choice of the folder", str(number))[0])
+    return int(all_gather_text("the choice of the folder", str(number))[0])

@@ -28,7 +28,7 @@ from mtjax.errors import UserError
 from mtjax.storage import names_in, read_bytes, shown, url_of
 from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
 from mtjax.train.folder.run_folder import holds_run
-from mtjax.train.processes.exchange import exchange, num_processes
+from mtjax.train.processes.coordination import all_gather_text, num_processes
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _check_processes(name: str, tokenizer: Tokenizer) -> None:
     """Checks that all processes have the same tokenizer: each read its own files, maybe on a machine of its own."""
     if num_processes() == 1:
         return
-    digests = exchange("the tokenizer", content_digest(tokenizer))
+    digests = all_gather_text("the tokenizer", content_digest(tokenizer))
     if different := [process for process, digest in enumerate(digests) if digest != digests[0]]:
         raise UserError(
             f"process {different[0]} has another tokenizer than process 0 (here it is {name}): give all machines the "

@@ -46,7 +46,7 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
     )
 
 
-def together(arguments: Sequence[str], count: int) -> list[list[str]]:
+def member_arguments(arguments: Sequence[str], count: int) -> list[list[str]]:
     """The arguments of `mtjax train` for each of `count` processes that find each other on this machine."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -23,7 +23,7 @@ from jax._src import distributed  # the coordinator's address has no public name
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
 from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
-from mtjax.train.processes.exchange import exchange, num_processes, service, this_process, whereabouts
+from mtjax.train.processes.coordination import all_gather_text, num_processes, service, this_process, whereabouts
 from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
@@ -140,7 +140,7 @@ class Peers:
         if self.count == 1:
             self._stderr.close()
         else:
-            self._who = exchange("the start of the run", whereabouts())
+            self._who = all_gather_text("the start of the run", whereabouts())
             self._roll, self._heard = Roll(self._who, SILENCE * self._timeout), time.monotonic()
             for body in (self._beat, self._watch):
                 threading.Thread(target=body, name=f"peers {body.__name__}", daemon=True).start()
@@ -152,7 +152,7 @@ class Peers:
         if self.count > 1 and error is not None:
             self._leave(error)
         if self.count > 1:
-            exchange("the end of the run", "")
+            all_gather_text("the end of the run", "")
             self._closed.set()
             self._stderr.close()
         self.at_end()

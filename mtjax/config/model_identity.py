@@ -1,0 +1,50 @@
+"""Which settings shape the model: two runs that agree in these can exchange their weights."""
+
+import dataclasses
+from typing import Any
+
+from mtjax.config import sizes
+from mtjax.config.families import FAMILIES, settings_of_others
+from mtjax.config.field_metadata import setting_of
+from mtjax.config.model import Model
+
+
+def effective_settings(model: Model) -> dict[str, Any]:
+    """The settings that say what a model computes, with sizes that are not given filled in.
+
+    Left out are settings of training and speed, those that other settings switch off (`rope_theta` where there is no
+    RoPE), and those of other families.
+    """
+    values = vars(model) | {
+        "family": FAMILIES[model.family].network or model.family,
+        "mlp_size": sizes.mlp_size(model),
+        "expert_size": sizes.expert_size(model),
+        "head_dim": sizes.head_dim(model),
+        "num_kv_heads": sizes.num_kv_heads(model),
+        "num_decoder_layers": sizes.decoder_layers(model),
+        "decoder_sequence_length": sizes.decoder_length(model),
+    }
+    others = settings_of_others(model.family)
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(Model)
+        if field.name not in others and _shapes(field, model)
+    }
+
+
+def _shapes(field: dataclasses.Field[Any], model: Model) -> bool:
+    condition = setting_of(field).shapes
+    return condition is not None and all(getattr(model, name) in values for name, values in condition)
+
+
+def differences(theirs: Model, ours: Model) -> list[str]:
+    """Each setting in which two models differ, with both values: "num_layers is 3 there and 2 here".
+
+    Settings that have an effect in one of the two only are not listed: the setting that switches them on is.
+    """
+    there, here = effective_settings(theirs), effective_settings(ours)
+    return [
+        f"{name} is {there[name]} there and {here[name]} here"
+        for name in there
+        if name in here and there[name] != here[name]
+    ]

@@ -1,0 +1,87 @@
+"""Settings and values that had other names in mtjax before December 2026.
+
+Configs and checkpoints with the old names are read as they are. On the command line an old name works until 0.2, with
+a note that says the new one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NAMES = {
+    "balance_loss": "router_aux_loss",
+    "expert_groups_kept": "expert_groups_top_k",
+    "expert_method": "expert_dispatch",
+    "failed_saves": "max_failed_saves",
+    "gradient_wire_dtype": "grad_reduce_dtype",
+    "max_bad_steps": "max_nonfinite_steps",
+    "router_bias_rate": "router_bias_update_rate",
+    "schedule": "pipeline_schedule",
+}
+"""Old name of a setting -> its name."""
+VALUES = {
+    "context_method": {"gather": "all-gather"},
+    "expert_dispatch": {"gather": "all-gather", "exchange": "all-to-all"},
+}
+"""Name of a setting -> old name of a value -> its name."""
+
+
+def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config's tables with the names of today. A new name that is there too wins over an old one."""
+    return {section: _renamed(table) if isinstance(table, Mapping) else table for section, table in tables.items()}
+
+
+def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
+    named = {NAMES.get(name, name): (name, value) for name, value in table.items()}
+    named |= {name: (name, value) for name, value in table.items() if name in named}
+    return {name: _new_value(name, value) for name, (_, value) in named.items()}
+
+
+def _new_value(name: str, value: Any) -> Any:
+    known = VALUES.get(name, {})
+    return known.get(value, value) if isinstance(value, str) else value
+
+
+def old_names_in(tables: Mapping[str, Any]) -> list[str]:
+    """Returns `old, which is new now` for each old name of a setting or value in a config's tables."""
+    pairs = []
+    for table in tables.values():
+        for name, value in table.items() if isinstance(table, Mapping) else ():
+            new = NAMES.get(str(name), str(name))
+            if (new, _new_value(new, value)) != (name, value):
+                pairs.append(_pair(name, value, " = ", new))
+    return pairs
+
+
+def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns a command line with the names of today, and `old, which is new now` for each old one.
+
+    Args:
+      argv: words; an option is followed by its value, or has it behind `=`.
+    """
+    words, pairs = list(argv), []
+    for i, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        if not option.startswith("--"):
+            continue
+        setting = option[2:].replace("-", "_")
+        new = NAMES.get(setting, setting)
+        if new == setting and new not in VALUES:
+            continue
+        follows = not equals and i + 1 < len(argv)
+        old_value = argv[i + 1] if follows else value
+        new_value = _new_value(new, old_value)
+        if (new, new_value) == (setting, old_value):
+            continue
+        new_option = f"--{new.replace('_', '-')}"
+        words[i] = f"{new_option}={new_value}" if equals else new_option
+        if follows:
+            words[i + 1] = new_value
+        pairs.append(_pair(option, old_value, " ", new_option))
+    return words, pairs
+
+
+def _pair(old: str, value: Any, between: str, new: str) -> str:
+    setting = new.removeprefix("--").replace("-", "_")
+    renamed = _new_value(setting, value)
+    shown = (f"{between}{value}", f"{between}{renamed}") if renamed != value else ("", "")
+    return f"{old}{shown[0]}, which is {new}{shown[1]} now"

@@ -1,0 +1,49 @@
+"""Matrices that lie turned in memory: the numbers that a product sums stand side by side."""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from mtjax.sharding.axes import REPLICATED
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TransposedWeight:
+    """A matrix [*inputs, *outputs] on one device that is kept as [outputs, inputs], for products without gradients.
+
+    On CPUs XLA's products of 4 to 64 rows with it take 0.6 to 0.9 times as long as the other way around. It has two
+    dimensions, because XLA would turn one of more around again for each product.
+    """
+
+    values: Float[Array, "outputs inputs"]
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    """Of the matrix."""
+
+    @classmethod
+    def of(cls, matrix: Float[Array, "..."], inputs: int) -> "TransposedWeight":
+        """A matrix whose first `inputs` dimensions are those of the input."""
+        rows = math.prod(matrix.shape[:inputs])
+        return cls(matrix.reshape(rows, -1, out_sharding=REPLICATED).T, matrix.shape)
+
+    def __getitem__(self, key: object) -> "TransposedWeight":
+        """All of it: what a `nnx.Variable` is asked for."""
+        assert key is Ellipsis
+        return self
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the matrix."""
+        return len(self.shape)
+
+    def product(self, x: Float[Array, "..."], inputs: int, place: PartitionSpec) -> Float[Array, "..."]:
+        """`x W` over the last `inputs` dimensions of x, in its type."""
+        rows, outputs = x.shape[: x.ndim - inputs], self.shape[inputs:]
+        flat = x.reshape(math.prod(rows), -1, out_sharding=REPLICATED)
+        product = jnp.einsum("ri,oi->ro", flat, self.values.astype(x.dtype))
+        return product.reshape(*rows, *outputs, out_sharding=place)

@@ -1,0 +1,58 @@
+"""Choices between arrays and numbers, and sums with smaller arrays, that stay where they are written.
+
+What a layer makes of constants alone jax lifts out of the loop over layers. Of a number, a mask or a bias spread over
+all scores of attention, the program would write out an array, keep it through the step, and read it in every layer.
+"""
+
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from mtjax.sharding.axes import varying_like
+from mtjax.sharding.no_hoist import no_hoist
+
+
+def where(keep: Bool[Array, "..."], x: Float[Array, "..."], otherwise: float) -> Float[Array, "..."]:
+    """`x` where `keep`, which may have dimensions of 1 in place of x's; elsewhere a number."""
+    return cast(Array, _where(keep, x, otherwise))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _where(keep: Array, x: Array, otherwise: float) -> Array:
+    return no_hoist(lambda keep, x: jnp.where(keep, x, otherwise), keep, x)
+
+
+def _where_forward(keep: Array, x: Array, otherwise: float) -> tuple[Array, Array]:
+    return where(keep, x, otherwise), keep
+
+
+def _where_backward(_: float, keep: Array, gradient: Array) -> tuple[None, Array]:
+    return None, where(keep, gradient, 0.0)
+
+
+_where.defvjp(_where_forward, _where_backward)
+
+
+def plus(x: Float[Array, "batch ..."], bias: Float[Array, "1 ..."]) -> Float[Array, "batch ..."]:
+    """`x` and a bias that is the same for all samples."""
+    return _plus(x, varying_like(bias, x))
+
+
+@jax.custom_vjp
+def _plus(x: Array, bias: Array) -> Array:
+    return no_hoist(lambda x, bias: x + bias, x, bias)
+
+
+def _plus_forward(x: Array, bias: Array) -> tuple[Array, None]:
+    return _plus(x, bias), None
+
+
+def _plus_backward(_: None, gradient: Array) -> tuple[Array, Array]:
+    return gradient, gradient.sum(0, keepdims=True)
+
+
+_plus.defvjp(_plus_forward, _plus_backward)

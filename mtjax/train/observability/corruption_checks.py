@@ -1,0 +1,127 @@
+"""Silent corruption: a device that computes or keeps something else than it should, and says nothing.
+
+What several devices hold alike - parameters over data ranks, say - must be the same bits, and so must a step that is
+computed twice from the same state and batch. Fingerprints are computed where the arrays live, each device of its own
+copies; only these numbers are sent.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mtjax.errors import UserError
+from mtjax.models.sharded_model import Batch
+from mtjax.sharding.placement import holders, map_shards
+from mtjax.train.checkpoints.checkpoint import existing_parts, hash_of, names_of
+from mtjax.train.step import State, TrainStep
+
+ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; nothing was saved of it: \
+take the machine out, and go on from the last checkpoint with --resume"
+NAMED = 3
+"""Differences that an error names."""
+
+
+class CorruptionChecks:
+    """Checks a run's steps, each `check_replicas`-th, and its state before each save; nothing when that is 0."""
+
+    def __init__(self, program: TrainStep) -> None:
+        self._program, self._every = program, program.config.training.check_replicas
+        self._devices = list(program.mesh.devices.flat)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `check_step` looks at a step."""
+        return self._every > 0 and step % self._every == 0
+
+    def check_step(self, step: int, state: State, batch: Batch) -> None:
+        """Computes a step twice, and compares all that it makes: gradients, parameters and the optimizer's state.
+
+        Raises:
+          UserError: something differs, between the two or between devices; or the state did before.
+        """
+        if not self.is_due(step):
+            return
+        self.check_state(step, state)
+        first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))
+        differing = [(place, self._names_of_step[n]) for place, n in np.argwhere(first != second)]
+        if differing:
+            self._end(step, differing, "computed twice, a step differs on {}")
+        self._compare(step, self._names_of_step, first, self._parts_of_step)
+
+    def check_state(self, step: int, state: State) -> None:
+        """Compares what devices hold alike of a state.
+
+        Raises:
+          UserError: something differs.
+        """
+        if self._every:
+            tree = existing_parts(state)
+            rows = np.asarray(self._program.on_mesh(_rows, tree))
+            self._compare(step, names_of(tree), rows, [holders(a) for a in jax.tree.leaves(tree)])
+
+    def _rows_of_step(self, state: State, batch: Batch) -> Array:
+        return self._program.on_mesh(self._compiled, state, batch)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(lambda *of: _fingerprints(self._made(*of)), compiler_options=self._program.xla.options or None)
+
+    def _made(self, state: State, batch: Batch) -> dict[str, Any]:
+        """All that a step makes; only its fingerprints leave the program, so little of it is kept."""
+        loss, parts, gradients = self._program.loss_and_grads(state, batch)
+        following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
+        return {"gradients": gradients, **existing_parts(following)}
+
+    @cached_property
+    def _abstract(self) -> dict[str, Any]:
+        program = self._program
+        return program.on_mesh(jax.eval_shape, self._made, program.abstract_state, program.abstract_step_batch())
+
+    @cached_property
+    def _names_of_step(self) -> list[str]:
+        return names_of(self._abstract)
+
+    @cached_property
+    def _parts_of_step(self) -> list[list[list[int]]]:
+        return [holders(_on(self._program.mesh, a)) for a in jax.tree.leaves(self._abstract)]
+
+    def _compare(self, step: int, names: Sequence[str], rows: np.ndarray, parts: list[list[list[int]]]) -> None:
+        differing, is_tie = [], False
+        for name, alike, numbers in zip(names, parts, rows.T, strict=True):
+            for places in alike:
+                counts = Counter(numbers[places].tolist()).most_common(2)
+                if len(counts) == 1:
+                    continue
+                (most, holding), (_, next_most) = counts
+                is_tie |= holding == next_most  # as with two data ranks: one of them is wrong
+                differing += [(place, name) for place in places if holding == next_most or numbers[place] != most]
+        if differing:
+            odd = "other bits than on all devices that hold the same are on {}"
+            self._end(step, differing, "bits that should be the same differ between {}" if is_tie else odd)
+
+    def _end(self, step: int, differing: list[tuple[int, str]], what: str) -> None:
+        named = [f"{self._device(place)}: {name}" for place, name in differing[:NAMED]]
+        more = f" and {len(differing) - NAMED} more" if differing[NAMED:] else ""
+        raise UserError(f"at step {step} {what.format('; '.join(named))}{more}; {ADVICE}")
+
+    def _device(self, place: int) -> str:
+        device = self._devices[place]
+        return f"process {device.process_index}, device {device.id}"
+
+
+def _on(mesh: Any, abstract: Any) -> Any:
+    """An abstract array of a traced program with a sharding on real devices."""
+    sharding = jax.sharding.NamedSharding(mesh, abstract.sharding.spec)
+    return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
+
+
+def _fingerprints(tree: Any) -> Array:
+    return map_shards(lambda parts: jnp.stack([hash_of(a) for a in jax.tree.leaves(parts)]), tree)
+
+
+_rows = jax.jit(_fingerprints)

@@ -1,0 +1,236 @@
+"""Where the time of a whole run went, over all of its starts: what moved the model on, and what was lost.
+
+Each start appends to `time.jsonl` in the run's folder what its seconds went into so far, whenever it logs or saves. The
+next start reads there what a crash cost: steps behind the checkpoint that it went on from are done again, and from the
+last line of a start that did not end by itself to the beginning of the next nothing happened.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtjax.train.observability.metrics import TIME
+from mtjax.train.observability.start_timer import (
+    ACTIVITIES,
+    DATA,
+    REPLICAS,
+    SAVE,
+    STEPS,
+    VALIDATION,
+    StartTimer,
+    by_activity,
+    largest_first,
+)
+
+FILE, PICTURE = "time.jsonl", "goodput.png"
+AGAIN, DOWN = "done again", "down"
+LOST = (AGAIN, DOWN)
+WORK = (STEPS, DATA, SAVE, VALIDATION)
+"""What a start does behind its last checkpoint, and the next one does again."""
+BINS = 160
+"""Columns of the picture."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of `time.jsonl`: what a start's seconds went into until then."""
+
+    start: float
+    """When the start began, in seconds of the clock that all machines have."""
+    from_step: int
+    """The step that it went on from."""
+    step: int
+    """Steps done."""
+    at: float
+    """When the line was written."""
+    seconds: Mapping[str, float]
+    """By activity, since the start began."""
+    ended: bool = False
+    """Whether the start ended by itself here: done, or asked to stop."""
+
+
+@dataclass
+class Span:
+    """A stretch of a run's time."""
+
+    step: int
+    """Steps done at its end."""
+    seconds: dict[str, float]
+    """By activity."""
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a `time.jsonl`; what is not such a line is left out."""
+    lines = []
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
+        for text in file:
+            with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+                line = Line(**json.loads(text))
+                numbers = (line.start, line.from_step, line.step, line.at, *line.seconds.values())
+                if all(isinstance(n, int | float) and np.isfinite(n) for n in numbers):
+                    lines.append(line)
+    return lines
+
+
+def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) -> list[Span]:
+    """A run's time in order, with what was lost.
+
+    Args:
+      lines: of all starts so far.
+      next_start: when another start began, and from which step.
+    """
+    result: list[Span] = []
+    before: Line | None = None
+    for line in lines:
+        is_first = before is None or line.start != before.start
+        if is_first:
+            _lose(result, before, line.start, line.from_step)
+        known = {} if is_first or before is None else before.seconds
+        result.append(Span(line.step, {name: s - known.get(name, 0.0) for name, s in line.seconds.items()}))
+        before = line
+    if next_start is not None:
+        _lose(result, before, *next_start)
+    return result
+
+
+def _lose(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
+    """Counts as lost what the start that follows does again, and the time until it."""
+    for span in (span for span in result if span.step > from_step):
+        lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
+        span.seconds[AGAIN] = span.seconds.get(AGAIN, 0.0) + lost
+    if before is not None and not before.ended:
+        result.append(Span(from_step, {DOWN: max(0.0, start - before.at)}))
+
+
+def totals(of: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each activity."""
+    whole = dict.fromkeys((*ACTIVITIES, *LOST), 0.0)
+    for span in of:
+        for name, seconds in span.seconds.items():
+            if name in whole:
+                whole[name] += seconds
+    return whole
+
+
+class TimeLog:
+    """What this start's time goes into, on top of what the run's earlier starts left in its folder.
+
+    Args:
+      folder: of the run.
+      from_step: the step that this start goes on from.
+      times: of this start.
+      now: the time of day, in seconds.
+    """
+
+    def __init__(self, folder: Path, from_step: int, times: StartTimer, now: Callable[[], float] = time.time) -> None:
+        self._path, self._times, self._now, self._from_step = folder / FILE, times, now, from_step
+        self._start = round(now() - sum(times.seconds().values()), 3)
+        earlier = read_lines(self._path)
+        self.starts = 1 + len({line.start for line in earlier})
+        self._after_cut = self._path.exists()  # its last line may be
+        self._earlier = totals(spans(earlier, (self._start, from_step)))
+        self.write(from_step)
+
+    def write(self, step: int, *, ended: bool = False) -> None:
+        """Notes what the time went into, after so many steps."""
+        seconds = {name: round(s, 3) for name, s in by_activity(self._times.seconds()).items()}
+        line = Line(self._start, self._from_step, step, round(self._now(), 3), seconds, ended)
+        try:
+            with self._path.open("a") as file:
+                file.write("\n" * self._after_cut + json.dumps(vars(line)) + "\n")
+            self._after_cut = False
+        except OSError:  # a full disk: the next line says the same and more
+            self._after_cut = True
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of each activity in all starts, and of what was lost."""
+        now = by_activity(self._times.seconds())
+        return {name: seconds + now.get(name, 0.0) for name, seconds in self._earlier.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """The totals by names for `metrics.jsonl`, and the goodput: the share of steps that were not lost."""
+        whole = self.totals()
+        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in whole.items()}
+        return {"goodput": goodput(whole)} | named
+
+    def in_words(self) -> str:
+        """The totals, the largest first; parts of this start's start-up."""
+        whole, parts = self.totals(), self._times.seconds()
+        total = sum(whole.values())
+        shares = [f"{name} {value / total:.0%}" for name, value in largest_first(whole) if value >= 0.005 * total]
+        start = ", ".join(f"{n.partition('/')[2]} {s:.1f}" for n, s in parts.items() if "/" in n and s >= 0.05)
+        starts = f" in {self.starts} starts" if self.starts > 1 else ""
+        return f"{total:.0f} s{starts}: {', '.join(shares)}" + (f" (start-up: {start} s)" if start else "")
+
+    def plot(self) -> None:
+        """Draws `goodput.png`."""
+        plot(spans(read_lines(self._path)), self._path.with_name(PICTURE))
+
+
+def goodput(whole: Mapping[str, float]) -> float:
+    """The share of a run's time that went into steps that were not done again; 0 before the first."""
+    total = sum(whole.values())
+    return whole[STEPS] / total if total > 0 else 0.0
+
+
+COLOURS = {
+    STEPS: "#2a7f62",
+    VALIDATION: "#8fc1a9",
+    SAVE: "#3d6fb4",
+    DATA: "#e0a100",
+    REPLICAS: "#7fb3c8",
+    "compilation": "#8e7cc3",
+    "start-up": "#b8b0d0",
+    "summary": "#d9d9d9",
+    AGAIN: "#c8553d",
+    DOWN: "#4a4a4a",
+}
+
+
+def plot(of: list[Span], image: Path) -> None:
+    """Draws what a run's time went into, in order and in all."""
+    from matplotlib.figure import Figure  # half a second to import: not before the last step
+
+    whole = totals(of)
+    total = max(sum(whole.values()), 1e-9)
+    unit, size = ("hours", 3600.0) if total > 7200 else ("minutes", 60.0) if total > 120 else ("seconds", 1.0)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    over_time, in_all = figure.subplots(2, height_ratios=[1, 1.3])
+    columns, edges = in_columns(of, total), np.linspace(0.0, total / size, BINS + 1)
+    steps = [np.repeat(columns[name], 2) for name in COLOURS]
+    over_time.stackplot(np.repeat(edges, 2)[1:-1], steps, colors=list(COLOURS.values()))
+    over_time.set(xlabel=f"{unit} of the run", ylabel="share", xlim=(0, total / size), ylim=(0, 1))
+    shown = [name for name in COLOURS if whole[name] > 0]
+    bars = in_all.barh(shown, [whole[name] / size for name in shown], color=[COLOURS[name] for name in shown])
+    in_all.bar_label(bars, [f" {whole[name] / total:.1%}" for name in shown])
+    in_all.invert_yaxis()
+    in_all.margins(x=0.12)
+    in_all.set(xlabel=unit)
+    over_time.set_title(f"{image.parent.name}: goodput {goodput(whole):.1%}")
+    temporary = image.with_name(f".{image.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(image)
+
+
+def in_columns(of: list[Span], total: float) -> dict[str, Any]:
+    """The share of each activity in each of `BINS` equal parts of the run's time, [BINS]."""
+    columns = {name: np.zeros(BINS) for name in COLOURS}
+    edges, at = np.linspace(0.0, total, BINS + 1), 0.0
+    for span in of:
+        length = sum(span.seconds.values())
+        if length <= 0:
+            continue
+        first, last = np.searchsorted(edges, (at, at + length), "right") - 1
+        within = slice(max(first, 0), min(last, BINS - 1) + 1)
+        overlap = np.minimum(edges[1:][within], at + length) - np.maximum(edges[:-1][within], at)
+        for name, seconds in span.seconds.items():
+            if name in columns:
+                columns[name][within] += np.maximum(overlap, 0) * seconds / length / (total / BINS)
+        at += length
+    return columns

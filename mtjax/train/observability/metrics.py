@@ -1,0 +1,184 @@
+"""What a run reports: rates from step times, and `metrics.jsonl`, TensorBoard events and a plot in its folder."""
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtjax.config import Config
+from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.flops import model_flops
+from mtjax.theory.hardware import by_device_kind
+from mtjax.train.folder.log_files import Events, Lines
+from mtjax.train.observability.trackers import Tracking
+
+LARGEST = 1e300
+"""Numbers from here on are left out of a plot, which could not scale its axes."""
+
+TIME = "time/"
+"""What names of totals of time begin with."""
+
+CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Turns seconds into rates.
+
+    Attributes:
+      flops_per_token: model FLOPs of training one token.
+      devices: how many share the work.
+      peak: dense FLOP/s of one device in the compute type, None when unknown.
+    """
+
+    flops_per_token: float
+    devices: int
+    peak: float | None
+
+    @classmethod
+    def of(cls, config: Config, devices: list[Any]) -> "Rates":
+        """The rates of a run on these devices."""
+        gpu = by_device_kind(devices[0].device_kind)
+        peak = gpu.peak_flops(config.training.compute_dtype) if gpu else None
+        flops = model_flops(anatomy_of(config.model)) / config.model.sequence_length
+        return cls(flops, len(devices), peak)
+
+    def tflops(self, tokens_per_second: float) -> float:
+        """Model TFLOP/s of one device."""
+        return tokens_per_second * self.flops_per_token / self.devices / 1e12
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Share of a device's peak that model FLOPs take; None when the peak is unknown."""
+        return self.tflops(tokens_per_second) * 1e12 / self.peak if self.peak else None
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Peak bytes in use and bytes in total on the fullest device of this process; None where they are unknown."""
+    stats = [d.memory_stats() for d in jax.local_devices()]
+    pairs = [(s["peak_bytes_in_use"], s["bytes_limit"]) for s in stats if s and "bytes_limit" in s]
+    return max(pairs) if pairs else None
+
+
+class MetricsLog:
+    """`metrics.jsonl`, one object per logged step, and the same numbers as TensorBoard events.
+
+    Args:
+      folder: of the run.
+      from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped; those
+        of a run that begins anew, at step 0, are kept under another name.
+      tracker: told the same, where there is one.
+    """
+
+    def __init__(self, folder: Path, from_step: int, tracker: Tracking | None = None) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.kept_as: Path | None = None
+        """Where the entries of an earlier start are, when this one begins at step 0."""
+        if from_step == 0:
+            self.kept_as = _keep(self.path)
+        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(_line(entry) for entry in kept))
+        temporary.replace(self.path)
+        self._lines, self._tracker = Lines(self.path), tracker
+        self._events = Events(folder / "tensorboard", from_step + 1)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Appends one entry; it is on disk when this returns, or waits until the disk takes it.
+
+        NaN and infinity become null: JSON has neither.
+        """
+        self._lines.write(_line(entry))
+        for name, value in entry.items():
+            if name != "step" and is_number(value) and math.isfinite(value):
+                self._events.add_scalar(name, value, entry["step"])
+        if self._tracker is not None:
+            self._tracker.log({name: value for name, value in entry.items() if is_number(value)})
+
+    def close(self) -> None:
+        """Writes what still waits.
+
+        Raises:
+          UserError: it can't be written.
+        """
+        self._events.close()
+        if self._tracker is not None:
+            self._tracker.close()
+        self._lines.close()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of an entry is a number, and not several."""
+    return type(value) in (int, float)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: plain(value) for name, value in entry.items()}) + "\n"
+
+
+def _keep(path: Path) -> Path | None:
+    """Gives a file that has content a name of its own, with the first free number; returns it."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a `metrics.jsonl`, null as NaN; a line that is not one, as a kill may leave, is left out."""
+    entries = []
+    with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and type(entry.get("step")) is int:
+                    entries.append({k: math.nan if v is None else v for k, v in entry.items()})
+    return entries
+
+
+def _curve(entries: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of those entries that have a number under a name."""
+    points = [(e["step"], e[name]) for e in entries if is_number(e.get(name))]
+    points = [(float(step), float(value)) for step, value in points if max(abs(step), abs(value)) < LARGEST]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def main_results(names: Iterable[str]) -> list[str]:
+    """Of metrics called `TASK/RESULT`, the first of each task, which it is judged by."""
+    of_tasks = [name for name in names if "/" in name and not name.startswith(TIME)]
+    firsts = {name.partition("/")[0]: name for name in reversed(of_tasks)}
+    return list(reversed(firsts.values()))
+
+
+def plot_losses(metrics: Path, image: Path) -> None:
+    """Draws the losses of a `metrics.jsonl` over the steps, and below them what evaluations gave, a panel a task."""
+    from matplotlib.figure import Figure  # half a second to import: not before the first step
+
+    entries = read_metrics(metrics)
+    results = main_results(dict.fromkeys(name for entry in entries for name in entry))
+    figure = Figure(figsize=(8, 4.5 + 2.2 * len(results)), layout="constrained")
+    heights = [4.5, *[2.2] * len(results)]
+    axes, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, name in zip(panels, results, strict=True):
+        panel.plot(*_curve(entries, name), "o-")
+        panel.set(ylabel=name.replace("/", "\n"))
+        panel.grid(alpha=0.3)
+    axes.plot(*_curve(entries, "loss"), label="training", linewidth=1)
+    steps, losses = _curve(entries, "valid_loss")
+    if steps:
+        axes.plot(steps, losses, "o-", label="validation")
+    axes.set(ylabel="loss", title=image.parent.name)
+    figure.axes[-1].set(xlabel="step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = image.with_name(f".{image.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(image)

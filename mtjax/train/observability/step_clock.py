@@ -1,0 +1,119 @@
+"""How long steps take, and what every process is doing when one takes far too long."""
+
+import faulthandler
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from mtjax.train.observability.start_timer import STEPS, StartTimer
+from mtjax.train.processes.coordination import this_process
+from mtjax.train.processes.peers import Peers
+
+FACTOR = 10
+"""A step takes too long when it takes this many times the median."""
+SHORTEST = 60.0
+"""Seconds that a step may take at least: a busy machine delays short ones by more than the factor."""
+LOOK = 0.5
+"""Seconds between looks at the step under way."""
+LAPS = 100
+"""How many of the last measurements the median is of."""
+
+
+class StepClock:
+    """Measures steps, and watches the one under way; use as a context manager around the steps.
+
+    The host runs ahead of the devices, so it knows only how long all steps since the last lap took together. The first
+    lap, which compiles, is watched only where a limit is set.
+
+    Args:
+      step: the last one done.
+      folder: of the run; stacks go to its `stacks`.
+      limit: seconds that a step may take; `FACTOR` times the median when None.
+      peers: told where this process is.
+      say: called once for each step that takes too long, with a sentence.
+      times: told what is going on.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        folder: Path,
+        limit: float | None,
+        peers: Peers,
+        say: Callable[[str], object],
+        times: StartTimer | None = None,
+    ) -> None:
+        self._folder, self._limit, self._peers, self._say = folder / "stacks", limit, peers, say
+        self._times = times or StartTimer()
+        self._laps: deque[float] = deque(maxlen=LAPS)
+        self._lap_step = self._step = self._told = step
+        self._since = time.perf_counter()
+        self._watched, self._compiled, self._closed = False, False, threading.Event()
+
+    def __enter__(self) -> "StepClock":
+        self._times.begin(STEPS)
+        self._peers.on_overdue = self.write_stacks
+        threading.Thread(target=self._watch, name="step clock", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def begin(self, step: int) -> None:
+        """Notes that a step is given to the devices."""
+        self._step, self._watched = step, True
+        self._peers.at(f"step {step}", step)
+
+    def lap(self, step: int) -> float:
+        """Mean seconds of the steps since the last lap or restart, which the devices have done."""
+        seconds = (time.perf_counter() - self._since) / (step - self._lap_step)
+        if self._compiled:
+            self._laps.append(seconds)
+        self._compiled = True
+        self.restart(step)
+        return seconds
+
+    def pause(self, what: str) -> None:
+        """Notes that an activity begins, like a save: it may take as long as it takes."""
+        self._watched = False
+        self._times.begin(what)
+        self._peers.at(f"the {what} after step {self._step}", self._step)
+
+    def restart(self, step: int) -> None:
+        """Leaves out what happened since the last lap."""
+        self._times.begin(STEPS)
+        self._lap_step, self._since = step, time.perf_counter()
+
+    def allowed(self) -> float | None:
+        """Seconds from the last lap on after which the step under way takes too long; None before there is a median."""
+        median = statistics.median(self._laps) if self._laps else None
+        if self._limit is None and median is None:
+            return None
+        before = max(0, self._step - self._lap_step - 1) * (median or 0)
+        return before + (self._limit or max(SHORTEST, FACTOR * (median or 0)))
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK):
+            allowed = self.allowed()
+            step = self._step
+            if not self._watched or allowed is None or time.perf_counter() - self._since < allowed:
+                continue
+            if self._peers.count > 1:
+                self._peers.at(f"step {step}", step, overdue=True)
+            elif step > self._told:
+                self.write_stacks(step, "")
+
+    def write_stacks(self, step: int, late: str) -> None:
+        """Writes what each thread of this process is doing; the first process says who is late."""
+        self._told = step
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step-{step}-process-{this_process()}.txt"
+        with path.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        who = f"; {late} did not come to it" if late else ""
+        self._say(
+            f"note    step {step} takes far longer than those before it{who}: Python's stacks are in {self._folder}"
+        )
