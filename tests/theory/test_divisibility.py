@@ -105,7 +105,7 @@ CONTEXT = [
     (
         {"context_method": "all-gather"},
         "2x4",
-        "context_method gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
+        "context_method all-gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
     ),
     (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
