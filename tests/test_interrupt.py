@@ -37,8 +37,8 @@ with CtrlC():
 @pytest.mark.parametrize(
     ("what", "times"), [("swallow()", 1), ("compute()", 1), ("polite(swallow)", 2), ("polite(compute)", 2)]
 )
-def test_it_ends_within_three_seconds(what: str, times: int) -> None:
-    """The first of two is for a handler that has something to save first."""
+def test_it_ends_long_before_the_program_would(what: str, times: int) -> None:
+    """The first of two signals is for a handler that has something to save first."""
     command = [sys.executable, "-c", PROGRAM.format(what=what)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -50,7 +50,7 @@ def test_it_ends_within_three_seconds(what: str, times: int) -> None:
             process.wait(0.5)
     process.send_signal(signal.SIGINT)
     try:
-        _, stderr = process.communicate(timeout=3)
+        _, stderr = process.communicate(timeout=60)  # the program would take minutes, or forever
     finally:
         process.kill()
     assert (process.returncode, stderr) == (CODE, "interrupted\n")
