@@ -580,7 +580,7 @@ FAULTS = (
         "if count >= 2 or (count and",
         "if count >= 99 or (count and",
         "",
-        "test_it_ends_within_three_seconds",
+        "test_it_ends_long_before_the_program_would",
     ),
     Fault(
         "launch: wrong input is started again",
