@@ -29,6 +29,7 @@ def to_json(report: Report, measured: Measured | None = None) -> dict[str, Any]:
             "mesh": dict(step.mesh_axes),
             "layout": step.program.layout.name,
             "compute_dtype": step.config.training.compute_dtype,
+            "gradient_wire_dtype": step.config.parallel.grad_reduce_dtype,  # the key of schema 1
             "grad_reduce_dtype": step.config.parallel.grad_reduce_dtype,
             "recompute": step.config.training.recompute,
             "sizes": dict(report.symbols),
