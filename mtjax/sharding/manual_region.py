@@ -87,6 +87,6 @@ class ManualRegion:
 
 def mark_varying(values: Tree, batch: Tree) -> Tree:
     """Marks `values` as varying over every axis over which the batch varies."""
-    # The transpose of this mark is an all-reduce. At the border of the differentiated function, nothing is reduced;
-    # without the mark, autodiff would insert an all-reduce of each cotangent where the value is used.
+    # The transpose of a cast to varying is an all-reduce. Done here, outside the differentiated function, it is never
+    # transposed. Without it, jax would insert the cast, and autodiff the all-reduce, at each use of a value.
     return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)
