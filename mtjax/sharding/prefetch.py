@@ -76,7 +76,7 @@ class _IterationInputs(NamedTuple):
     shards: list[Array]
     """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and the
     others in full."""
-    index: Array
+    layer_index: Array
     """Of the layer in the stack."""
 
 
@@ -336,14 +336,14 @@ def _step(
       x: hidden states, [batch, act_seq, embed].
       slots: with the gathered parameters of layer i.
       stack: trainable prefetched parameters, [layers, ...]; returned unchanged: their cotangents are the accumulators.
-      inputs: the other inputs; `inputs.index` is i.
+      inputs: the other inputs; `inputs.layer_index` is i.
 
     Returns:
       (hidden states, slots with the parameters of layer i + 1, `stack`), and the layer's state.
     """
-    parameters = loop.of_layer(slots.parameters, inputs.shards, inputs.index)
+    parameters = loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
     x, state = loop.run(x, parameters, inputs.resident, inputs.number, *inputs.constants)
-    return (x, slots._replace(parameters=loop.gather(inputs.shards, inputs.index + 1)), stack), state
+    return (x, slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1)), stack), state
 
 
 def _step_forward(
@@ -353,13 +353,13 @@ def _step_forward(
 
     The parameters are left out because `lax.scan` stacks residuals: all layers would be held in full at once.
     """
-    run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, inputs.shards, inputs.index)
+    run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
     (x, state), vjp = jax.vjp(run, x, parameters, inputs.resident, inputs.number, *inputs.constants)
-    after = slots._replace(parameters=loop.gather(inputs.shards, inputs.index + 1))
+    after = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
     return ((x, after, stack), state), (
         _VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
         inputs.shards,
-        inputs.index,
+        inputs.layer_index,
     )
 
 
@@ -376,7 +376,7 @@ def _step_backward(loop: _Loop, residuals: Any, cotangents: Any) -> tuple[Any, .
     Returns:
       The cotangents of `_step`'s arguments: the gradient of the hidden states; slots with the parameters of layer i - 1
       and the local gradients of layer i; the accumulators with the gradients of layer i + 1; and the gradients of
-      `_IterationInputs`, none for `shards` and `index`.
+      `_IterationInputs`, none for `shards` and `layer_index`.
     """
     vjp, shards, index = residuals
     (gradient, slots, accumulators), state_cotangent = cotangents

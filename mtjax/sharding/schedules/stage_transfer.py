@@ -44,7 +44,7 @@ def send(boundary: Tree, by: int, *, wraps: bool) -> Tree:
 def unpacked(boundary: Tree, like: Tree) -> Tree:
     """Gathers `packed` arrays for layers: resharded as `like`."""
     with jax.named_scope("stages"):
-        # XLA: for CPUs, without the barrier, it removes the gather of the zeros that are received before the first send.
+        # XLA: on CPUs, without the barrier, the gather of the zeros that are received before the first send is removed.
         boundary = lax.optimization_barrier(boundary)
         return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), boundary, like)
 
