@@ -117,8 +117,8 @@ def _backward(
         return hidden_gradient, psum_varying(table_gradient, specs.samples)
 
     with jax.named_scope("loss"):
-        specs = (*_specs(specs), *(specs.tokens,) * 5)
-        hidden, table = map_ranks(local, specs, (specs.hidden, specs.table))(*saved, *gradients)
+        in_specs = (*_specs(specs), *(specs.tokens,) * 5)
+        hidden, table = map_ranks(local, in_specs, (specs.hidden, specs.table))(*saved, *gradients)
         return hidden, table, None, None, None
 
 

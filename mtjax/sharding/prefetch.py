@@ -168,7 +168,7 @@ def scan_with_prefetch(
     layer, resident_stack = accumulate_grads_into(index_layer(fixed, last), resident_stack, jnp.asarray(last))
     using, _ = _shared(constants, shared)
     x, state = saving(closed)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
-    states = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), states, state)
+    states = jax.tree.map(lambda before, final: jnp.concatenate([before, final[None]]), states, state)
     return seed_cotangents(accumulators, x, (stack, resident_stack)), states
 
 
