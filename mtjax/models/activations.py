@@ -22,8 +22,9 @@ def _gelu(x: Array) -> Array:
 
 
 def _gelu_slope(x: Array) -> Array:
-    share = jax.nn.sigmoid(2 * _SCALE * (x + _CUBIC * x**3))
-    return share * (1 + 2 * _SCALE * x * (1 - share) * (1 + 3 * _CUBIC * x**2))
+    """Computes the derivative of `_gelu`, by `(1 + tanh(u)) / 2 = sigmoid(2 u)`."""
+    sigmoid = jax.nn.sigmoid(2 * _SCALE * (x + _CUBIC * x**3))
+    return sigmoid * (1 + 2 * _SCALE * x * (1 - sigmoid) * (1 + 3 * _CUBIC * x**2))
 
 
 def _gelu_exact(x: Array) -> Array:
@@ -32,18 +33,17 @@ def _gelu_exact(x: Array) -> Array:
 
 
 def _gelu_exact_slope(x: Array) -> Array:
+    """Computes the derivative of `_gelu_exact`: the distribution function plus x times the density."""
     density = jnp.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + lax.erf(math.sqrt(0.5) * x)) + x * density
 
 
-def _by_hand(value: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """An activation with its slope, both computed in float32; in the type of what it is given.
+def _with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Builds an activation from its value and its derivative, computed in float32; the result has the type of x."""
 
-    The slope is written with another function than the value: the logistic function is a form of the tanh, and so is
-    the error function of its complement. XLA would compute the same one for both the slope and the value, which the
-    backward pass needs again, in a kernel of its own for GPUs: it takes writing and reading it for cheaper than twice
-    such a function.
-    """
+    # XLA: the derivative uses another function than the value: sigmoid instead of tanh, erf instead of erfc. Of the
+    # same function in both, which the backward pass recomputes, XLA for GPUs would write the result to memory in a
+    # separate kernel, as it estimates that to be cheaper than computing it twice.
 
     @jax.custom_vjp
     def activation(x: Array) -> Array:
@@ -53,19 +53,19 @@ def _by_hand(value: Callable[[Array], Array], slope: Callable[[Array], Array]) -
         return activation(x), x
 
     def backward(x: Array, gradient: Array) -> tuple[Array]:
-        # In the type of x: a product in float32 is what XLA would keep for the bias' gradient.
+        # XLA: a product in float32 would be written out for the bias' gradient, so the slope is cast first.
         return (gradient * slope(x.astype(jnp.float32)).astype(x.dtype),)
 
     activation.defvjp(forward, backward)
     return activation
 
 
-_gelu_by_hand = _by_hand(_gelu, _gelu_slope)
+_gelu_with_slope = _with_slope(_gelu, _gelu_slope)
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "gelu": _gelu_by_hand,
-    "gelu_exact": _by_hand(_gelu_exact, _gelu_exact_slope),
+    "gelu": _gelu_with_slope,
+    "gelu_exact": _with_slope(_gelu_exact, _gelu_exact_slope),
     "relu": jax.nn.relu,
     "swiglu": _gated(jax.nn.silu),
-    "geglu": _gated(_gelu_by_hand),
+    "geglu": _gated(_gelu_with_slope),
 }

@@ -1,4 +1,4 @@
-"""Dropout whose masks depend on the sample alone."""
+"""Dropout whose masks depend on the sample alone, so that they are the same on every mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,26 @@ def dropout(
     site: int,
     names: tuple[str, ...],
     saved_as: str = DROPOUT_MASK,
-    places: Int[Array, " seq"] | None = None,
+    positions: Int[Array, " seq"] | None = None,
 ) -> Array:
-    """Zeroes a share `rate` of `x` and scales up the rest; nothing when `keys` is None or `rate` 0.
+    """Zeroes a fraction `rate` of `x` and divides the remaining elements by 1 - `rate`.
+
+    Returns `x` when `keys` is None or `rate` 0.
 
     Args:
       x: [batch, ...].
-      rate: share that is dropped.
+      rate: fraction that is dropped.
       keys: one per sample, so that what is dropped does not depend on the mesh, the microbatch size or the number of
         processes.
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
-      saved_as: name by which `mtjax.models.recompute` knows the mask.
-      places: of x's second dimension in the whole sample, of which a rank may have some tokens; 0, 1, ... when None.
+      saved_as: name of the mask in the policies of `mtjax.models.recompute`.
+      positions: of x's second dimension in the entire sample, of which a rank may have some tokens; 0, 1, ... when
+        None.
     """
     if keys is None or rate == 0:
         return x
-    keep = checkpoint_name(_bits(x, keys, site, names, places) >= keep_threshold(rate), saved_as)
+    keep = checkpoint_name(_bits(x, keys, site, names, positions) >= keep_threshold(rate), saved_as)
     return where(keep, x / (1 - rate), 0.0).astype(x.dtype)
 
 
@@ -46,28 +49,30 @@ def jitter(
     keys: Key[Array, " batch"] | None,
     site: int,
     names: tuple[str, ...],
-    places: Int[Array, " seq"] | None = None,
+    positions: Int[Array, " seq"] | None = None,
 ) -> Array:
-    """`x` times numbers drawn evenly within `distance` of 1; `x` itself when `keys` is None or `distance` 0.
+    """Multiplies `x` by numbers from U(1 - `distance`, 1 + `distance`).
 
-    The other arguments are as `dropout`'s, and so is what it depends on.
+    Returns `x` when `keys` is None or `distance` 0. The other arguments are those of `dropout`, and the numbers too
+    depend on the sample alone.
     """
     if keys is None or distance == 0:
         return x
-    even = _bits(x, keys, site, names, places).astype(jnp.float32) * 2.0**-32
-    return (x * (1 - distance + 2 * distance * even)).astype(x.dtype)
+    uniform = _bits(x, keys, site, names, positions).astype(jnp.float32) * 2.0**-32
+    return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)
 
 
-def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], places: Array | None) -> Array:
-    """32 random bits for each element of x. In one piece: jax would lift the elements' numbers out of the loop over
-    layers, and every layer would read them from memory."""
+def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
+    """Draws 32 random bits for each element of x, uint32 in its shape."""
 
-    def of_sample(key: Array, places: Array | None) -> Array:
-        return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), places)
+    def of_sample(key: Array, positions: Array | None) -> Array:
+        return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), positions)
 
-    return no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, places)
+    # As one primitive: jax would hoist the elements' indices, which are constants, out of the scan over layers, and
+    # every layer would read them from memory.
+    return no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
 
 
 def keep_threshold(rate: float) -> Array:
-    """The least of 32 random bits, as a number, with which an element is kept."""
+    """Returns the least uint32 of random bits with which an element is kept."""
     return jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

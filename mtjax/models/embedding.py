@@ -1,4 +1,4 @@
-"""From ids to the residual stream: rows of the vocabulary's table, positions, token types."""
+"""Embeds token ids: rows of the vocabulary's table, positions, token types."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ EMBEDDING_SITE = 2**31 - 1
 
 
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:
-    """A row for each token of the padded vocabulary, split by rows; `std` is init_std when None."""
+    """Draws a table [vocab, embed] with a row for each token of the padded vocabulary; `std` is init_std when None."""
     sizes = {"vocab": padded_vocab_size(model), "embed": model.hidden_size}
     return normal(key, sizes, model.init_std if std is None else std)
 
 
 def position_table(model: Model, length: int, key: Array) -> nnx.Param | None:
-    """A vector for each of `length` positions; None where positions are not learned."""
+    """Draws a table [positions, embed] of `length` positions; returns None where positions are not learned."""
     if model.position != "learned":
         return None
     return normal(key, {"positions": length, "embed": model.hidden_size}, model.init_std)
@@ -37,36 +37,38 @@ def embed_tokens(
     tokens: Int[Array, "batch seq"],
     dtype: jax.typing.DTypeLike,
     position_ids: Int[Array, "batch seq"] | None = None,
-    places: Int[Array, " seq"] | None = None,
+    local_positions: Int[Array, " seq"] | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
-    """The tokens' rows of the vocabulary's table, plus the vectors of their positions where these are learned.
+    """Looks up the tokens' rows of the vocabulary's table, and adds the vectors of their positions if learned.
 
     Args:
       table: [vocab, embed], float32.
       positions: [seq, embed], float32; None where positions are not learned.
       tokens: ids.
       dtype: of the result.
-      position_ids: of each token; its place in the sample when None.
-      places: of the tokens in their samples; 0, 1, ... when None.
+      position_ids: of each token; its position in the sample when None.
+      local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
     """
     x = vocab_parallel_embedding(table[...], tokens, dtype)
     if positions is None:
         return x
     vectors = positions[...].astype(dtype)
     if position_ids is None:
-        own = vectors[: tokens.shape[1]] if places is None else vectors[places]
-        return x + reshard(own, spec("act_seq", "embed"))
+        local_vectors = vectors[: tokens.shape[1]] if local_positions is None else vectors[local_positions]
+        return x + reshard(local_vectors, spec("act_seq", "embed"))
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
 
 def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Position ids that the table has: what is filling or idle may stand anywhere, and no row would read as NaN."""
+    """Clips position ids to the table's length: padding and idle slots may have any position, and rows outside the
+    table would read as NaN."""
     return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
 
 
 def embed_types(
     table: nnx.Param, token_types: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
-    """The vector of each token's type, by a product in float32, so that the table's gradient is summed in float32."""
+    """Returns the vector of each token's type."""
+    # A product in float32 instead of a lookup, so that the table's gradient is accumulated in float32.
     chosen = reshard(jax.nn.one_hot(token_types, len(table[...])), spec("batch", "act_seq", None))
     return jnp.einsum("bst,th->bsh", chosen, table[...], out_sharding=spec(*RESIDUAL)).astype(dtype)

@@ -1,4 +1,4 @@
-"""From hidden states to losses and logits: the output table, BERT's two heads, and those of finetuning."""
+"""Heads, from hidden states to logits and losses: the output table, BERT's two heads, and those of finetuning."""
 
 from typing import NamedTuple
 
@@ -25,11 +25,11 @@ HEAD_SITE = 2**31 - 4
 
 
 class WithVocabulary(nnx.Module):
-    """A model whose last product is with the embedding table, or with an output table of its own."""
+    """A model whose last product is with the embedding table (tied), or with a separate output table."""
 
     embedding: nnx.Param
     output: nnx.Param | None
-    """None where the embedding table is the output table too."""
+    """None where it is tied to the embedding table."""
 
     @property
     def output_table(self) -> nnx.Param:
@@ -37,26 +37,28 @@ class WithVocabulary(nnx.Module):
         return self.embedding if self.output is None else self.output
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Of final hidden states: float32 over the padded vocabulary, split over the mesh; training needs none."""
-        x, place = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
+        """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states.
+
+        Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
+        """
+        x, sharding = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
         weight = self.output_table[...].astype(hidden.dtype)
-        return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=place)
+        return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
 
 
 class MaskedPositions(NamedTuple):
-    """The tokens to guess: the masked-LM head and its logits are computed for these few only."""
+    """The masked tokens: the masked-LM head and its logits are computed for these few only."""
 
     chosen: Float[Array, "batch masked seq"]
-    """1 where the n-th of a sample's masked tokens stands."""
+    """One-hot positions of a sample's masked tokens; zeros where there are fewer."""
     is_left_out: Bool[Array, "batch seq"]
     """Masked tokens beyond the maximum of a sample."""
 
     @classmethod
     def of(cls, loss_mask: Float[Array, "batch seq"]) -> "MaskedPositions":
-        """From a batch's mask, by a product and a sum instead of gathers, which would not stay on their shard.
-
-        All of a sample's may be tokens of one rank, where ranks share it.
-        """
+        """Finds the masked tokens of a batch's mask."""
+        # A cumulative sum and comparisons instead of gathers, which would communicate between shards. With context
+        # parallelism all masked tokens of a sample may be on one rank, so each rank needs positions for all of them.
         is_masked = loss_mask > 0
         number = jnp.cumsum(is_masked, axis=1) - 1
         length = loss_mask.shape[1]
@@ -65,23 +67,26 @@ class MaskedPositions(NamedTuple):
         return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
 
     def take(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch masked embed"]:
-        """Hidden states of the masked tokens, zeros where there are fewer; a sum over the parts of a split sequence."""
+        """Returns the hidden states of the masked tokens, zeros where there are fewer.
+
+        With sequence parallelism the product is reduced over the shards of the sequence.
+        """
         chosen = reshard(self.chosen.astype(hidden.dtype), spec("batch", None, "act_seq"))
         return jnp.einsum("bms,bsh->bmh", chosen, hidden, out_sharding=spec("batch", "seq", "embed"))
 
     def take_labels(self, labels: Int[Array, "batch seq"]) -> Int[Array, "batch masked"]:
-        """Labels of the masked tokens, 0 where there are fewer."""
+        """Returns the labels of the masked tokens, 0 where there are fewer."""
         return (self.chosen.astype(labels.dtype) * labels[:, None]).sum(-1)
 
     def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
-        """Each loss at its token, 0 at the others; NaN at masked tokens that were left out, whose loss is unknown."""
+        """Puts each loss at its token: 0 at unmasked tokens, NaN at those left out, whose loss is unknown."""
         return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
 
 
 class MaskedLMHead(nnx.Module):
-    """Between the hidden states and the vocabulary: dense layer, activation and norm; and a bias per token.
+    """A dense layer, activation and norm before the output table, and a bias per vocabulary entry.
 
-    As in Megatron, the dense layer and its input are replicated on every model rank, so it sends nothing.
+    As in Megatron, the dense layer and its input are replicated over `model`, so it has no communication.
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
@@ -92,14 +97,14 @@ class MaskedLMHead(nnx.Module):
         self.activation = ACTIVATIONS["gelu" if model.activation in GATED else model.activation]
 
     def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
-        """The vectors that are multiplied with the output table."""
+        """Computes the vectors that are multiplied with the output table."""
         return self.norm(self.activation(self.dense(hidden)))
 
 
 class PoolerHead(nnx.Module):
-    """The pooler - dense and tanh on the first token - and a linear layer: BERT's sentence order, and its finetuning.
+    """A pooler (dense and tanh on the first token) and a linear layer: BERT's sentence order, and its finetuning.
 
-    Every model rank has all of it, and computes it.
+    It is replicated over `model`.
     """
 
     def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, key: Array) -> None:
@@ -112,20 +117,21 @@ class PoolerHead(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], keys: Key[Array, " batch"] | None = None
     ) -> Float[Array, "batch classes"]:
-        """float32 logits; `keys` turn on the dropout between the two layers."""
-        # A product, not a slice: where the sequence is split, only one rank has the first token; a sum gives it to all.
+        """Computes float32 logits; `keys` turn on the dropout between the two layers."""
+        # A product, not a slice: with sequence parallelism one rank has the first token, and the product's reduction
+        # broadcasts it.
         first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
         first = reshard(first, spec(None, "act_seq"))
-        place = spec("batch", None, "embed")
-        pooled = jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=place)))
+        sharding = spec("batch", None, "embed")
+        pooled = jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
         pooled = dropout(pooled, self.rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
         return self.classifier(pooled)[:, 0].astype(jnp.float32)
 
 
 class LastTokenHead(nnx.Module):
-    """A linear layer without bias on a text's last token, which has seen all the others: finetuning of decoders.
+    """A linear layer without bias on a text's last token, which attends to all tokens: finetuning of decoders.
 
-    Every model rank has all of it, and computes it.
+    It is replicated over `model`.
     """
 
     def __init__(self, model: Model, outputs: int, *, key: Array) -> None:
@@ -135,17 +141,18 @@ class LastTokenHead(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
     ) -> Float[Array, "batch classes"]:
-        """float32 logits; the mask is 1 on the tokens, with which a row begins."""
+        """Computes float32 logits; the mask is 1 on the tokens, at the beginning of each row, and 0 on padding."""
         last = jax.nn.one_hot(padding_mask.sum(1, keepdims=True) - 1, hidden.shape[1], dtype=hidden.dtype)
         last = reshard(last, spec("batch", None, "act_seq"))
-        taken = jnp.einsum("bqs,bsh->bqh", last, hidden, out_sharding=spec("batch", None, "embed"))
-        return self.classifier(taken)[:, 0].astype(jnp.float32)
+        hidden_of_last = jnp.einsum("bqs,bsh->bqh", last, hidden, out_sharding=spec("batch", None, "embed"))
+        return self.classifier(hidden_of_last)[:, 0].astype(jnp.float32)
 
 
 class SpanHead(nnx.Module):
-    """A linear layer on every token: logits of being the first and the last one of an answer.
+    """A linear layer on every token: logits of being the first and the last token of an answer.
 
-    Every model rank has all of it. Where sequences are split, each computes its own tokens' and is sent the others'.
+    It is replicated over `model`; with sequence parallelism each rank computes its tokens' logits, and they are
+    gathered.
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
@@ -155,19 +162,19 @@ class SpanHead(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
     ) -> Float[Array, "batch seq 2"]:
-        """float32 logits; those of padding are so low that it has no probability."""
+        """Computes float32 logits; those of padding are so low that its probability is 0."""
         logits = reshard(self.spans(hidden).astype(jnp.float32), spec("batch", "seq", "classes"))
         return jnp.where(padding_mask[..., None] > 0, logits, PADDING_LOGIT)
 
 
 def class_losses(logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Cross-entropy of each sample."""
+    """Computes the cross-entropy of each sample."""
     return jax.nn.logsumexp(logits, axis=-1) - (jax.nn.one_hot(labels, logits.shape[-1]) * logits).sum(-1)
 
 
 def divergences(
     logits: Float[Array, "*batch classes"], teacher: Float[Array, "*batch classes"], temperature: float
 ) -> Float[Array, "*batch"]:
-    """T^2 KL(softmax(teacher / T) || softmax(logits / T)) of each sample (arXiv 1503.02531); T is the temperature."""
+    """Computes T^2 KL(softmax(teacher / T) || softmax(logits / T)) of each sample (arXiv 1503.02531)."""
     logits, teacher = (jax.nn.log_softmax(a / temperature) for a in (logits, teacher))
     return temperature**2 * (jnp.exp(teacher) * (teacher - logits)).sum(-1)

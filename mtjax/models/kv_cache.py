@@ -1,4 +1,4 @@
-"""A cache of keys and values, so that those of each token are computed once; the state of attention layers."""
+"""KV caches of attention layers for generation: keys and values of each token are computed once."""
 
 from dataclasses import dataclass
 
@@ -10,87 +10,87 @@ from jaxtyping import Float, Int
 from mtjax.sharding.axes import spec
 
 CACHE = ("batch", "heads", "key_seq", "head_dim")
-"""Sequences, groups of query heads, positions, width. Positions are next to the width: a head's keys are one matrix in
-memory, and no product has to turn them around."""
+"""Logical names of a cache's dimensions: sequences, KV heads, positions, width. Positions are next to the width, so
+that a head's keys are one matrix in memory, and no product needs a transpose."""
 
 
 @dataclass(frozen=True)
 class CachePositions:
-    """Where new tokens stand among the sequences of a cache.
-
-    Either a chunk of one sequence, or one token of each.
-    """
+    """Positions of new tokens in the sequences of a cache: a chunk of one sequence (prefill), or a token of each
+    (decode)."""
 
     positions: Int[Array, "batch seq"]
-    """Of the new tokens in their sequences. What is beyond the cache's length is not written; of a chunk, all is."""
+    """Of the new tokens in their sequences. In decode, positions beyond the cache's length are not written."""
     sequence: Int[Array, ""] | None = None
-    """That a chunk, [1, seq] with positions in a row, continues; None for a token of each, [sequences, 1]."""
+    """Prefill: index of the sequence of the chunk, [1, seq] with consecutive positions. Decode: None, for a token of
+    each sequence, [sequences, 1]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """A layer's cache: what attention remembers of each sequence."""
+    """A layer's keys and values of each sequence."""
 
     keys: Float[Array, "sequences groups length head_dim"]
     values: Float[Array, "sequences groups length head_dim"]
 
     @classmethod
     def empty(cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "KVCache":
-        """Room for `length` tokens of each of `sequences`; each rank has the groups of its own query heads."""
+        """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
         shape = (sequences, groups, length, head_dim)
         return cls(*(jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2)))
 
     @property
     def length(self) -> int:
-        """Tokens for which each sequence has room."""
+        """Capacity of each sequence in tokens."""
         return self.keys.shape[2]
 
     def append(
         self,
         key: Float[Array, "batch seq groups head_dim"],
         value: Float[Array, "batch seq groups head_dim"],
-        reading: CachePositions,
+        cache_positions: CachePositions,
     ) -> "KVCache":
-        """With the keys and values of new tokens; written in place where the cache was donated."""
-        return KVCache(_written(self.keys, key, reading), _written(self.values, value, reading))
+        """Writes the keys and values of new tokens; in place where the cache was donated."""
+        return KVCache(_write(self.keys, key, cache_positions), _write(self.values, value, cache_positions))
 
-    def read_by(self, reading: CachePositions) -> tuple[Array, Array]:
-        """Keys and values of the sequences that are continued, [batch, groups, length, head_dim]."""
-        if reading.sequence is None:
+    def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array]:
+        """Returns keys and values of the sequences with new tokens, [batch, groups, length, head_dim]."""
+        if cache_positions.sequence is None:
             return self.keys, self.values
         keys, values = (
-            lax.dynamic_index_in_dim(kept, reading.sequence, keepdims=True) for kept in (self.keys, self.values)
+            lax.dynamic_index_in_dim(cache, cache_positions.sequence, keepdims=True)
+            for cache in (self.keys, self.values)
         )
         return keys, values
 
     def resized(self, length: int) -> "KVCache":
-        """With room for `length` tokens; what is beyond is lost."""
-        keys, values = (_resized(kept, length) for kept in (self.keys, self.values))
+        """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
+        keys, values = (_resize(cache, length) for cache in (self.keys, self.values))
         return KVCache(keys, values)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CrossKVCache:
-    """What a layer's cross-attention remembers of the text that each sequence answers; computed once."""
+    """A layer's cross-attention keys and values of the encoded text of each sequence; computed once."""
 
-    kept: KVCache
+    cache: KVCache
     lengths: Int[Array, " sequences"]
-    """Tokens of each text; what lies behind is of an earlier one."""
+    """Tokens of each text; later positions hold those of an earlier text."""
 
     @classmethod
     def empty(
         cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike
     ) -> "CrossKVCache":
-        """Room for `length` tokens of each text."""
-        kept = KVCache.empty(sequences, groups, length, head_dim, dtype)
-        return cls(kept, jnp.zeros(sequences, jnp.int32))
+        """Builds a cache for `length` tokens of each text."""
+        cache = KVCache.empty(sequences, groups, length, head_dim, dtype)
+        return cls(cache, jnp.zeros(sequences, jnp.int32))
 
     @property
     def length(self) -> int:
-        """Tokens for which each text has room."""
-        return self.kept.length
+        """Capacity of each text in tokens."""
+        return self.cache.length
 
     def replaced(
         self,
@@ -99,35 +99,37 @@ class CrossKVCache:
         sequence: Int[Array, ""],
         count: Int[Array, ""],
     ) -> "CrossKVCache":
-        """With another text for a sequence, of which `count` tokens are not filling."""
+        """Replaces the text of a sequence by one of `count` tokens; later positions are padding."""
         first = jnp.zeros((1, key.shape[1]), jnp.int32)
         return CrossKVCache(
-            self.kept.append(key, value, CachePositions(first, sequence)), self.lengths.at[sequence].set(count)
+            self.cache.append(key, value, CachePositions(first, sequence)), self.lengths.at[sequence].set(count)
         )
 
-    def read_by(self, reading: CachePositions) -> tuple[Array, Array, Array]:
-        """Keys, values and lengths [batch] of the texts that the continued sequences answer."""
-        lengths = self.lengths if reading.sequence is None else self.lengths[reading.sequence][None]
-        return *self.kept.read_by(reading), lengths
+    def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array, Array]:
+        """Returns keys, values and lengths [batch] of the texts of the sequences with new tokens."""
+        lengths = self.lengths if cache_positions.sequence is None else self.lengths[cache_positions.sequence][None]
+        return *self.cache.read_by(cache_positions), lengths
 
     def resized(self, length: int) -> "CrossKVCache":
-        """With room for `length` tokens; what is beyond is lost."""
-        return CrossKVCache(self.kept.resized(length), self.lengths)
+        """Resizes the cache to `length` tokens per text; later tokens are dropped."""
+        return CrossKVCache(self.cache.resized(length), self.lengths)
 
 
-def _written(kept: Array, new: Array, reading: CachePositions) -> Array:
-    new = new.astype(kept.dtype)
-    if reading.sequence is not None:
+def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
+    """Writes new tokens [batch, seq, groups, head_dim] into a cache [sequences, groups, length, head_dim]."""
+    new = new.astype(cache.dtype)
+    if cache_positions.sequence is not None:
         block = new.transpose(0, 2, 1, 3)
-        return lax.dynamic_update_slice(kept, block, (reading.sequence, 0, reading.positions[0, 0], 0))
-    rows, at, new = jnp.arange(kept.shape[0]), reading.positions[:, 0], new[:, 0]
-    if kept.shape[0] == 1:  # of a single row XLA makes an update that copies the cache: the second one is dropped
-        nowhere = jnp.full_like(at, kept.shape[2])
+        return lax.dynamic_update_slice(cache, block, (cache_positions.sequence, 0, cache_positions.positions[0, 0], 0))
+    rows, at, new = jnp.arange(cache.shape[0]), cache_positions.positions[:, 0], new[:, 0]
+    if cache.shape[0] == 1:
+        # XLA: a scatter of a single row becomes an update that copies the cache. The second row is dropped.
+        nowhere = jnp.full_like(at, cache.shape[2])
         rows, at, new = jnp.tile(rows, 2), jnp.concatenate([at, nowhere]), jnp.concatenate([new, new])
-    return kept.at[rows, :, at].set(new, mode="drop", unique_indices=True)
+    return cache.at[rows, :, at].set(new, mode="drop", unique_indices=True)
 
 
-def _resized(kept: Array, length: int) -> Array:
-    if length <= kept.shape[2]:
-        return kept[:, :, :length]
-    return jnp.pad(kept, ((0, 0), (0, 0), (0, length - kept.shape[2]), (0, 0)))
+def _resize(cache: Array, length: int) -> Array:
+    if length <= cache.shape[2]:
+        return cache[:, :, :length]
+    return jnp.pad(cache, ((0, 0), (0, 0), (0, length - cache.shape[2]), (0, 0)))

@@ -1,4 +1,4 @@
-"""One layer: a row of mixers, each connected to the residual stream."""
+"""One layer: mixers (attention, MLP, experts) that run one after the other, each connected to the residual stream."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,13 +21,13 @@ Mix = Callable[[Array], tuple[Array, State]]
 
 
 def pre_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
-    """The norm reads the residual stream and leaves it clean (Figure 7b of the paper)."""
+    """Computes `x + mix(norm(x))`: pre-LN (Figure 7b of the paper)."""
     mixed, state = mix(norm(x))
     return x + drop(mixed), state
 
 
 def post_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
-    """The norm is part of the residual stream: the original BERT (Figure 7a of the paper)."""
+    """Computes `norm(x + mix(x))`: post-LN, the original BERT (Figure 7a of the paper)."""
     mixed, state = mix(x)
     return norm(x + drop(mixed)), state
 
@@ -37,31 +37,31 @@ CONNECTIONS: Mapping[str, Connection] = {"pre": pre_norm, "post": post_norm}
 
 
 class Layer(nnx.Module):
-    """The mixers of a kind of layer, each with its norm, connected to the residual stream as `norm_placement` says."""
+    """The mixers of a kind of layer, each with its norm, connected to the residual stream by `norm_placement`."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
         self.mixers = KINDS[kind]
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
             mixer = MIXERS[name]
-            own = jax.random.fold_in(key, mixer.init_number)
+            mixer_key = jax.random.fold_in(key, mixer.init_number)
             setattr(self, _norm_of(name), make_norm(model, dtype))
-            setattr(self, name, mixer(model, output_std=output_std, key=own))
+            setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
         self.connect = CONNECTIONS[model.norm_placement]
         self.rate = model.hidden_dropout
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
-        """Runs the mixers in turn, each adding its output to the residual stream.
+        """Runs the mixers one after the other, each adding its output to the residual stream.
 
         Args:
-          x: the residual stream.
-          context: with the layer's own dropout keys.
+          x: hidden states.
+          context: with the layer's dropout keys.
           states: of the mixers that have one, by name; None if none has.
 
         Returns:
-          The stream, and the new states of the mixers that have one; None if none has.
+          The hidden states, and the new states of the mixers that have one; None if none has.
         """
         after: dict[str, Any] = {}
         for name in self.mixers:
@@ -74,9 +74,9 @@ class Layer(nnx.Module):
         return x, after or None
 
     def _dropout(self, mixer: Any, context: LayerContext) -> Pointwise:
-        """Dropout of a mixer's output, before it is added to the residual stream."""
-        keys, places = context.dropout_keys, context.positions
-        return lambda x: dropout(x, self.rate, keys, mixer.dropout_site, RESIDUAL, places=places)
+        """Returns the dropout of a mixer's output, before it is added to the residual stream."""
+        keys, positions = context.dropout_keys, context.positions
+        return lambda x: dropout(x, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
 
 
 def _norm_of(mixer: str) -> str:

@@ -19,13 +19,13 @@ from mtjax.theory.adapters import LoraConfig
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
-    """A parameter drawn from N(0, std), created where it will live, with the same values on every mesh."""
+    """Draws a parameter from N(0, std), created as shards, with the same values on every mesh."""
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(std * jax.random.normal(key, shape, out_sharding=spec(*names)), axes=names)
 
 
 def constant(value: float, sizes: Mapping[str, int]) -> nnx.Param:
-    """A parameter filled with `value`."""
+    """Builds a parameter filled with `value`."""
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(jnp.full(shape, value, jnp.float32, out_sharding=spec(*names)), axes=names)
 
@@ -33,8 +33,8 @@ def constant(value: float, sizes: Mapping[str, int]) -> nnx.Param:
 class Linear(nnx.Module):
     """`x W + b`, or `x W`, over named dimensions.
 
-    Column-parallel where an output dimension is split over the mesh, row-parallel where an input dimension is: then the
-    partial products are summed over the mesh.
+    Column-parallel where an output dimension is sharded, row-parallel where an input dimension is: then the partial
+    products are all-reduced, or with sequence parallelism reduce-scattered.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq ..."], for_adapter: Array | None = None
     ) -> Float[Array, "batch seq ..."]:
-        """Applies to [batch, seq, *inputs]; gives [batch, seq, *outputs] in the type of x.
+        """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x.
 
-        An adapter may have an x of its own, the same, whose gradient goes another way.
+        Args:
+          x: the input.
+          for_adapter: the adapter's input, x again, where their gradients are resharded separately.
         """
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): `x A B` beside a frozen product, split over the mesh like its matrix.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): `x A B` added to a frozen product, sharded like its matrix.
 
-Beside a column-parallel product A is on every rank and B is split like the matrix; beside a row-parallel one A is split
-and B is on every rank. What goes between the two, `rank` numbers a token, is all that ranks send each other for them.
+For a column-parallel product A is replicated and B is sharded like the matrix; for a row-parallel one A is sharded and
+B is replicated. Ranks communicate only `x A`, `rank` numbers per token.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from mtjax.sharding.axes import spec
 from mtjax.theory.adapters import PARTS, LoraConfig, adapter_sizes
 
 INIT = 7
-"""Folded into a layer's key for the adapters' initial values."""
+"""Folded into a layer's key, for the adapters' initial values."""
 
 
 class Adapter(nnx.Module):
-    """`scale (x A) B`; B begins at 0, so that the first step's model is the one without it. A is drawn as peft's is."""
+    """`scale (x A) B`. B is initialized to 0, so that the model begins as the one without adapters; A as peft does."""
 
     def __init__(
         self,
@@ -46,61 +46,66 @@ class Adapter(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq ..."], b: Array | None = None, outputs: tuple[str, ...] | None = None
     ) -> Float[Array, "batch seq ..."]:
-        """What is added to the product's output, in the type of x.
+        """Computes `scale (x A) B`, [batch, seq, *outputs], in the type of x.
 
         Args:
-          x: [batch, seq, *inputs], what the product reads.
-          b: another B with more heads, where ranks share those of this one.
-          outputs: logical names of its dimensions behind the rank.
+          x: [batch, seq, *inputs], the product's input.
+          b: another B with more heads, where several ranks compute with the same KV head.
+          outputs: logical names of that B's dimensions after the rank.
         """
         b = self.b[...] if b is None else b
         names = self.b.get_metadata()["axes"][len(self.inner) :] if outputs is None else outputs
         low = self.scale * project(x, self.a[...], None, self.inner, self.sequence)
         if self.inner[0] not in PARTS:
             return project(low, b, None, names, self.sequence, save_for_backward=False)
-        parts = [
+        # A fused product (query, key and value; gate and up) has an A and a B for each of its components.
+        components = [
             project(low[:, :, i], b[i], None, names, self.sequence, save_for_backward=False) for i in range(b.shape[0])
         ]
-        return jnp.stack(parts, axis=2)
+        return jnp.stack(components, axis=2)
 
 
 def lora_input_dropout(
     x: Float[Array, "batch seq ..."], low: LoraConfig | None, context: LayerContext, site: int, *names: str
 ) -> Array:
-    """What an adapter reads of x, the input of its product; `names` are those of x's dimensions behind `seq`."""
+    """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after `seq`."""
     rate = low.dropout if low else 0.0
-    return dropout(x, rate, context.dropout_keys, site, ("batch", "seq", *names), places=context.positions)
+    return dropout(x, rate, context.dropout_keys, site, ("batch", "seq", *names), positions=context.positions)
 
 
 def gather_sequence_shared(
     x: Float[Array, "batch act_seq embed"], low: LoraConfig | None, context: LayerContext, site: int
 ) -> tuple[Array, ...]:
-    """Whole sequences for a column-parallel product and, where it has one, for its adapter, gathered once.
+    """All-gathers sequences once, for a column-parallel product and for its adapter.
 
-    Adapters that read the same - of query, key and value, of gate and up - share a mask of dropout, of this site.
+    Adapters that have the same input - of query, key and value, of gate and up - share a dropout mask, of this site.
 
-    Their gradients are split again each by itself, before they are added: the product's is a sum over ranks, of which
-    each needs its own part, and the adapter's is on every rank already.
+    Returns:
+      The product's input, [batch, seq, embed], and with `low` the adapter's.
     """
     if low is None:
         return (reshard_sequence(x, "seq"),)
-    ours, adapters = _read_by_both(x)
-    return ours, lora_input_dropout(adapters, low, context, site, "embed")
+    for_product, for_adapter = _gather_for_both(x)
+    return for_product, lora_input_dropout(for_adapter, low, context, site, "embed")
 
 
 @jax.custom_vjp
-def _read_by_both(x: Array) -> tuple[Array, Array]:
-    whole = reshard_sequence(x, "seq")
-    return whole, whole
+def _gather_for_both(x: Array) -> tuple[Array, Array]:
+    """Returns x [batch, act_seq, embed] gathered along its sequence, twice."""
+    gathered = reshard_sequence(x, "seq")
+    return gathered, gathered
 
 
-def _read_forward(x: Array) -> tuple[tuple[Array, Array], None]:
-    return _read_by_both(x), None
+def _gather_forward(x: Array) -> tuple[tuple[Array, Array], None]:
+    return _gather_for_both(x), None
 
 
-def _read_backward(_: None, gradients: tuple[Array, Array]) -> tuple[Array]:
-    ours, adapters = (reshard_sequence(g, "act_seq") for g in gradients)
-    return (ours + adapters,)
+def _gather_backward(_: None, gradients: tuple[Array, Array]) -> tuple[Array]:
+    """Shards both gradients along the sequence, then adds them."""
+    # Autodiff would add first. But the product's gradient is a partial sum, which needs a reduce-scatter, and the
+    # adapter's is complete on every rank, and needs a slice.
+    of_product, of_adapter = (reshard_sequence(g, "act_seq") for g in gradients)
+    return (of_product + of_adapter,)
 
 
-_read_by_both.defvjp(_read_forward, _read_backward)
+_gather_for_both.defvjp(_gather_forward, _gather_backward)

@@ -1,4 +1,4 @@
-"""Norms over the width of the residual stream."""
+"""Norms over the width of hidden states."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from mtjax.sharding.axes import varying_like
 
 
 class LayerNorm(nnx.Module):
-    """Normalises over `embed` in float32; gives `dtype`."""
+    """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
 
     def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
         self.scale = constant(1.0, {"embed": size})
@@ -25,12 +25,13 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        scaled = _layer_norm(self.epsilon, x, varying_like(self.scale[...], x))
-        return (scaled + self.bias[...]).astype(self.dtype)
+        normalized = _layer_norm(self.epsilon, x, varying_like(self.scale[...], x))
+        return (normalized + self.bias[...]).astype(self.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm(epsilon: float, x: Array, scale: Array) -> Array:
+    """Normalizes x [..., embed] and multiplies it by scale [embed]: float32."""
     normal, _ = _normal(x, *_statistics(epsilon, x))
     return normal * scale
 
@@ -40,36 +41,47 @@ def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, 
 
 
 def _layer_norm_backward(epsilon: float, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Autodiff's, but that XLA sums the scale's gradient while it reads x and the gradient.
+    """Computes gradients as autodiff does.
 
-    Left to itself it computes the statistics in the kernel of what that sum adds, and writes these terms in float32.
+    With n the normalized x, r = 1 / sqrt(variance + epsilon) and g = gradient * scale:
+    `dx = r (h - mean(h))` where `h = g - n mean(g n)`, and `d scale = sum over tokens of gradient * n`.
+
+    Args:
+      epsilon: added to the variance.
+      saved: x [..., embed] and scale [embed].
+      gradient: float32 [..., embed].
+
+    Returns:
+      Gradients of x and scale.
     """
     x, scale = saved
+    # XLA: without the barrier, the statistics are fused into the kernel of the terms of the scale's gradient, which are
+    # then written out in float32. With it, that sum is computed while x and the gradient are read.
     normal, rate = _normal(x, *jax.lax.optimization_barrier(_statistics(epsilon, x)))
-    own = gradient * scale
-    own = own - normal * (own * normal).mean(-1, keepdims=True)
-    own = own - own.mean(-1, keepdims=True)
-    return (own * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
+    d_x = gradient * scale
+    d_x = d_x - normal * (d_x * normal).mean(-1, keepdims=True)
+    d_x = d_x - d_x.mean(-1, keepdims=True)
+    return (d_x * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
 
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
-    """Mean of each token, and variance plus epsilon."""
+    """Computes the mean of each token, and its variance plus epsilon: [..., 1] each."""
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
     return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
 
 
 def _normal(x: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
-    """x normalised, and what it was multiplied with."""
+    """Normalizes x; returns it with the reciprocal standard deviation by which it was multiplied."""
     rate = jax.lax.rsqrt(variance)
     return (x.astype(jnp.float32) - mean) * rate, rate
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root of the mean square over `embed`, in float32 (arXiv 1910.07467); gives `dtype`."""
+    """RMSNorm over `embed` (arXiv 1910.07467), computed in float32; the result has type `dtype`."""
 
     def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
         self.scale = constant(1.0, {"embed": size})
@@ -84,7 +96,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """RMS norm of each head, with one scale for all heads; gives the type of what it reads."""
+    """RMSNorm of each head, with one scale for all heads; the result has the type of the input."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         self.scale = constant(1.0, {"head_dim": width})
@@ -103,5 +115,5 @@ NORMS: Mapping[str, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
 def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
-    """The norm that a model's settings name."""
+    """Builds the norm of a model's settings."""
     return NORMS[model.norm](model.hidden_size, model.norm_epsilon, dtype)

@@ -1,4 +1,4 @@
-"""A model as a schedule sees it: whole, or cut where stages of a pipeline send each other the stream."""
+"""Adapts a model to `PipelineModel`: the interface through which schedules and pipeline stages run it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,101 +13,125 @@ from mtjax.models.trunk import TEACHER, Batch, HiddenStates, Keys, Section, Trun
 from mtjax.sharding.vocab import LossOptions
 
 Tree = Any
-Part = tuple[Batch, Batch, Keys]
+Microbatch = tuple[Batch, Batch, Keys]
 """A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
 
 
 @dataclass(frozen=True)
 class TrunkPipeline:
-    """`mtjax.sharding.schedules.microbatch_schedule.CutModel` of a trunk with one section or two.
+    """A `PipelineModel` of a trunk with one section, or two (an encoder and a decoder).
 
-    The wire is the stream of the last section. On its way through the first of two, a stream is the wire's `encoded`,
-    where the second section will look for it.
+    A boundary is the `HiddenStates` of the last section. While the first of two sections runs, its hidden states are in
+    the boundary's `encoded`, where the second section reads them.
     """
 
     model: Callable[[Tree], Trunk]
-    """Of parameters."""
+    """Builds the model from its parameters."""
     options: LossOptions
     sections: Sequence[tuple[str, ...]]
+    """See `PipelineModel.sections`."""
 
-    def loss_sums(self, parameters: Tree, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses."""
+    def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
+        """See `PipelineModel.loss_sums`."""
         batch, weights, keys = microbatch
         return _weighted(batch_losses(self.model(parameters), batch, keys, self.options), weights)
 
-    def final_boundary(self, parameters: Tree, microbatch: Part) -> HiddenStates:
-        """The stream behind the last section."""
+    def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
+        """See `PipelineModel.final_boundary`."""
         batch, _, keys = microbatch
         return run_sections(self.model(parameters), batch, keys)[0]
 
-    def boundary(self, parameters: Tree, microbatch: Part) -> HiddenStates:
-        """The input of the last section, with the other sections left out."""
+    def boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
+        """See `PipelineModel.boundary`: embeds the input of the last section, without running any layers."""
         batch, _, keys = microbatch
-        stream = None
+        hidden = None
         for section in self.model(parameters).sections.values():
-            stream = section.embed(batch, keys, stream)
-        assert stream is not None, "a model has a section"
-        return stream
+            hidden = section.embed(batch, keys, hidden)
+        assert hidden is not None, "a model has a section"
+        return hidden
 
-    def embed(self, section: int, parameters: Tree, wire: HiddenStates, microbatch: Part) -> HiddenStates:
-        """The input of a section, from the wire behind the one before."""
+    def embed(self, section: int, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> HiddenStates:
+        """See `PipelineModel.embed`."""
         batch, _, keys = microbatch
-        before = self._stream(section - 1, wire) if section else None
-        return self._wire(section, self._section(parameters, section).embed(batch, keys, before), wire)
+        before = self._hidden_states(section - 1, boundary) if section else None
+        return self._boundary(section, self._section(parameters, section).embed(batch, keys, before), boundary)
 
     def forward_layers(
-        self, section: int, parameters: Tree, wire: HiddenStates, microbatch: Part, stage: Array, chunk: Array
+        self, section: int, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch, stage: Array, chunk: Array
     ) -> tuple[HiddenStates, dict[str, Array]]:
-        """The layers of a chunk, and the weighted sums of what their routers report: those of a stage's layers are
-        added up with those of the other stages once a step, and nothing of them travels with the stream."""
+        """Runs the layers of a chunk: `PipelineModel.forward_layers`.
+
+        Args:
+          section: of the chunk.
+          parameters: this stage's.
+          boundary: before the chunk, with hidden states [batch, act_seq, embed].
+          microbatch: with arrays [batch, ...].
+          stage: int32 [].
+          chunk: int32 [], among the stage's chunks of the section.
+
+        Returns:
+          The boundary behind the chunk; and the weighted sums of its routers' losses, [], and counters, [layers, ...]
+          with zeros for layers outside the chunk. These are not sent to the next stage: each stage accumulates those of
+          its layers, and they are all-reduced over stages once per step.
+        """
         batch, weights, keys = microbatch
-        of, stream = self._section(parameters, section), self._stream(section, wire)
-        part = Chunk(stage, chunk)
-        x, states = of.stack(stream.x, of.context(batch, keys, stream), chunk=part)
-        own = {name: weight for name, weight in weights.items() if name in REPORTED}
-        sums = _weighted(router_reports([states]), own)
-        sums = {name: of.stack.scatter_counts(a, part) if name in COUNTS else a for name, a in sums.items()}
-        return self._wire(section, stream._replace(x=x), wire), sums
+        module, hidden = self._section(parameters, section), self._hidden_states(section, boundary)
+        layers = Chunk(stage, chunk)
+        x, states = module.stack(hidden.x, module.context(batch, keys, hidden), chunk=layers)
+        router_weights = {name: weight for name, weight in weights.items() if name in REPORTED}
+        sums = _weighted(router_reports([states]), router_weights)
+        sums = {name: module.stack.scatter_counts(a, layers) if name in COUNTS else a for name, a in sums.items()}
+        return self._boundary(section, hidden._replace(x=x), boundary), sums
 
-    def head_losses(self, parameters: Tree, wire: HiddenStates, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses of the head."""
+    def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:
+        """See `PipelineModel.head_losses`."""
         batch, weights, keys = microbatch
-        own = {name: weight for name, weight in weights.items() if name not in REPORTED}
-        return _weighted(self.model(parameters).losses(wire, batch, keys, self.options), own)
+        head_weights = {name: weight for name, weight in weights.items() if name not in REPORTED}
+        return _weighted(self.model(parameters).losses(boundary, batch, keys, self.options), head_weights)
 
-    def _section(self, parameters: Tree, number: int) -> Section:
-        return self.model(parameters).sections[self.sections[number][0]]
+    def _section(self, parameters: Tree, index: int) -> Section:
+        return self.model(parameters).sections[self.sections[index][0]]
 
-    def _stream(self, section: int, wire: HiddenStates) -> HiddenStates:
+    def _hidden_states(self, section: int, boundary: HiddenStates) -> HiddenStates:
+        """Takes a section's hidden states out of a boundary."""
         if section == len(self.sections) - 1:
-            return wire
-        assert wire.encoded is not None
-        return HiddenStates(wire.encoded)
+            return boundary
+        assert boundary.encoded is not None
+        return HiddenStates(boundary.encoded)
 
-    def _wire(self, section: int, stream: HiddenStates, before: HiddenStates) -> HiddenStates:
-        return stream if section == len(self.sections) - 1 else before._replace(encoded=stream.x)
+    def _boundary(self, section: int, hidden: HiddenStates, before: HiddenStates) -> HiddenStates:
+        """Puts a section's hidden states into a boundary."""
+        return hidden if section == len(self.sections) - 1 else before._replace(encoded=hidden.x)
 
 
 @dataclass(frozen=True)
 class DistilledTrunkPipeline(TrunkPipeline):
-    """Beside a teacher: its output table stands among the parameters, frozen, and the losses find it in the batch."""
+    """A student: its teacher's output table is among the parameters, frozen, and losses read it from the batch."""
 
-    def loss_sums(self, parameters: Tree, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses."""
+    def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
+        """See `PipelineModel.loss_sums`."""
         return super().loss_sums(parameters, _with_table(parameters, microbatch))
 
-    def head_losses(self, parameters: Tree, wire: HiddenStates, microbatch: Part) -> dict[str, Array]:
-        """Weighted sums of the losses of the head."""
-        return super().head_losses(parameters, wire, _with_table(parameters, microbatch))
+    def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:
+        """See `PipelineModel.head_losses`."""
+        return super().head_losses(parameters, boundary, _with_table(parameters, microbatch))
 
 
-def _with_table(parameters: Tree, microbatch: Part) -> Part:
+def _with_table(parameters: Tree, microbatch: Microbatch) -> Microbatch:
     batch, weights, keys = microbatch
     return {**batch, **parameters[TEACHER]}, weights, keys
 
 
 def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
-    """Sums over samples and tokens of what has a weight; of arrays, where there is one for each."""
+    """Sums values over samples and tokens, weighted.
+
+    Args:
+      values: by name, [batch, ...] or [batch, seq, ...].
+      weights: by name, [batch] or [batch, seq]; values without a weight are left out.
+
+    Returns:
+      [...] by name: scalars for losses.
+    """
 
     def one(values: Array, weights: Array) -> Array:
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))

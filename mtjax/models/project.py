@@ -1,4 +1,4 @@
-"""Products of activations with weights over named dimensions, split over the mesh."""
+"""Products of activations with weights over named dimensions: column-parallel and row-parallel linear layers."""
 
 import string
 from collections.abc import Sequence
@@ -28,88 +28,109 @@ def project(
     save_for_backward: bool = True,
     by_sample: bool = False,
 ) -> Float[Array, "batch seq ..."]:
-    """`x W + b` in the type of x.
+    """Computes `x W + b` in the type of x.
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; in 8 bits or turned for products that are not differentiated.
+      weight: [*inputs, *outputs]; 8-bit or transposed for products that are not differentiated.
       bias: [*outputs], if any.
       outputs: logical names.
-      sequence: logical name of the result's sequence: "act_seq" where it enters the residual stream.
-      is_kept: whether layers that save their products save this one; else it is computed again, where it is needed.
-      by_sample: whether it is read sample by sample, as attention does, and so saved; else XLA would turn stacks of it.
+      sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
+      save_for_backward: whether layers that save their products save this one; else it is recomputed.
+      by_sample: whether it is saved batch-major, for consumers that read it sample by sample, such as attention.
+
+    Returns:
+      [batch, seq, *outputs].
     """
     letters = iter(string.ascii_lowercase)
     num_inputs = weight.ndim - len(outputs)
     row, inner, outer = (
         "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
     )
-    if split := sequence_is_sharded():
-        x, place = seq_major(x), spec(sequence, "batch", *outputs)
+    # With sequence parallelism products are seq-major: see `seq_major`.
+    if is_seq_major := sequence_is_sharded():
+        x, sharding = seq_major(x), spec(sequence, "batch", *outputs)
     else:
-        place = spec("batch", sequence, *outputs)
+        sharding = spec("batch", sequence, *outputs)
     is_int8 = isinstance(weight, Int8Matrix)
     if isinstance(weight, TransposedWeight):
-        product: Any = weight.product(x, num_inputs, place)
+        product: Any = weight.product(x, num_inputs, sharding)
     else:
         matrix = weight.values if is_int8 else weight
-        product = _product((row, inner, outer), place, x, varying_like(matrix.astype(x.dtype), x))
+        product = _product((row, inner, outer), sharding, x, varying_like(matrix.astype(x.dtype), x))
+    # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
+    # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
         product = checkpoint_name(product, PRODUCT)
-    if split:
+    if is_seq_major:
         product = seq_major(product)
     if save_for_backward and by_sample:
         product = checkpoint_name(product, PRODUCT)
     if bias is None and not is_int8:
         return product
-    # In float32, so that the bias' gradient is summed over tokens, and over the mesh, in float32.
+    # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
     wide = product.astype(jnp.float32) * weight.scales if is_int8 else product.astype(jnp.float32)
     return (wide if bias is None else wide + bias).astype(x.dtype)
 
 
 def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
-    """The residual stream with sequences placed as the logical name says: whole for "seq", split for "act_seq"."""
+    """Reshards the sequences of hidden states: "seq" all-gathers them, "act_seq" shards them (sequence parallelism)."""
     if not sequence_is_sharded():
         return reshard(x, spec("batch", sequence, "embed"))
     return seq_major(reshard(seq_major(x), spec(sequence, "batch", "embed")))
 
 
 def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
-    """Sequence first and batch second, or back: for products beside which split sequences are gathered or scattered.
-
-    GPUs send arrays whose outermost dimension is the one that is split. Of several samples XLA would transpose the
-    sequences of all ranks; here it transposes what a rank has of them, before it sends.
-    """
+    """Swaps batch and sequence: for products whose sequences are all-gathered before or reduce-scattered after them."""
+    # XLA: on GPUs, the sharded dimension of a collective must be outermost. Of batch-major arrays it would transpose
+    # the gathered sequences of all ranks; here a rank transposes its shard before it is sent.
     return jnp.swapaxes(x, 0, 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, str, str], place: PartitionSpec, x: Array, weight: Array) -> Array:
-    """`x W` with x [row, inner] and W [inner, outer], each letter of `dims` a dimension.
+def _product(dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+    """Computes `x W`.
 
-    Autodiff would get the weight's gradient as the transpose of (gradient)' x, which XLA computes on CPUs in twice the
-    time that x' (gradient) takes.
+    Args:
+      dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
+      sharding: of the result.
+      x: activations.
+      weight: of the type of x.
     """
+    # XLA: a custom vjp, because autodiff computes the weight's gradient as the transpose of (gradient)' x, which takes
+    # twice as long on CPUs as x' (gradient).
     row, inner, outer = dims
-    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight, out_sharding=place)
+    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight, out_sharding=sharding)
 
 
 def _product_forward(
-    dims: tuple[str, str, str], place: PartitionSpec, x: Array, weight: Array
+    dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _product(dims, place, x, weight), (x, weight)
+    return _product(dims, sharding, x, weight), (x, weight)
 
 
 def _product_backward(
     dims: tuple[str, str, str], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
+    """Computes `dx = g W'` and `dW = x' g`.
+
+    Args:
+      dims: (row, inner, outer).
+      _: sharding of the product.
+      saved: x [row, inner] and W [inner, outer].
+      gradient: g, [row, outer].
+
+    Returns:
+      Gradients of x and W, in their shapes and shardings.
+    """
     row, inner, outer = dims
     x, weight = saved
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
-    # A row-parallel product's is split along the sequence. Gathered once for both products below: left to XLA, each may
-    # gather it on its own, as they do where a microbatch is one sample.
+    # With sequence parallelism, the gradient of a row-parallel product is sharded along the sequence. It is
+    # all-gathered once for both products. XLA: it may gather it for each of them, as it does where a microbatch is one
+    # sample.
     gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
-    # Over several dimensions XLA would copy an operand into another order first, on CPUs.
+    # XLA: on CPUs, it copies an operand into another order for a product over several dimensions, so they are merged.
     outer, gradient, weight = _merged(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)
     inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
@@ -122,7 +143,7 @@ def _product_backward(
 def _merged(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
     """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
 
-    Nothing changes if an array is split along any but the first of them.
+    Returns all arguments unchanged if an array is sharded along any but the first of these dimensions.
     """
     first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
     if first is None or second is None:

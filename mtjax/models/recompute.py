@@ -1,12 +1,14 @@
-"""What layers save for their backward pass and what they compute again: the `recompute` settings.
+"""Scans over layers, and decides what they save for their backward pass and what is recomputed (`recompute` settings).
 
-`none` and `selective` save what is given a name below, once and in the compute type: products of activations with
-weights, dropout masks, the output of attention. Norms, activation functions and casts of weights are cheap and always
-computed again. Nothing that was gathered along the sequence is saved: its split source is, and the gather runs again.
+`none` and `selective` save the arrays with one of the names below, once and in the compute type: products of
+activations with weights, dropout masks, the output of attention. Norms, activation functions and casts of weights are
+cheap and always recomputed. Nothing that was gathered along the sequence is saved: its sharded source is, and the
+all-gather is repeated.
 
-Per layer, in units of s b h elements at f = 4h and with sequence parallelism all of it over t: the layer's input 1,
-query, key and value 3/t, attention's output 1/t, what it adds to the residual stream 1, MLP 4/t, and two masks of a
-byte each - less than the `10 + 24/t` bytes of arXiv 2205.05198, whose kernels keep the results of norms and GELU.
+Saved per layer, in elements, in units of s b h (sequence, batch, hidden) at an MLP width of 4h and a tensor parallel
+degree of t: the layer's input 1, query, key and value 3/t, attention's output 1/t, its projection 1, MLP 4/t, and two
+dropout masks of a byte per element; with sequence parallelism all of it is divided by t. That is less than the
+`10 + 24/t` bytes of arXiv 2205.05198, whose kernels save the results of norms and GELU.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,21 +35,22 @@ from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_pref
 from mtjax.sharding.unstack import unstacked_layers
 
 PRODUCT = "product"
-"""Of activations with a weight."""
+"""Product of activations with a weight."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
-"""Probabilities and their dropout mask: `5 a s^2 b / t` bytes, the share that selective recompute drops."""
+"""Probabilities and their dropout mask: `5 a s^2 b / t` bytes, which selective recompute does not save."""
 ATTENTION_STATISTICS = "attention statistics"
-"""Of flash attention's softmax: a float32 a query and head."""
+"""Log-sum-exp of flash attention's softmax: a float32 per query and head."""
 LAYER_INPUT = "layer input"
 
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 States = Any
-"""What layers read and return besides the stream, such as a cache, stacked like `Layers`; None where there is none."""
+"""Arrays that layers read and return in addition to hidden states, such as a KV cache, stacked like `Layers`; or
+None."""
 RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
-"""(stream, one layer, its number, its state) -> (stream, state)."""
+"""(hidden states, one layer, its number, its state) -> (hidden states, state)."""
 SavePolicy = Callable[[Any], Any]
 """Wraps a layer function so that it saves less for the backward pass."""
 
@@ -60,21 +63,21 @@ class Recompute:
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
     offload: bool = False
-    """Layer inputs wait in the host's memory."""
+    """Whether layer inputs are offloaded to the host's memory."""
 
     @property
     def group(self) -> int:
-        """Layers that are computed again from one input."""
+        """Layers that are recomputed from one input."""
         return self.num_layers if self.kind == "full" and self.method == "uniform" else 1
 
     @property
     def in_chunk(self) -> "Recompute":
-        """What layers save of a chunk whose input a stage of a pipeline keeps: all, when it is computed again."""
+        """The policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
         return Recompute() if self.kind == "full" else self
 
     @classmethod
     def of(cls, training: Training) -> "Recompute":
-        """As the config says."""
+        """Reads the config's settings."""
         return cls(
             training.recompute, training.recompute_method, training.recompute_num_layers, training.recompute_offload
         )
@@ -89,37 +92,44 @@ def scan_layers(
     states: States = None,
     first: Array | None = None,
 ) -> tuple[Array, States]:
-    """Runs layers one after the other.
+    """Runs layers one after the other, by the loop that suits their parameters and the recompute policy.
+
+    - Unstacked parameters: no loop, a Python `for` (`unroll_layers`).
+    - Communication that can be overlapped with computation: `scan_with_prefetch`.
+    - Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run:
+      `_scan_accumulating`.
+    - Else a plain `lax.scan`.
 
     Args:
       run: one layer.
-      x: input of the first.
-      layers: their parameters, stacked.
-      numbers: of the layers.
-      recompute: what each saves for its backward pass.
-      states: what each layer reads besides the stream, stacked, if anything.
-      first: place of the first layer in `layers`, which may hold more than are run; None where it holds just these.
+      x: input of the first layer, [batch, act_seq, embed].
+      layers: their parameters, stacked, [layers, ...].
+      numbers: the layers' numbers, int32 [layers].
+      recompute: what each layer saves for its backward pass.
+      states: the layers' states, stacked; None where there are none.
+      first: index in `layers` of the first layer to run, where the stack holds more; None where it holds just these.
 
     Returns:
-      The output of the last, and each layer's new state, stacked.
+      The output of the last layer, and the layers' new states, stacked.
     """
     count, group = len(numbers), recompute.group
     loops = _loops(count, recompute)
-    if (apart := unstacked_layers(layers)) is not None:
+    if (unstacked := unstacked_layers(layers)) is not None:
         ((saving, _),) = loops
-        return _run_one_by_one(saving(run), x, apart, numbers, states)
+        return _run_unrolled(saving(run), x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
-    elsewhere = first is not None or states is not None or recompute.offload
-    if len(loops) == group == 1 and not elsewhere and can_prefetch(layers):
+    prevents_prefetch = first is not None or states is not None or recompute.offload
+    if len(loops) == group == 1 and not prevents_prefetch and can_prefetch(layers):
         ((saving, _),) = loops
         return scan_with_prefetch(run, saving, x, layers, numbers, sums)
     layers = gather_upfront(layers)
     stack: Any = (layers, numbers, states)
     if group > 1:
+        # `uniform` recompute of several layers from one input: scan over groups, [layers / group, group, ...].
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
     if len(loops) > 1 or sums is not None or first is not None:
-        x, states = _scan_adding(run, x, stack, loops, sums, first)
+        x, states = _scan_accumulating(run, x, stack, loops, sums, first)
     else:
         ((saving, _),) = loops
         x, states = _scan(saving(run), x, stack)
@@ -136,43 +146,50 @@ def scan_interleaved(
     recompute: Recompute,
     first: Array | None = None,
 ) -> tuple[Array, States]:
-    """Runs layers of several stacks in turns: in each turn as many of every stack, one stack after the other.
+    """Runs layers of several stacks alternately: each iteration runs the next few of every stack, stack after stack.
 
     Args:
-      run: one layer, of any of them.
-      x: input of the first.
-      stacks: their parameters.
-      numbers: of the layers in the order in which they run, [turns, layers of a turn].
+      run: one layer, of any of the stacks.
+      x: input of the first layer, [batch, act_seq, embed].
+      stacks: their parameters, [layers, ...] each.
+      numbers: the layers' numbers in the order in which they run, int32 [iterations, layers of an iteration].
       recompute: what each layer saves for its backward pass.
-      first: the first turn's number, where the stacks hold layers of more turns than are run; None where of just these.
+      first: index of the first iteration, where the stacks hold layers of more; None where they hold just these.
 
     Returns:
-      The output of the last, and the states of the last layers of the turns, stacked.
+      The output of the last layer, and the state of the last layer of each iteration, stacked.
     """
-    turns, found = len(numbers), [split_accumulators(gather_upfront(layers)) for layers in stacks]
-    held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in found) // numbers.shape[1]
-    ((saving, _),) = _loops(turns, recompute)
+    iterations, split = len(numbers), [split_accumulators(gather_upfront(layers)) for layers in stacks]
+    held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in split) // numbers.shape[1]
+    ((saving, _),) = _loops(iterations, recompute)
     saved = saving(run)
 
-    def in_turns(tree: Any) -> Any:
+    def by_iteration(tree: Any) -> Any:
+        """[layers, ...] -> [iterations, layers of the stack in one, ...]."""
         return jax.tree.map(lambda a: a.reshape(held, -1, *a.shape[1:]), tree)
 
-    def turn(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
-        one, state = iter(numbers), None
+    def iteration(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
+        next_number, state = iter(numbers), None
         for layers in stacks:
             for i in range(len(jax.tree.leaves(layers)[0])):
-                x, state = saved(x, jax.tree.map(lambda a, i=i: a[i], layers), next(one), None)
+                x, state = saved(x, jax.tree.map(lambda a, i=i: a[i], layers), next(next_number), None)
         return x, state
 
-    stack: Any = (in_turns([layers for layers, _ in found]), numbers, None)
-    sums = [total for _, totals in found for total in totals or []]
+    stack: Any = (by_iteration([layers for layers, _ in split]), numbers, None)
+    sums = [accumulator for _, accumulators in split for accumulator in accumulators or []]
     if not sums and first is None:
-        return _scan(turn, x, stack)
-    return _scan_adding(turn, x, stack, [(lambda run: run, turns)], in_turns(sums) or None, first)
+        return _scan(iteration, x, stack)
+    # `saved` wraps each layer already, so the iteration as a whole is not wrapped.
+    loops = [(lambda run: run, iterations)]
+    return _scan_accumulating(iteration, x, stack, loops, by_iteration(sums) or None, first)
 
 
 def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
-    """What layers save, and how many of them save it, one loop after the other; a group counts as one layer."""
+    """Returns the loops over layers: the policy of each, and its number of iterations (a group is one iteration).
+
+    Raises:
+      UserError: the layers are not a multiple of the group.
+    """
     if recompute.kind != "full":
         return [(partial(_save_products, kind=recompute.kind), count)]
     save_input = partial(_save_input, offload=recompute.offload)
@@ -189,23 +206,32 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 
 
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
+    """Runs the layers of one group; while the group is recomputed, its layers save their products."""
     return _scan(_save_products(run, "none"), x, (layers, numbers, states))
 
 
-def _run_one_by_one(run: RunLayer, x: Array, layers: list[Any], numbers: Array, states: States) -> tuple[Array, States]:
-    """Without a loop: what a layer keeps goes into no stack, and comes out of none."""
+def _run_unrolled(run: RunLayer, x: Array, layers: list[Any], numbers: Array, states: States) -> tuple[Array, States]:
+    """Runs layers without a loop, so that residuals are not copied into stacks.
+
+    Args:
+      run: one layer.
+      x: input of the first layer, [batch, act_seq, embed].
+      layers: parameters of each.
+      numbers: int32 [layers].
+      states: stacked, [layers, ...].
+    """
     after = []
     for i, layer in enumerate(layers):
         x, state = run(x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
         after.append(state)
-    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *after)
+    return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 
 
 def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
     return lax.scan(lambda x, layer: run(x, *layer), x, stack)
 
 
-def _scan_adding(
+def _scan_accumulating(
     run: RunLayer,
     x: Array,
     stack: tuple[Layers, Array, States],
@@ -213,36 +239,48 @@ def _scan_adding(
     sums: list[Array] | None,
     offset: Array | None,
 ) -> tuple[Array, States]:
-    """Loops over one stack; each backward iteration adds its layer's gradients to those of the stack.
+    """Runs several loops over one stack; each backward iteration adds its layer's gradients to accumulators in place.
 
-    By itself autodiff would stack the gradients of each loop, and the compiler concatenate them and add them to `sums`:
-    two or three times the memory. So loops carry the stack, unchanged, for its cotangent: that begins as `sums`, and
-    iterations write to it in place. An iteration takes its layer from a copy that has no gradient.
+    Autodiff of `lax.scan` would stack the gradients of each loop, and the compiler concatenate these stacks and add
+    them to `sums`: two or three times the memory. Instead, loops carry the stack, unchanged, for the sake of its
+    cotangent, which begins as `sums` and is updated in place. An iteration reads its layer from a copy without
+    gradient.
+
+    Args:
+      run: one layer.
+      x: input of the first layer, [batch, act_seq, embed].
+      stack: parameters [layers of the stack, ...], and numbers and states of the layers to run, [layers, ...].
+      loops: policy and number of iterations of each.
+      sums: accumulators, float32 [layers of the stack, ...]; zeros when None.
+      offset: index in the stack of the first layer to run; 0 when None.
+
+    Returns:
+      The output of the last layer, and the layers' states, stacked.
     """
     layers, *scanned = stack
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
-    def turn(
-        x: Array, carried: list[Array], place: Array, number: Array, state: Any
+    def iteration(
+        x: Array, carried: list[Array], index: Array, number: Array, state: Any
     ) -> tuple[tuple[Array, list[Array]], Any]:
-        layer, carried = accumulate_grads_into(index_layer(fixed, place), carried, place)
+        layer, carried = accumulate_grads_into(index_layer(fixed, index), carried, index)
         x, state = run(x, layer, number, state)
         return (x, carried), state
 
     carried, first = jax.tree.leaves(differentiable_shards(layers)), 0
     sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
-    for saving, turns in loops:
-        saved, places = saving(turn), jnp.arange(first, first + turns) + (0 if offset is None else offset)
-        part = (places, *jax.tree.map(lambda a, s=slice(first, first + turns): a[s], scanned))
-        (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), part)
+    for saving, count in loops:
+        saved, indices = saving(iteration), jnp.arange(first, first + count) + (0 if offset is None else offset)
+        inputs = (indices, *jax.tree.map(lambda a, s=slice(first, first + count): a[s], scanned))
+        (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), inputs)
         states.append(state)
-        first += turns
-    return seed_cotangents(sums, x, carried), jax.tree.map(lambda *parts: jnp.concatenate(parts), *states)
+        first += count
+    return seed_cotangents(sums, x, carried), jax.tree.map(lambda *of_loops: jnp.concatenate(of_loops), *states)
 
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
-    """`run` that saves its products with weights, and the attention core unless `kind` is selective."""
+    """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
     always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -250,7 +288,7 @@ def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
 
 
 def _save_input(run: Any, offload: bool) -> Any:
-    """`run` that saves only its input."""
+    """Wraps `run` to save only its input, in host memory if `offload`."""
     policies = jax.checkpoint_policies
     if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)
@@ -260,7 +298,7 @@ def _save_input(run: Any, offload: bool) -> Any:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return jax.checkpoint(lambda x, *rest: run(checkpoint_name(x, LAYER_INPUT), *rest), policy=to_host)
+    return jax.checkpoint(lambda x, *others: run(checkpoint_name(x, LAYER_INPUT), *others), policy=to_host)
 
 
 def check_offload(recompute: Recompute, platform: str) -> None:
@@ -271,5 +309,5 @@ def check_offload(recompute: Recompute, platform: str) -> None:
     """
     if recompute.offload and platform == "cpu":
         raise UserError(
-            "recompute_offload moves layer inputs from a GPU to its host, and the mesh is of CPUs: leave it out"
+            "recompute_offload moves layer inputs from a GPU to its host, and the mesh consists of CPUs: remove it"
         )

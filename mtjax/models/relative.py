@@ -26,13 +26,13 @@ class RelativeBias(nnx.Module):
         )
 
     def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
-        """float32 biases; each rank has those of its own heads."""
-        place = jnp.arange(length)
-        biases = self.table[...].at[self.buckets(place[:, None] - place[None, :])]
+        """Computes float32 biases; each rank has those of its heads."""
+        positions = jnp.arange(length)
+        biases = self.table[...].at[self.buckets(positions[:, None] - positions[None, :])]
         return biases.get(out_sharding=spec("seq", "key_seq", "heads")).transpose(2, 0, 1)[None]
 
     def at(self, positions: Int[Array, "batch seq"], length: int) -> Float[Array, "batch heads seq key_seq"]:
-        """Of queries at these positions, to keys at 0, 1, ... `length` - 1."""
+        """Computes float32 biases of queries at these positions, to keys at 0, 1, ... `length` - 1."""
         biases = self.table[...].at[self.buckets(positions[:, :, None] - jnp.arange(length))]
         return biases.get(out_sharding=spec("batch", "seq", "key_seq", "heads")).transpose(0, 3, 1, 2)
 
@@ -40,15 +40,15 @@ class RelativeBias(nnx.Module):
 def relative_buckets(
     back: Int[Array, "..."], *, is_causal: bool, num_buckets: int, max_distance: int
 ) -> Int[Array, "..."]:
-    """The bucket of each distance `back` from a query to a key.
+    """Returns the bucket of each distance `back` from a query to a key before it.
 
-    Half of the buckets are single distances; the other half reach up to `max_distance` in logarithmic steps. Where
-    tokens look both ways, keys after the query have the upper half of all buckets; where they only look back, bucket 0.
+    Half of the buckets are single distances; the other half reach up to `max_distance` in logarithmic steps. In
+    bidirectional attention, keys after the query have the upper half of all buckets; in causal attention, bucket 0.
     """
-    kinds = num_buckets if is_causal else num_buckets // 2
-    first = 0 if is_causal else jnp.where(back < 0, kinds, 0)
+    count = num_buckets if is_causal else num_buckets // 2
+    first = 0 if is_causal else jnp.where(back < 0, count, 0)
     distance = jnp.maximum(back, 0) if is_causal else jnp.abs(back)
-    single = kinds // 2
+    single = count // 2
     growth = jnp.log(jnp.maximum(distance, 1) / single) / jnp.log(max_distance / single)
-    far = jnp.minimum(single + (growth * (kinds - single)).astype(jnp.int32), kinds - 1)
+    far = jnp.minimum(single + (growth * (count - single)).astype(jnp.int32), count - 1)
     return first + jnp.where(distance < single, distance, far)

@@ -1,4 +1,5 @@
-"""Rotary position embeddings (RoPE, arXiv 2104.09864), and how to scale them beyond the length of training."""
+"""Rotary position embeddings (RoPE, arXiv 2104.09864), and their scalings for longer contexts than those of
+training."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ class Rotary:
     model: Model
 
     def __call__(self, position_ids: Int[Array, "#batch seq"]) -> Rotation:
-        """The rotation of each position, in float32."""
+        """Computes the rotation of each position, in float32."""
         angles = position_ids[..., None].astype(jnp.float32) * jnp.asarray(frequencies(self.model))
         cos, sin, factor = jnp.cos(angles), jnp.sin(angles), attention_factor(self.model)
         return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
@@ -37,20 +38,21 @@ class Rotary:
 def rotate(
     x: Float[Array, "batch seq heads head_dim"], by: Rotation | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates each pair (i, i + head_dim/2) of a head in float32; gives the type of x. Without a rotation, x itself.
+    """Rotates each pair (i, i + head_dim/2) of a head in float32; returns the type of x, or x itself without a
+    rotation.
 
-    The pairing is that of GPT-NeoX and transformers; Meta's own checkpoints pair neighbours, with permuted weights.
+    The pairing is that of GPT-NeoX and transformers; Meta's checkpoints pair neighbors, with permuted weights.
     """
     if by is None:
         return x
     cos, sin = by.cos[:, :, None], by.sin[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def frequencies(model: Model) -> np.ndarray:
-    """Radians per position of each pair, float32 [head_dim / 2], scaled as the model says."""
+    """Computes the radians per position of each pair, float32 [head_dim / 2], with the model's scaling."""
     exponent = np.arange(0, head_dim(model), 2) / head_dim(model)
     return SCALINGS[model.rope_scaling](model, model.rope_theta**-exponent).astype(np.float32)
 
@@ -61,25 +63,31 @@ def _unscaled(model: Model, frequency: np.ndarray) -> np.ndarray:
 
 
 def _linear(model: Model, frequency: np.ndarray) -> np.ndarray:
-    """Positions interpolated (arXiv 2306.15595)."""
+    """Interpolates positions (arXiv 2306.15595): divides all frequencies."""
     return frequency / model.rope_factor
 
 
 def _llama3(model: Model, frequency: np.ndarray) -> np.ndarray:
-    """Long wavelengths in full, short ones not at all, those between in proportion (Llama 3.1's release)."""
+    """Divides low frequencies, keeps high ones, and interpolates between both (Llama 3.1's release)."""
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    turns = model.rope_original_length * frequency / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return kept * frequency + (1 - kept) * frequency / model.rope_factor
+    rotations = model.rope_original_length * frequency / (2 * math.pi)
+    unscaled = np.clip((rotations - low) / (high - low), 0, 1)
+    return unscaled * frequency + (1 - unscaled) * frequency / model.rope_factor
 
 
 def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
-    """Pairs that turn seldom in full, those that turn often not at all, those between by their number (YaRN,
-    arXiv 2309.00071, section 3.2): bounds are whole pairs, as in its code and in transformers."""
+    """Divides low frequencies, keeps high ones, and interpolates by the index of the pair (YaRN, arXiv 2309.00071,
+    3.2).
+
+    The bounds are integers, as in YaRN's code and in transformers.
+    """
     width = head_dim(model)
 
-    def pair(turns: float) -> float:
-        return width * math.log(model.rope_original_length / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+    def pair(rotations: float) -> float:
+        """The pair that rotates so often within the original length."""
+        return (
+            width * math.log(model.rope_original_length / (rotations * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+        )
 
     first = max(math.floor(pair(model.rope_beta_fast)), 0)
     last = min(math.ceil(pair(model.rope_beta_slow)), width - 1)
@@ -88,7 +96,7 @@ def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
 
 
 def attention_factor(model: Model) -> float:
-    """By what YaRN multiplies queries and keys (its section 3.3); 1 without it."""
+    """Returns the factor by which YaRN multiplies queries and keys (its section 3.3); 1 for other scalings."""
     if model.rope_scaling != "yarn":
         return 1.0
     if model.rope_attention_factor is not None:

@@ -1,4 +1,4 @@
-"""A model on a mesh, without an optimizer: all that converting, sampling and evaluating need; training adds to it."""
+"""A model on a mesh, without an optimizer: the basis of conversion, generation, evaluation and training."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -39,19 +39,19 @@ from mtjax.theory.timetable import forward_timetable, timetable
 Tree = Any
 Batch = dict[str, Any]
 """The arrays that the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
-number in the run, from which its dropout derives."""
+number in the run, from which its dropout keys derive."""
 
 
 class ShardedModel:
     """A config's model on a mesh: abstract until a method is called.
 
-    `records` has a record per parameter, `axes` only their logical names and `abstract_parameters` their shapes and
-    types, all in trees like the parameters'. `attention_fallback` says why cuDNN's attention is not used although the
-    config asks for it; otherwise None. `sections` names the stacks of layers in their order. Where a run `trains` the
-    model, parameters lie as in its steps: in parts from ZeRO-1 on; else with ZeRO-3 alone.
+    `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
+    type, all in trees like the parameters'. `attention_fallback` is the reason why cuDNN's attention is not used
+    although the config requests it; None otherwise. `sections` names the stacks of layers in their order. With
+    `trains`, parameters are sharded as in a training step, from ZeRO-1 on; without it, only ZeRO-3 shards them.
 
     Raises:
-      UserError: the model or its batch does not divide over the mesh.
+      UserError: the model or its batch is not divisible by the mesh.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
@@ -64,7 +64,7 @@ class ShardedModel:
         self.family = model_class(config)
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
-        self.sections = tuple((name, *section.others) for name, section in model.sections.items())
+        self.sections = tuple((name, *section.other_stacks) for name, section in model.sections.items())
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
@@ -77,22 +77,22 @@ class ShardedModel:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
+        """Pipeline parallel degree; 1 without pipeline parallelism."""
         return self.shape.degree(self.layout.rules.layers)
 
     @property
     def layer_orders(self) -> Orders:
-        """In which order the layers of each stack lie, where it is not their own."""
+        """The order in which the layers of each stack are stored, where it differs from the model's order."""
         return layer_orders(self.config.model, self.config.parallel)
 
     @cached_property
     def parameter_sharding(self) -> Tree:
-        """Where each parameter lives between steps."""
+        """Sharding of each parameter between steps."""
         return placement.shardings(partition_specs(self.records, "storage_spec"), self.mesh)
 
     @property
     def restore_target(self) -> Tree:
-        """Shapes, types and shardings of the parameters, into which saved ones are restored."""
+        """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
         return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
 
     @property
@@ -101,11 +101,11 @@ class ShardedModel:
         return replicated_names(self.records, self.layout.zero)
 
     def initialize_parameters(self, seed: int) -> Tree:
-        """Random parameters, created where they live: those with which a training run of this seed begins."""
+        """Draws the initial parameters of a training run with this seed, each shard on its device."""
         return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
 
     def initialize_named(self, seed: int, names: Collection[str]) -> dict[str, Array]:
-        """Some of these random parameters alone, by their dotted names."""
+        """Draws some of these initial parameters alone, by their dotted names."""
 
         def chosen(tree: Tree) -> dict[str, Any]:
             named = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
@@ -115,72 +115,78 @@ class ShardedModel:
         return self.on_mesh(draw, jax.random.key(seed))
 
     def model(self, parameters: Tree) -> LanguageModel:
-        """The model with these parameters."""
+        """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
-        """The model with parameters as they are stored, to be traced without differentiating."""
+        """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
         return self.model(gather_for_inference(self.records, parameters))
 
     # --- batches
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where a batch lives: split by samples, and over `context` by their tokens; see `placement.of_dimensions`."""
+        """Sharding of a batch: by samples, and by tokens over `context`; see `placement.of_dimensions`."""
         return placement.batch_sharding(self.mesh, self.layout.rules)
 
     @property
     def batch_names(self) -> tuple[str, ...]:
-        """The arrays of a batch that the model reads."""
+        """Names of the arrays of a batch that the model reads."""
         return tuple(self.abstract_batch())
 
     @property
     def sample_length_multiple(self) -> int:
-        """The length of every sample is a multiple of it."""
+        """A number of which the length of every sample must be a multiple."""
         return parts_of_samples(self.layout, self.shape)
 
     def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
-        """Shapes, types and shardings of a batch."""
+        """Returns shapes, types and shardings of a batch."""
         samples = global_batch_size or self.config.training.global_batch_size
         each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
         arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
-        places = {name: placement.of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
-        return placement.with_sharding(arrays, places)
+        shardings = {name: placement.of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
+        return placement.with_sharding(arrays, shardings)
 
     # --- losses
 
     def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        """Each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
+        """Computes each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
         return self.on_mesh(self._compiled_evaluate, parameters, batch)
 
     def lower_evaluate(self) -> jax.stages.Lowered:
-        """The program of `evaluate`, lowered from abstract values."""
+        """Lowers the program of `evaluate` from abstract values."""
         return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
 
     def final_hidden_states(self, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
-        """The residual stream behind the last layer, to be traced by the rules in force; dropout is off.
+        """Computes the hidden states behind the last layer, by the rules in force, without dropout; call it in a trace.
 
-        With `microbatches` each rank runs its own samples, so many parts of them one after the other; stages know how
-        many by themselves.
+        Args:
+          parameters: sharded as `storage_spec`.
+          batch: arrays [batch, ...].
+          microbatches: into which each rank divides its samples; None runs the batch outside the manual region, unless
+            pipeline or context parallelism needs the region.
+
+        Returns:
+          [batch, act_seq, embed].
         """
         rules, schedule = current_rules(), self.microbatch_schedule(microbatches or 1)
         region, batch = dataclasses.replace(self.region, rules=rules), with_text_lengths(self.config.model, batch)
         if isinstance(schedule, PipelineSchedule) or rules.seq or microbatches is not None:
-            place: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
-            part = (batch, {}, None)
+            specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
+            inputs = (batch, {}, None)
             return distributed_output(
-                self.pipeline_model(self.loss_options), parameters, part, region, schedule, place
+                self.pipeline_model(self.loss_options), parameters, inputs, region, schedule, specs
             ).x
         return run_sections(self.inference_model(parameters), batch, None)[0].x
 
     def pipeline_model(self, options: LossOptions) -> TrunkPipeline:
-        """The model as schedules run it, with these losses."""
+        """Returns the model's `PipelineModel`, with these options of its losses."""
         return TrunkPipeline(self.model, options, self.sections)
 
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
-        """The order in which microbatches go through the model."""
+        """Returns the schedule: gradient accumulation, or the config's pipeline schedule."""
         stages, parallel = self.stages, self.config.parallel
         if stages == 1:
             training = self.config.training
@@ -196,13 +202,14 @@ class ShardedModel:
 
     @property
     def loss_options(self) -> LossOptions:
-        """How training computes losses, by the config."""
+        """Options of the training losses, from the config."""
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
-        assert vocab_size is not None  # check_config has asked for it
+        assert vocab_size is not None  # check_config requires it
         return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls with the mesh in force. Arguments are built without it, because optax puts scalars on a real device."""
+        """Calls a function with the mesh in force."""
+        # Arguments are built without it, because optax puts scalars on a real device.
         with jax.set_mesh(self.mesh):
             return function(*arguments)
 
@@ -216,12 +223,12 @@ class ShardedModel:
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):
-            part, schedule = (batch, weights, None), self.microbatch_schedule(1)
-            sums = distributed_losses(self.pipeline_model(plain), parameters, part, self.region, schedule)
+            inputs, schedule = (batch, weights, None), self.microbatch_schedule(1)
+            sums = distributed_losses(self.pipeline_model(plain), parameters, inputs, self.region, schedule)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _drawn(self, key: Array) -> Tree:
-        """Parameters drawn from half of a run's key; dropout derives from the other half."""
+        """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
         model_key, _ = jax.random.split(key)
         return nnx.to_pure_dict(nnx.state(self._build(model_key)))
 

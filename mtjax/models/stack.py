@@ -1,4 +1,4 @@
-"""Stacks of layers: parameters along `layers`, and one program for all of them."""
+"""Stacks of layers: parameters stacked along `layers`, and one traced program for all of them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,25 +24,28 @@ from mtjax.sharding.param_comm import materialize
 from mtjax.theory.stages import PADDING, layer_order
 
 Residual = Float[Array, "batch act_seq embed"]
-"""The residual stream."""
+"""Hidden states between layers (the residual stream)."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Layers of a stack that follow each other on a stage of a pipeline."""
+    """Consecutive layers of a stack on one pipeline stage."""
 
     stage: Int[Array, ""]
     number: Int[Array, ""]
-    """Among the stage's chunks."""
+    """Index among the stage's chunks."""
 
 
 class LayerSlice(NamedTuple):
-    """Layers of a stack that are run one after the other: as `run_layers` takes them."""
+    """Layers of a stack that run one after the other: arguments of `run_layers`."""
 
     numbers: Int[Array, " layers"]
+    """Numbers of the layers in the model."""
     recompute: Recompute
     first: Int[Array, ""] | None = None
+    """Index of the first in the stack's arrays; None where these hold just these layers."""
     is_padded: bool = False
+    """Whether some numbers may be `PADDING`."""
 
 
 class Stack(nnx.Module):
@@ -67,27 +70,29 @@ class Stack(nnx.Module):
           kind: in `KINDS`.
           recompute: what each layer saves for its backward pass.
           parallel: which layers each stage has.
-          key: of all layers of the model, which have one each.
-          layers: their numbers, where the model has other stacks too; all `num_layers` when None.
+          key: split into one for each layer of the model.
+          layers: their numbers, where the model has another stack too; all `num_layers` when None.
         """
-        own = tuple(layers or range(model.num_layers))
+        members = tuple(layers or range(model.num_layers))
         self.order = layer_order(model.num_layers, num_shards("layers"), parallel.chunks, parallel.layers_per_stage).of(
-            own
+            members
         )
+        # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
-        if not self.order.is_plain or len(own) < model.num_layers:
+        if not self.order.is_plain or len(members) < model.num_layers:
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:
             drawn = Layer(model, dtype, kind=kind, key=key)
-            # Where a stage has no layer, zeros: they stay zeros, and count for nothing in a fingerprint.
+            # Padding, where a stage has fewer layers than others, is zeros: they stay zeros, and do not change a
+            # checksum.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
 
-        drawn_from = (keys, jnp.asarray(numbers))
+        keys_and_numbers = (keys, jnp.asarray(numbers))
         if num_shards("layers") > 1:
-            drawn_from = jax.tree.map(lambda a: reshard(a, spec("layers")), drawn_from)
-        self.layers = jax.vmap(layer)(*drawn_from)
+            keys_and_numbers = jax.tree.map(lambda a: reshard(a, spec("layers")), keys_and_numbers)
+        self.layers = jax.vmap(layer)(*keys_and_numbers)
         self.recompute = recompute
 
     def __call__(
@@ -98,47 +103,56 @@ class Stack(nnx.Module):
         return run_layers(self.layers, numbers, x, context, recompute, states, first, is_padded)
 
     def layer_slice(self, chunk: Chunk | None) -> LayerSlice:
-        """All layers, or those of a chunk."""
+        """Selects all layers, or those of a chunk.
+
+        Args:
+          chunk: None for all.
+
+        Returns:
+          The layers' numbers, int32 [layers], with the recompute policy, the index of the first layer in this stage's
+          arrays, and whether there is padding.
+        """
         if chunk is None:
             return LayerSlice(jnp.asarray(self.order.flat), self.recompute)
+        # `order.numbers` is [stages, chunks, layers of a chunk]. On a stage, parameters are stacked chunk by chunk.
         numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
         first = chunk.number * self.order.places if len(self.order.numbers[0]) > 1 else None
         return LayerSlice(numbers, self.recompute.in_chunk, first, self.order.is_padded)
 
-    def scatter_counts(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
-        """What is counted of each layer of a chunk, where those of all layers of the stack would stand, in their own
-        order; zeros for the others."""
+    def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+        """Moves the counters of a chunk's layers to their positions among all layers of the stack; zeros elsewhere."""
         all_layers = jnp.asarray(sorted(set(self.order.flat) - {PADDING}))
         numbers = jnp.asarray(self.order.numbers)[chunk.stage, chunk.number]
-        is_own = (all_layers[:, None] == numbers).reshape(-1, len(numbers), *(1,) * (counts.ndim - 1))
-        return jnp.where(is_own, counts, 0).sum(1)
+        is_same = (all_layers[:, None] == numbers).reshape(-1, len(numbers), *(1,) * (counts.ndim - 1))
+        return jnp.where(is_same, counts, 0).sum(1)
 
 
 @dataclass(frozen=True)
 class InterleavedStacks:
-    """Two stacks of one section: the layers of one behind those of the other, or in turns."""
+    """Two stacks of one section, dense layers and layers with experts: one stack after the other, or interleaved."""
 
-    others: Stack
+    dense: Stack
     stack: Stack
     is_interleaved: bool
-    """Whether each layer of the stack comes behind all of the others' with numbers between its own."""
+    """Whether each layer of `stack` follows the dense layers with lower numbers than its own, not all dense layers."""
 
     def __call__(
         self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
     ) -> tuple[Residual, State]:
-        """Runs all layers, or a chunk of them, in training; states come out of the stack alone."""
+        """Runs all layers, or a chunk of them, in training; returned states are those of `stack` alone."""
         assert states is None
         if not self.is_interleaved:
-            x, _ = self.others(x, context, chunk=chunk)
+            x, _ = self.dense(x, context, chunk=chunk)
             return self.stack(x, context, chunk=chunk)
-        own, recompute, first, is_padded = self.stack.layer_slice(chunk)
-        between = self.others.layer_slice(chunk).numbers.reshape(len(own), -1)
-        numbers, run = jnp.concatenate([between, own[:, None]], 1), partial(_run_slot, context, is_padded)
+        sparse, recompute, first, is_padded = self.stack.layer_slice(chunk)
+        dense = self.dense.layer_slice(chunk).numbers.reshape(len(sparse), -1)
+        # [iterations, dense layers + 1]: each layer with experts follows the dense layers before it.
+        numbers, run = jnp.concatenate([dense, sparse[:, None]], 1), partial(_run_or_skip, context, is_padded)
         with jax.named_scope("layers"):
-            return scan_interleaved(run, x, (self.others.layers, self.stack.layers), numbers, recompute, first)
+            return scan_interleaved(run, x, (self.dense.layers, self.stack.layers), numbers, recompute, first)
 
-    def scatter_counts(self, counts: Float[Array, " places ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
-        """See `Stack.among_all`: of the stack alone."""
+    def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+        """See `Stack.scatter_counts`: of `stack` alone."""
         return self.stack.scatter_counts(counts, chunk)
 
 
@@ -156,40 +170,49 @@ def run_layers(
 
     Args:
       layers: their parameters, stacked.
-      numbers: the layers' numbers in the model; a layer derives its dropout keys from the context's and its own.
-      x: the residual stream.
-      context: what every layer reads besides it.
+      numbers: the layers' numbers in the model, from which their dropout keys derive.
+      x: hidden states.
+      context: other inputs of all layers.
       recompute: what each layer saves for its backward pass.
       states: the layers' states, each array stacked along `layers`; None in training.
-      first: where in `layers` the parameters of the first are; they are exactly these layers' when None.
-      is_padded: whether some numbers may be `PADDING`; the stream passes such layers unchanged.
+      first: index of the first layer in `layers`, which may hold more; None where it holds just these.
+      is_padded: whether some numbers may be `PADDING`; such layers return the hidden states unchanged.
 
     Returns:
-      The residual stream, and the layers' new states, stacked likewise; None where no layer has any.
+      The hidden states, and the layers' new states, stacked likewise; None where no layer has any.
     """
 
-    run = partial(_run_slot, context, is_padded)
+    run = partial(_run_or_skip, context, is_padded)
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
 
 
-def _run_slot(
+def _run_or_skip(
     context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
-    """One layer, with dropout keys of its own; or what passes a place without one."""
+    """Runs one layer, with its own dropout keys; skips a padding layer.
+
+    Args:
+      context: of all layers.
+      is_padded: whether `number` may be `PADDING`.
+      x: hidden states, [batch, act_seq, embed].
+      layer: its parameters, perhaps wrapped: they are gathered here.
+      number: of the layer, int32 [].
+      state: of the layer.
+    """
     keys = context.dropout_keys
-    own = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+    layer_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
     def one(x: Array) -> tuple[Array, State]:
-        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=own), state)
+        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys), state)
 
     if not is_padded:
         return one(x)
-    return cond_by_stage(number == PADDING, lambda x: (x, _nothing(one, x)), one, x)
+    return cond_by_stage(number == PADDING, lambda x: (x, _zero_state(one, x)), one, x)
 
 
-def _nothing(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:
-    """Zeros like the state that a layer would have put out."""
+def _zero_state(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:
+    """Builds zeros like the state that a layer would return."""
 
     def zeros(like: jax.ShapeDtypeStruct) -> Array:
         return varying_like(jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding.spec), x)

@@ -1,8 +1,8 @@
 """Random bits of Threefry-2x32-20 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 The function that `jax.random` computes for its default keys, written as plain arithmetic on each element. XLA fuses it
-into what uses the bits; on CPUs `jax.random` instead loops over entire arrays, round by round, which takes many times
-as long (benchmarks/dropout.py).
+into the consumer of the bits; on CPUs `jax.random` instead loops over entire arrays, round by round, which takes many
+times as long (benchmarks/dropout.py).
 """
 
 import jax
@@ -16,22 +16,22 @@ _PARITY = 0x1BD11BDA
 
 
 def random_bits(
-    key: Key[Array, ""], shape: tuple[int, ...], place: PartitionSpec, rows: Int[Array, " rows"] | None = None
+    key: Key[Array, ""], shape: tuple[int, ...], sharding: PartitionSpec, rows: Int[Array, " rows"] | None = None
 ) -> UInt32[Array, "..."]:
-    """32 random bits for each element, computed where it lives; they depend only on the key and the element's index.
+    """Draws 32 random bits for each element, each shard on its device; they depend only on the key and the index.
 
     Args:
       key: a Threefry key.
       shape: at least one dimension; the last one, and all others together, below 2^32.
-      place: where the result lives.
+      sharding: of the result.
       rows: indices of the first dimension's elements, where these are some of a larger array; 0, 1, ... when None.
     """
 
     def count(dimension: int) -> Array:
         if dimension == 0 and rows is not None:
-            own = reshard(rows.astype(jnp.uint32), PartitionSpec(place[0]))
-            return lax.broadcast_in_dim(own, shape, (0,), out_sharding=place)
-        return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=place)
+            row_indices = reshard(rows.astype(jnp.uint32), PartitionSpec(sharding[0]))
+            return lax.broadcast_in_dim(row_indices, shape, (0,), out_sharding=sharding)
+        return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 
     row = jnp.uint32(0)
     for dimension, size in enumerate(shape[:-1]):
@@ -43,7 +43,7 @@ def random_bits(
 def threefry(
     key: UInt32[Array, "2"], first: UInt32[Array, "..."], second: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Encrypts a counter of two words: 20 rounds, with a part of the key added before them and after every fourth."""
+    """Encrypts a counter of two words: 20 rounds, with a subkey added before them and after every fourth."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     first, second = first + schedule[0], second + schedule[1]
     for group in range(5):

@@ -1,4 +1,4 @@
-"""Matrices that lie turned in memory: the numbers that a product sums stand side by side."""
+"""Matrices that are stored transposed, so that the elements that a product sums are contiguous."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,11 +15,10 @@ from mtjax.sharding.axes import REPLICATED
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TransposedWeight:
-    """A matrix [*inputs, *outputs] on one device that is kept as [outputs, inputs], for products without gradients.
+    """A matrix [*inputs, *outputs] on one device, stored as [outputs, inputs], for products without gradients."""
 
-    On CPUs XLA's products of 4 to 64 rows with it take 0.6 to 0.9 times as long as the other way around. It has two
-    dimensions, because XLA would turn one of more around again for each product.
-    """
+    # XLA: on CPUs, products of 4 to 64 rows with it take 0.6 to 0.9 times as long as with the matrix itself. It has two
+    # dimensions, because XLA would transpose an array with more for each product.
 
     values: Float[Array, "outputs inputs"]
     shape: tuple[int, ...] = field(metadata={"static": True})
@@ -27,12 +26,12 @@ class TransposedWeight:
 
     @classmethod
     def of(cls, matrix: Float[Array, "..."], inputs: int) -> "TransposedWeight":
-        """A matrix whose first `inputs` dimensions are those of the input."""
+        """Transposes a matrix whose first `inputs` dimensions are those of the input."""
         rows = math.prod(matrix.shape[:inputs])
         return cls(matrix.reshape(rows, -1, out_sharding=REPLICATED).T, matrix.shape)
 
     def __getitem__(self, key: object) -> "TransposedWeight":
-        """All of it: what a `nnx.Variable` is asked for."""
+        """Returns itself for `[...]`, by which `nnx.Variable` is read."""
         assert key is Ellipsis
         return self
 
@@ -41,9 +40,9 @@ class TransposedWeight:
         """Dimensions of the matrix."""
         return len(self.shape)
 
-    def product(self, x: Float[Array, "..."], inputs: int, place: PartitionSpec) -> Float[Array, "..."]:
-        """`x W` over the last `inputs` dimensions of x, in its type."""
+    def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
+        """Computes `x W` over the last `inputs` dimensions of x, in its type."""
         rows, outputs = x.shape[: x.ndim - inputs], self.shape[inputs:]
         flat = x.reshape(math.prod(rows), -1, out_sharding=REPLICATED)
         product = jnp.einsum("ri,oi->ro", flat, self.values.astype(x.dtype))
-        return product.reshape(*rows, *outputs, out_sharding=place)
+        return product.reshape(*rows, *outputs, out_sharding=sharding)

@@ -1,8 +1,8 @@
-"""A model, divided where a schedule may cut it: embedding, one or more stacks of layers, and head.
+"""Divides a model where pipeline stages can begin: embedding, sections of layers, and head.
 
-A model's sections run one after the other. A section is a stack of layers with the function that makes its input, from
-the batch and the output of the section before. So different devices can run the embedding, some layers of a stack
-(`mtjax.models.stack.run_layers`), and the losses, if they send each other the stream.
+A model's sections run one after the other. A section is a stack of layers, with the function that computes its input
+from the batch and the output of the section before. So different stages can run the embedding, some layers of a stack
+(`mtjax.models.stack.run_layers`), and the losses, if they send each other the hidden states.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,31 +22,31 @@ Keys = Key[Array, " batch"] | None
 """A dropout key per sample; None turns dropout off."""
 
 TEACHER, TEACHER_TABLE = "teacher", "teacher_table"
-"""Arrays of a batch that a teacher adds: its final hidden states, which its output table makes logits of; or, of a task
-other than the next token, its outputs alone."""
+"""Arrays that a teacher adds to a batch (distillation): its final hidden states and its output table; in finetuning,
+its outputs alone."""
 HARD, SOFT = "hard_loss", "soft_loss"
-"""The losses then: by the labels, and by the teacher's probabilities."""
+"""Losses of distillation: cross-entropy with the labels, and with the teacher's probabilities."""
 
 
 class HiddenStates(NamedTuple):
-    """Everything that passes from one layer to the next, and from one section to the next."""
+    """The activations between two layers, and between two sections."""
 
     x: Float[Array, "batch act_seq embed"]
-    """The residual stream."""
+    """Hidden states (the residual stream)."""
     encoded: Float[Array, "batch act_seq embed"] | None = None
-    """The output of an earlier section, for the layers of this one to read."""
+    """The output of an earlier section, which layers of this one read by cross-attention."""
 
 
 class Section(NamedTuple):
-    """A stack of layers, or two, and what it reads."""
+    """A stack of layers, or two, and the functions that compute its inputs."""
 
     stack: Stack | InterleavedStacks
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
-    """(batch, keys, output of the section before, None for the first) -> what the first layer reads."""
+    """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]
-    """(batch, keys, stream) -> what every layer reads besides the residual stream; without communication."""
-    others: tuple[str, ...] = ()
-    """Names of the parameters of other stacks than that which the section is called after."""
+    """(batch, keys, hidden states) -> other inputs of every layer; without communication."""
+    other_stacks: tuple[str, ...] = ()
+    """Names of the parameters of the section's other stacks; the section has the name of its first."""
 
 
 class Headless(Protocol):
@@ -54,15 +54,19 @@ class Headless(Protocol):
 
     @property
     def sections(self) -> Mapping[str, Section]:
-        """In the order in which they run; the name of each is that of its stack's parameters: "encoder.stack"."""
+        """The sections in their order; the name of each is that of its stack's parameters: "encoder.stack"."""
         ...
 
 
 class Trunk(Headless, Protocol):
-    """A model as a schedule sees it."""
+    """A model with its head."""
 
-    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """The head: values of each loss, float32, not weighted, from the output of the last section."""
+    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Runs the head on the output of the last section.
+
+        Returns:
+          The values of each loss, float32 [batch] or [batch, seq], not weighted.
+        """
         ...
 
 
@@ -74,24 +78,30 @@ def run_sections(
     Args:
       trunk: the model.
       batch: its arrays, [batch, ...].
-      keys: dropout's.
+      keys: dropout keys.
       states: of the layers of sections that have any, by the sections' names.
 
     Returns:
       The output of the last section, and every section's states, None where its layers have none.
     """
-    stream, after = None, {}
+    hidden, after = None, {}
     for name, section in trunk.sections.items():
-        stream = section.embed(batch, keys, stream)
-        context = section.context(batch, keys, stream)
-        x, after[name] = section.stack(stream.x, context, (states or {}).get(name))
-        stream = stream._replace(x=x)
-    assert stream is not None, "a model has a section"
-    return stream, after
+        hidden = section.embed(batch, keys, hidden)
+        context = section.context(batch, keys, hidden)
+        x, after[name] = section.stack(hidden.x, context, (states or {}).get(name))
+        hidden = hidden._replace(x=x)
+    assert hidden is not None, "a model has a section"
+    return hidden, after
 
 
 def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-    """The values of each loss of a batch by its name, float32, not weighted, and what routers report; `keys` turn
-    dropout on."""
-    stream, states = run_sections(trunk, batch, keys)
-    return trunk.losses(stream, batch, keys, options) | router_reports(list(states.values()))
+    """Computes the values of each loss of a batch, float32, not weighted, and the routers' losses and counters.
+
+    Args:
+      trunk: the model.
+      batch: its arrays, [batch, ...].
+      keys: dropout keys; None turns dropout off.
+      options: of the cross-entropy.
+    """
+    trunk_output, states = run_sections(trunk, batch, keys)
+    return trunk.losses(trunk_output, batch, keys, options) | router_reports(list(states.values()))

@@ -1,7 +1,7 @@
-"""Choices between arrays and numbers, and sums with smaller arrays, that stay where they are written.
+"""`where` with a number and addition of a smaller array, without hoisting out of the scan over layers.
 
-What a layer makes of constants alone jax lifts out of the loop over layers. Of a number, a mask or a bias spread over
-all scores of attention, the program would write out an array, keep it through the step, and read it in every layer.
+`lax.scan` hoists what is computed from constants alone, such as a number, a mask or a bias broadcast to the shape of
+attention scores. The program would materialize that array, keep it alive through the step, and read it in every layer.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from mtjax.sharding.no_hoist import no_hoist
 
 
 def where(keep: Bool[Array, "..."], x: Float[Array, "..."], otherwise: float) -> Float[Array, "..."]:
-    """`x` where `keep`, which may have dimensions of 1 in place of x's; elsewhere a number."""
+    """Selects `x` where `keep`, which may have dimensions of 1, and the number `otherwise` elsewhere."""
     return cast(Array, _where(keep, x, otherwise))
 
 
@@ -38,7 +38,7 @@ _where.defvjp(_where_forward, _where_backward)
 
 
 def plus(x: Float[Array, "batch ..."], bias: Float[Array, "1 ..."]) -> Float[Array, "batch ..."]:
-    """`x` and a bias that is the same for all samples."""
+    """Adds a bias that is equal for all samples."""
     return _plus(x, varying_like(bias, x))
 
 

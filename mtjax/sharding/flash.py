@@ -1,4 +1,4 @@
-"""cuDNN's flash attention under explicit sharding: every rank runs the kernel on its own samples and heads."""
+"""cuDNN's flash attention under explicit sharding: every rank runs the kernel on its samples and heads."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,16 @@ from jaxtyping import Float
 from mtjax.sharding.axes import explicit_axes, spec
 
 Attend = Callable[[Array, Array, Array], Array]
-"""(query, key, value) -> the mixed values, each [batch, seq, heads, head_dim]: differentiable, on one device.
+"""(query, key, value) -> output, each [batch, seq, heads, head_dim]: differentiable, on one device.
 
-For its backward pass it saves, besides these, one array [batch, heads, seq], and perhaps empty ones.
+Its residuals are these four arrays, one array [batch, heads, seq], and perhaps empty arrays.
 """
 Saved = tuple[Array, Array, Array, Array, Array]
-"""Query, key, value, the mixed values, and the array that the kernel adds."""
+"""Query, key, value, output, and the kernel's statistics."""
 
 
 def cudnn(query: Array, key: Array, value: Array) -> Array:
-    """cuDNN's causal attention, in 16 bits, on one GPU."""
+    """Runs cuDNN's causal attention, in 16 bits, on one GPU."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
@@ -33,13 +33,13 @@ def flash_attention(
     names: tuple[str, str],
     attend: Attend = cudnn,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal softmax attention that never writes the probabilities out.
+    """Computes causal softmax attention without materializing the probabilities.
 
     Args:
-      query: 16 bits for cuDNN; heads / groups queries in turn share a key and a value head.
-      key: as many as values.
-      value: what is mixed.
-      names: of what is saved for the backward pass: the mixed values, and float32 statistics [batch, heads, seq].
+      query: 16 bits for cuDNN; heads / groups consecutive query heads share a key and a value head.
+      key: keys.
+      value: values.
+      names: of the arrays saved for the backward pass: the output, and float32 statistics [batch, heads, seq].
       attend: the kernel.
     """
     kernel = _Kernel(attend, spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq"), names)
@@ -47,7 +47,7 @@ def flash_attention(
 
 
 class _Kernel(NamedTuple):
-    """What `_flash` runs where."""
+    """Static arguments of `_flash`: the kernel and shardings."""
 
     attend: Attend
     heads: PartitionSpec
@@ -55,11 +55,11 @@ class _Kernel(NamedTuple):
     names: tuple[str, str]
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Every rank runs `body` on its own samples and heads; inputs of three dimensions are statistics."""
+        """Maps `body` over the shards of its arguments; those of three dimensions are statistics."""
 
         def mapped(*inputs: Array) -> Any:
-            places = tuple(self.heads if a.ndim == 4 else self.statistics for a in inputs)
-            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=places, out_specs=outputs)(*inputs)
+            specs = tuple(self.heads if a.ndim == 4 else self.statistics for a in inputs)
+            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)(*inputs)
 
         return mapped
 
@@ -70,31 +70,41 @@ def _flash(kernel: _Kernel, query: Array, key: Array, value: Array) -> Array:
 
 
 def _flash_forward(kernel: _Kernel, query: Array, key: Array, value: Array) -> tuple[Array, Saved]:
-    """Differentiating through a map inside a manual region does not lower, so the maps are inside the `custom_vjp`."""
+    """Runs the kernel; its residuals leave the map as outputs."""
 
+    # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
     def local(*inputs: Array) -> tuple[Array, Array]:
-        out, pull = jax.vjp(kernel.attend, *inputs)
-        leaves = jax.tree.leaves(pull)
-        return out, leaves[residual_index(leaves, (*inputs, out))]
+        out, vjp = jax.vjp(kernel.attend, *inputs)
+        residuals = jax.tree.leaves(vjp)
+        return out, residuals[residual_index(residuals, (*inputs, out))]
 
     arrays = kernel.map(local, (kernel.heads, kernel.statistics))(query, key, value)
-    out, own = (checkpoint_name(a, name) for a, name in zip(arrays, kernel.names, strict=True))
-    return out, (query, key, value, out, own)
+    out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, kernel.names, strict=True))
+    return out, (query, key, value, out, statistics)
 
 
 def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Array, Array, Array]:
-    """The kernel's own backward pass, with what the forward map has saved in the place of what a second run would.
+    """Runs the kernel's backward pass with the saved output and statistics.
 
-    Empty arrays, whose placement no `out_specs` can express, come from tracing that run. Nobody reads the rest of it,
-    so it is not compiled.
+    Args:
+      kernel: static arguments.
+      saved: query, key, value and output [batch, seq, heads, head_dim], and statistics [batch, heads, seq].
+      gradient: of the output.
+
+    Returns:
+      Gradients of query, key and value.
     """
 
-    def local(query: Array, key: Array, value: Array, out: Array, own: Array, gradient: Array) -> tuple[Array, ...]:
+    def local(
+        query: Array, key: Array, value: Array, out: Array, statistics: Array, gradient: Array
+    ) -> tuple[Array, ...]:
         inputs = (query, key, value)
-        again, pull = jax.vjp(kernel.attend, *inputs)
-        leaves, tree = jax.tree.flatten(pull)
-        leaves[residual_index(leaves, (*inputs, again))] = own
-        return jax.tree.unflatten(tree, [out if leaf is again else leaf for leaf in leaves])(gradient)
+        # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
+        # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
+        recomputed, vjp = jax.vjp(kernel.attend, *inputs)
+        leaves, tree = jax.tree.flatten(vjp)
+        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
+        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
 
     return kernel.map(local, kernel.heads)(*saved, gradient)
 
@@ -103,6 +113,6 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 
 def residual_index(leaves: list[Array], known: tuple[Array, ...]) -> int:
-    """The place of what a kernel saves besides what it read and put out."""
-    (place,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))
-    return place
+    """Finds the one residual of a kernel that is neither empty nor among its inputs and outputs, `known`."""
+    (index,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))
+    return index

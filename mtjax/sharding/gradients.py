@@ -1,4 +1,4 @@
-"""Gradients of a global batch: a schedule computes them inside the manual region, a reduction sums them over ranks."""
+"""Computes gradients of a global batch: a schedule inside the manual region, then a reduction over ranks."""
 
 from typing import Any
 
@@ -23,27 +23,27 @@ def distributed_gradients(
     schedule: MicrobatchSchedule,
     reduction: Reduction,
 ) -> tuple[Sums, Tree]:
-    """Losses and gradients of a global batch.
+    """Computes losses and gradients of a global batch.
 
     Args:
-      model: differentiated; the weights of its losses already divide by global numbers, so sums are means.
-      parameters: placed as `stored`.
-      batch: arrays [global_batch_size, ...], split over ranks along their first dimension.
+      model: differentiated; the weights of its losses already divide by global counts, so sums are means.
+      parameters: sharded as `storage_spec`.
+      batch: arrays [global_batch_size, ...], sharded along their first dimension.
       region: in which it runs.
       schedule: the order of microbatches.
-      reduction: how gradients of the trained parameters are summed.
+      reduction: how gradients of the trainable parameters are reduced.
 
     Returns:
-      The losses by name, float32 scalars; and float32 gradients of their sum, placed as `stored`, of the parameters
-      that are trained.
+      The losses by name, float32 scalars; and float32 gradients of their sum, sharded as `storage_spec`, of the
+      trainable parameters.
     """
     records = region.records
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
-        whole = WithFrozen.of(model, records, parameters, schedule)
-        losses, gradients = schedule.gradients(whole, select_trainable(records, parameters), batch, reduction)
+        bound = WithFrozen.of(model, records, parameters, schedule)
+        losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
@@ -55,7 +55,7 @@ def distributed_gradients(
 def distributed_losses(
     model: PipelineModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
 ) -> Sums:
-    """Losses of a global batch, as above; nothing is differentiated."""
+    """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
     def local(parameters: Tree, batch: Tree) -> Sums:
         batch = region.mark_stage_varying(batch)
@@ -71,13 +71,13 @@ def distributed_output(
     batch: Tree,
     region: ManualRegion,
     schedule: MicrobatchSchedule,
-    places: Tree,
+    specs: Tree,
 ) -> Tree:
-    """What the last section puts out, placed as `places` says; nothing is differentiated."""
+    """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
         batch = region.mark_stage_varying(batch)
-        wire = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
-        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), wire)
+        output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
+        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
 
-    return region.map(local, parameters, batch, places)
+    return region.map(local, parameters, batch, specs)

@@ -1,6 +1,6 @@
-"""Matrices in 8 bits: symmetric, a scale for each output, which multiplies what the product has summed.
+"""8-bit weights: symmetric quantization with a scale per output, by which the product is multiplied.
 
-Products read the numbers as they are, in the type of their input: -127 to 127 are exact in bfloat16.
+Products cast the 8-bit values to the type of their input: -127 to 127 are exact in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class Int8Matrix:
     """A matrix, as `values * scales`."""
 
     values: Int[Array, "..."]
-    """int8, in the shape of the matrix and placed like it."""
+    """int8, in the shape and sharding of the matrix."""
     scales: Float[Array, "..."]
-    """float32, of the outputs."""
+    """float32, in the shape of the output dimensions."""
 
     def __getitem__(self, key: object) -> "Int8Matrix":
-        """All of it: what a `nnx.Variable` is asked for."""
+        """Returns itself for `[...]`, by which `nnx.Variable` is read."""
         assert key is Ellipsis
         return self
 
@@ -36,13 +36,13 @@ class Int8Matrix:
 
 
 def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int]) -> Int8Matrix:
-    """A matrix rounded to 8 bits.
+    """Quantizes a matrix to 8 bits: `values = round(matrix / scale)`, `scale = max |matrix| / 127` per output.
 
     Args:
       matrix: of any float type.
       inputs: the dimensions over which a product with it sums.
     """
-    wide = matrix.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(inputs), keepdims=True)
+    matrix_float32 = matrix.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(matrix_float32), axis=tuple(inputs), keepdims=True)
     scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
-    return Int8Matrix(jnp.round(wide / scales).astype(jnp.int8), scales.squeeze(tuple(inputs)))
+    return Int8Matrix(jnp.round(matrix_float32 / scales).astype(jnp.int8), scales.squeeze(tuple(inputs)))

@@ -1,6 +1,6 @@
-"""Which processes belong to a run, by the command line, JAX's variables, torchrun, MPI, Slurm or Kubernetes.
+"""Finds the processes of a run: by the command line, JAX's variables, torchrun, MPI, Slurm or Kubernetes.
 
-A source counts if it describes several processes. The first one in this order is used:
+Sources that describe a single process are ignored. The first source in this order is used:
 
 1. the command line: --coordinator, --num-processes, --process-id
 2. JAX's variables: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
@@ -20,7 +20,7 @@ from mtjax.errors import UserError
 
 JAX_ADDRESS, JAX_COUNT, JAX_PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JAX_PORT = "JAX_COORDINATOR_PORT"
-"""Port of the coordinator under Slurm, MPI and torchrun; JAX's own name."""
+"""Port of the coordinator with Slurm, MPI and torchrun; a variable of JAX."""
 TORCH_HOST, TORCH_PORT, TORCH_PROCESS, TORCH_COUNT = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"
 SLURM_COUNT, SLURM_TASKS, SLURM_PROCESS = "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID"
 SLURM_NEEDS = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", SLURM_TASKS, SLURM_PROCESS, "SLURM_LOCALID")
@@ -39,19 +39,19 @@ class Launch:
     source: str
     """Its name, with those of the variables or options that were read."""
     count: int
-    """Number of processes; -1 when the launcher must be asked."""
+    """Number of processes; -1 when the launcher must be queried."""
     process: int | None = None
-    """Number of this process; None when the launcher must be asked."""
+    """Index of this process; None when the launcher must be queried."""
     coordinator: str | None = None
-    """host:port of process 0; None when the launcher must be asked."""
+    """host:port of process 0; None when the launcher must be queried."""
     method: Method | None = None
-    """How the launcher is asked."""
+    """How the launcher is queried."""
     numbers_freely: bool = False
-    """Whether the numbers of its processes are unrelated to those of a launcher around it."""
+    """Whether the indices of its processes are unrelated to those of an outer launcher."""
 
 
 def find_launch(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The processes that this one belongs to; None when it is the only one.
+    """Finds the processes of this run; returns None when this is the only one.
 
     Raises:
       UserError: a source is incomplete, has an impossible value, or contradicts another.
@@ -85,23 +85,30 @@ def _check_agreement(inner: Launch | None, outer: Launch | None, *, nested: bool
         return
     if inner.count != outer.count and not (nested and inner.count % outer.count == 0):
         raise UserError(
-            f"{inner.source} says that the run has {inner.count} processes, and {outer.source} says {outer.count}: "
+            f"by {inner.source} the run has {inner.count} processes, and by {outer.source} {outer.count}: "
             "make them equal, or unset one of them"
         )
     known = None not in (inner.process, outer.process) and not inner.numbers_freely
     if known and inner.count == outer.count and inner.process != outer.process:
         raise UserError(
-            f"{inner.source} says that this is process {inner.process}, and {outer.source} says {outer.process}: "
+            f"by {inner.source} this is process {inner.process}, and by {outer.source} {outer.process}: "
             "make them equal, or unset one of them"
         )
 
 
 def _options(parallel: Parallel) -> Launch | None:
+    """Reads the command line's options.
+
+    Raises:
+      UserError: only some of them are given, or the process is not one of the run's.
+    """
     coordinator, count, process = parallel.coordinator, parallel.num_processes, parallel.process_id
     if coordinator is None and count is None and process is None:
         return None
     if coordinator is None or count is None or process is None:
-        raise UserError("--coordinator HOST:PORT, --num-processes N and --process-id I go together: give all three")
+        raise UserError(
+            "--coordinator HOST:PORT, --num-processes N and --process-id I are required together: set all three"
+        )
     if not 0 <= process < count:
         raise UserError(f"--process-id {process} is not one of --num-processes {count}: it runs from 0 to {count - 1}")
     return Launch("the command line (--num-processes, --process-id)", count, process, coordinator)
@@ -129,20 +136,20 @@ def _torchrun(environment: Mapping[str, str], launcher: Launch | None) -> Launch
     count, process = _number(environment, TORCH_COUNT, 1), _number(environment, TORCH_PROCESS, 0)
     if count == 1 or (count is None and process is None):
         return None
-    # torchrun's agent listens at MASTER_PORT itself, so jax's service has to take another port.
+    # torchrun's agent listens at MASTER_PORT itself, so jax's service needs another port.
     has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    asked = _number(environment, JAX_PORT, 1)
-    served = asked or (None if port is None else port + has_agent)
+    jax_port = _number(environment, JAX_PORT, 1)
+    service_port = jax_port or (None if port is None else port + has_agent)
     bracketed = f"[{host}]" if host and ":" in host and not host.startswith("[") else host
-    coordinator = None if not host or served is None else f"{bracketed}:{served}"
+    coordinator = None if not host or service_port is None else f"{bracketed}:{service_port}"
     source = f"torchrun's environment ({TORCH_COUNT}, {TORCH_PROCESS})"
-    values = {TORCH_HOST: host, TORCH_PORT: served, TORCH_PROCESS: process, TORCH_COUNT: count}
+    values = {TORCH_HOST: host, TORCH_PORT: service_port, TORCH_PROCESS: process, TORCH_COUNT: count}
     found = Launch(source, count or -1, process, coordinator, numbers_freely="TORCHELASTIC_RUN_ID" in environment)
     return _completed(found, values, launcher)
 
 
 def _completed(found: Launch, values: Mapping[str, object], launcher: Launch | None) -> Launch:
-    """Takes values that no variable has from the launcher.
+    """Completes the values of variables with those of an outer launcher.
 
     Args:
       found: the values of the variables; -1 and None for those that are not set.
@@ -162,17 +169,18 @@ def _completed(found: Launch, values: Mapping[str, object], launcher: Launch | N
         if count != -1 and process is not None and (coordinator or method):
             missing = []
     if missing:
-        given, every = (", ".join(names) for names in ([n for n in values if n not in missing], values))
+        present, required = (", ".join(names) for names in ([n for n in values if n not in missing], values))
         raise UserError(
-            f"the environment has {given}, but not {' or '.join(missing)}: set {every}, or unset all of them"
+            f"the environment has {present}, but not {' or '.join(missing)}: set {required}, or unset all of them"
         )
     assert found.process is not None, "nothing is missing"
     if found.process >= found.count:
-        raise UserError(f"{found.source} says that this is process {found.process} of {found.count}: it counts from 0")
+        raise UserError(f"by {found.source} this is process {found.process} of {found.count}: processes count from 0")
     return found
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Launch | None:
+    """Reads Open MPI's variables; returns None for a single process."""
     count = _number(environment, OPEN_MPI_COUNT, 1) or 1
     if count == 1:
         return None
@@ -183,7 +191,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launch | None:
-    """The step of this srun: SLURM_NTASKS alone is set in a plain batch script too."""
+    """Reads the variables of an srun step; SLURM_NTASKS alone is also set in a plain batch script."""
     count = _number(environment, SLURM_COUNT, 1) or 1
     if count == 1:
         return None
@@ -195,20 +203,21 @@ def _slurm(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _mpi(environment: Mapping[str, str]) -> Launch | None:
+    """Reads the variables of another MPI; returns None for a single process."""
     count = _number(environment, "PMI_SIZE", 1) or 1
     process = _number(environment, "PMI_RANK", 0)
     return None if count == 1 else Launch("MPI (PMI_SIZE)", count, process, method="mpi4py")
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Launch | None:
-    """The Job knows how many processes there are."""
+    """Detects a Kubernetes Job, from which the number of processes is queried."""
     if "KUBERNETES_SERVICE_HOST" not in environment or "JOB_COMPLETION_INDEX" not in environment:
         return None
     return Launch("Kubernetes (JOB_COMPLETION_INDEX)", -1, method="kubernetes")
 
 
 def check_library(launch: Launch) -> None:
-    """Checks that the library is installed with which jax asks the launcher.
+    """Checks that the library is installed with which jax queries the launcher.
 
     Raises:
       UserError: it isn't.
@@ -216,26 +225,31 @@ def check_library(launch: Launch) -> None:
     library = {"mpi4py": "mpi4py", "kubernetes": "kubernetes"}.get(launch.method or "")
     if library is not None and find_spec(library) is None:
         raise UserError(
-            f"{launch.source} started several processes, which find each other through the library {library}: "
-            f"pip install {library}, or give --coordinator, --num-processes and --process-id"
+            f"{launch.source} started several processes, which connect through the library {library}: "
+            f"pip install {library}, or set --coordinator, --num-processes and --process-id"
         )
 
 
 def _number(environment: Mapping[str, str], name: str, least: int) -> int | None:
-    """A variable's value; None where it is not set.
+    """Returns an integer variable's value; None where it is not set.
 
     Raises:
-      UserError: it is not a whole number, or is less than `least`.
+      UserError: it is not an integer, or is less than `least`.
     """
     text = environment.get(name, "").strip()
     if not text:
         return None
     if not text.isdecimal() or int(text) < least:
-        raise UserError(f"the environment variable {name} is {text!r}, and should be a whole number from {least}")
+        raise UserError(f"the environment variable {name} is {text!r}, and should be an integer of at least {least}")
     return int(text)
 
 
 def _need(environment: Mapping[str, str], launcher: str, seen: str, names: tuple[str, ...]) -> None:
+    """Checks that the variables `names` are set, as `seen` is.
+
+    Raises:
+      UserError: some are not.
+    """
     missing = [name for name in names if not environment.get(name)]
     if missing:
         raise UserError(

@@ -1,7 +1,8 @@
-"""The region of a step in which every mesh axis but `model` is manual: the differentiated part runs there.
+"""The manual region of a step, in which every mesh axis except `model` is manual: the differentiated part runs there.
 
-Were all axes explicit, XLA would reduce each layer's gradients in the compute type once per microbatch, inside the
-backward loop. Manual axes leave the reduction to us: each rank has its own samples, and what it computes is local.
+XLA: with explicit axes, the partitioner would reduce each layer's gradients in the compute type once per microbatch,
+inside the backward loop. With manual axes, all values are local to a rank and its samples, and the program itself
+decides when and in which type gradients are reduced.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class ManualRegion:
     mesh: MeshShape
     rules: Rules
     records: Tree
-    """Of each parameter."""
+    """The `ParamSpec` of each parameter."""
 
     @property
     def manual(self) -> Axes:
@@ -40,55 +41,52 @@ class ManualRegion:
         return tuple(axis for axis in self.mesh.axes if axis not in MANUAL)
 
     def batch_spec(self, dimensions: int) -> PartitionSpec:
-        """How ranks share an array of a batch: [batch], or [batch, seq].
-
-        Nothing varies over a single rank: XLA would copy every gradient to sum it over one.
-        """
-        place = PartitionSpec()
+        """Returns the sharding of an array of a batch, [batch] or [batch, seq]."""
+        spec = PartitionSpec()
         for dim, axes in enumerate((self.rules.batch, self.rules.seq)[:dimensions]):
-            if split := tuple(axis for axis in axes if self.mesh.degree((axis,)) > 1):
-                place = with_axes(PartitionSpec(*place, *(None,) * (dim + 1 - len(place))), dim, split)
-        return place
+            # XLA: values that vary over an axis of degree 1 would be copied for a reduction over one rank.
+            if sharded := tuple(axis for axis in axes if self.mesh.degree((axis,)) > 1):
+                spec = with_axes(PartitionSpec(*spec, *(None,) * (dim + 1 - len(spec))), dim, sharded)
+        return spec
 
     def mark_stage_varying(self, batch: Tree) -> Tree:
-        """Marks a rank's batch as varying over the stages of a pipeline: they do other work on the same samples."""
+        """Marks a rank's batch as varying over pipeline stages, which do different work on the same samples."""
         if STAGE not in self.manual:
             return batch
         vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731
         return jax.tree.map(vary, batch)
 
     def map(self, local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, results: Tree) -> Tree:
-        """Runs `local` on every rank: its parameters, its own part of the batch, `model` explicit inside.
-
-        At the border of the region `model` is automatic: were it explicit there, jax would treat each parameter as
-        replicated over `model` and gather it on the way in, and its gradient on the way out - with the right numbers.
+        """Runs `local` on every rank, with its shards of the parameters and of the batch, and `model` explicit inside.
 
         Args:
           local: (parameters, batch) -> results.
-          parameters: placed as `stored`.
+          parameters: sharded as `storage_spec`.
           batch: arrays [batch] or [batch, seq].
           results: specs of what `local` returns; its values may vary only over the manual axes that these name.
         """
-        split = jax.tree.map(lambda a: self.batch_spec(a.ndim), batch)
-        batch = jax.tree.map(reshard, batch, split)
+        sharded = jax.tree.map(lambda a: self.batch_spec(a.ndim), batch)
+        batch = jax.tree.map(reshard, batch, sharded)
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
-        whole = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
+        param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
+        # `model` is explicit inside, but automatic at the border (`auto_axes` around `shard_map` around
+        # `explicit_axes`): were it explicit there, jax would treat each parameter as replicated over `model`, and
+        # gather it on entry and its gradient on exit. The results would be right, but slow.
         mapped = jax.shard_map(
-            explicit_axes(local, axes=self.explicit, in_sharding=(whole, batch_specs)),
+            explicit_axes(local, axes=self.explicit, in_sharding=(param_specs, batch_specs)),
             axis_names=set(self.manual),
-            in_specs=(self._only(partition_specs(self.records, "storage_spec"), self.manual), split),
+            in_specs=(self._only(partition_specs(self.records, "storage_spec"), self.manual), sharded),
             out_specs=self._only(results, self.manual),
         )
         return auto_axes(axes=self.explicit, out_sharding=results)(mapped)(parameters, batch)
 
     @staticmethod
     def _only(specs: Tree, axes: Axes) -> Tree:
-        return jax.tree.map(lambda place: only_axes(place, axes), specs)
+        return jax.tree.map(lambda spec: only_axes(spec, axes), specs)
 
 
 def mark_varying(values: Tree, batch: Tree) -> Tree:
-    """Marks `values` as varying over every axis over which the batch varies.
-
-    Otherwise autodiff sums the cotangent of each of them over these axes separately, where it is used.
-    """
+    """Marks `values` as varying over every axis over which the batch varies."""
+    # The transpose of a cast to varying is an all-reduce. Done here, outside the differentiated function, it is never
+    # transposed. Without it, jax would insert the cast, and autodiff the all-reduce, at each use of a value.
     return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)

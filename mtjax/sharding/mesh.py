@@ -1,6 +1,6 @@
-"""From the shape of a mesh to a mesh of devices: virtual CPU devices, the GPUs of the machine, or compile-only devices.
+"""Builds a mesh of devices from its shape: virtual CPU devices, the machine's GPUs, or compile-only devices.
 
-The last axis varies fastest, so that a model-parallel group sits inside one server (appendix B of the paper).
+The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
 """
 
 import os
@@ -17,34 +17,37 @@ from mtjax.theory.mesh import MeshShape
 from mtjax.theory.rules import DATA
 
 MAX_CPU_DEVICES = 256
-"""Virtual devices of one process. XLA runs their collectives, which block, on at most 256 threads (kMaxIntraOpThreads):
-with more devices, all threads may wait for a device that has none."""
+"""Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):
+with more devices, all threads may wait for a device without a thread."""
 THREADS_PER_DEVICE = 4
-"""XLA's threads for each virtual device. A device has collectives that do not depend on each other, sums over two axes,
-or permutes between stages and sums inside one. XLA for CPUs runs them in any order, each on a thread that it blocks:
-with a thread a device, as XLA has it, all may wait for one that has none."""
+"""XLA's threads for each virtual device. XLA: on CPUs, collectives of a device that do not depend on each other, such
+as all-reduces over two axes, run in any order, each blocking a thread. With one thread per device, XLA's default, all
+may wait for a device without a thread."""
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """A mesh of exactly `shape.size` of the devices, attached or compile-only, all axes explicit."""
+    """Builds a mesh of the first `shape.size` devices, attached or compile-only, with all axes explicit."""
     axes = shape.axes
     grid = np.array(devices[: shape.size], dtype=object).reshape([shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
 
 
 def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
-    """The mesh over this machine's devices (all processes' when there are several).
+    """Builds the mesh over this machine's devices (those of all processes when there are several).
 
-    On a machine with only CPUs it makes as many virtual devices as the mesh needs; call it before anything else
-    touches a device.
+    On a machine with only CPUs it creates as many virtual devices as the mesh needs; call it before anything else
+    uses a device.
 
     Raises:
-      UserError: there are fewer GPUs than the mesh needs, or its devices don't divide over the processes.
+      UserError: there are fewer GPUs than the mesh needs, or its size is not a multiple of the number of processes.
     """
     if shape.size % num_processes:
-        raise UserError(f"mesh {shape} has {shape.size} devices, which don't divide over {num_processes} processes")
+        raise UserError(
+            f"mesh {shape} has {shape.size} devices, which is not a multiple of {num_processes} processes: choose "
+            "another mesh or another number of processes"
+        )
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
-    if shape.size > 1 and on_cpus:  # XLA reads it when it makes its devices
+    if shape.size > 1 and on_cpus:  # XLA reads NPROC when it creates its devices
         threads = THREADS_PER_DEVICE * shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     use_cpu_devices(shape.size // num_processes)
@@ -52,37 +55,35 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:
         raise UserError(
             f"mesh {shape} gives a process {shape.size // num_processes} virtual CPU devices, and XLA deadlocks with "
-            f"more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does by itself"
+            f"more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does automatically"
         )
     if len(devices) < shape.size:
         kind = devices[0].device_kind
         raise UserError(
             f"mesh {shape} needs {shape.size} devices, and there are {len(devices)} ({kind}): choose a smaller mesh, "
-            f"or look at the program without the devices: mtjax inspect --mesh {shape}"
+            f"or inspect the program without the devices: mtjax inspect --mesh {shape}"
         )
     return make_mesh(shape, devices)
 
 
 def replica_meshes(mesh: Mesh) -> list[Mesh]:
-    """A mesh of each data way's devices, which may do without the others."""
+    """Builds a mesh of the devices of each index along `data`: a replica that can run without the other ones."""
     names, axis = mesh.axis_names, mesh.axis_names.index(DATA)
-    rows = np.split(mesh.devices, mesh.shape[DATA], axis=axis)
-    return [Mesh(row, names, axis_types=(AxisType.Explicit,) * len(names)) for row in rows]
+    replicas = np.split(mesh.devices, mesh.shape[DATA], axis=axis)
+    return [Mesh(replica, names, axis_types=(AxisType.Explicit,) * len(names)) for replica in replicas]
 
 
 def use_cpu_devices(count: int) -> None:
-    """Asks for `count` virtual CPU devices, and for the CPU only if the machine has no GPU.
-
-    Without a GPU, CUDA's plugin (installed for compile-only programs) would complain about the missing driver.
-    """
+    """Requests `count` virtual CPU devices, and restricts jax to the CPU if the machine has no GPU."""
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # devices are in use already, as in a test session: their number is fixed
+    except RuntimeError:  # devices exist already, as in tests: their number is fixed
         return
+    # Without a GPU, CUDA's plugin (installed for compile-only programs) would warn about the missing driver.
     if not os.environ.get("JAX_PLATFORMS") and not has_gpu():
         jax.config.update("jax_platforms", "cpu")
 
 
 def has_gpu() -> bool:
-    """Whether the machine shows an NVIDIA device, without starting a driver."""
+    """Returns whether the machine has an NVIDIA device file, without starting a driver."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -1,8 +1,8 @@
-"""Parameters on their way into a product: gathered just before it, their gradients reduced as soon as they exist.
+"""Communication of parameters where they are used: all-gather forward, reduce(-scatter) of the gradient backward.
 
-Models call `materialize` where they use a layer's parameters. Mostly that does nothing. But a parameter whose gradient
-is reduced in the backward pass, or that is gathered for each use, comes as a `Reduced` or `Gathered`
-(`mtjax.sharding.reduction` says which), and `materialize` is where that happens.
+Models call `materialize` where they use a layer's parameters. For a plain array that does nothing. A parameter that is
+gathered for each use is a `GatherOnUse`, one whose gradient is reduced in the backward pass a `ReduceGradOnUse`
+(`mtjax.sharding.reduction` decides which), and `materialize` is where the collectives are inserted.
 """
 
 from dataclasses import dataclass, replace
@@ -24,35 +24,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GradReduction:
-    """How a gradient is summed over the ranks that hold the same parameter and see other samples."""
+    """How a gradient is reduced over the ranks that hold the same parameter and see other samples."""
 
     axes: Axes
-    """Mesh axes over which it is summed; each has more than one way."""
+    """Mesh axes over which it is reduced; each of degree 2 or more."""
     dim: int
-    """Dimension of which each rank keeps its own part of the sum, or `UNSPLIT`: each keeps all of it."""
+    """Dimension along which the sum is scattered, or `NOT_SHARDED`: every rank gets the entire sum."""
     shard_axes: Axes
-    """Those of `axes` that split this dimension; () when `UNSPLIT`."""
+    """Those of `axes` over which this dimension is scattered; () when `NOT_SHARDED`."""
     num_shards: int
-    """In how many parts they split it."""
+    """Number of shards along this dimension."""
     comm_dtype: str = "float32"
-    """Type in which it travels, and in which it is added to other ranks'."""
+    """Type in which the collective sends and adds."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction"])
 @dataclass(frozen=True)
 class ReduceGradOnUse:
-    """A replicated parameter whose gradient is summed over ranks at once, and arrives at `part`.
+    """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`.
 
-    A parameter in the compute type may be summed over no axes: then its gradient is widened, and that is all.
+    `reduction` may have no axes, for a parameter in the compute type: then its gradient is only cast to float32.
     """
 
     array: Any
-    """Or the `Gathered` from which it is made once a step."""
+    """The parameter, or the `GatherOnUse` from which it is gathered once per step."""
     shard: Any
-    """float32 zeros, to differentiate by."""
+    """float32 zeros in the shape of the reduced gradient, to differentiate by."""
     spec: PartitionSpec
-    """Of the parameter where it is used, without the leading `layers`; likewise `total`."""
+    """Of the parameter where it is used, without the leading `layers`."""
     reduction: GradReduction
+    """Likewise without the leading `layers`."""
 
 
 @partial(
@@ -62,214 +63,266 @@ class ReduceGradOnUse:
 )
 @dataclass(frozen=True)
 class GatherOnUse:
-    """A rank's part of a parameter that is gathered for each use, and its gradient scattered."""
+    """A rank's shard of a parameter that is all-gathered where it is used; its gradient is reduce-scattered."""
 
     shard: Any
     names: tuple[str, ...]
-    """Of the dimensions where it is used, without the leading `layers`; likewise `total`."""
+    """Logical names of the dimensions where it is used, without the leading `layers`."""
     reduction: GradReduction
+    """Likewise without the leading `layers`."""
     gather_dtype: str
     """Type in which it is gathered: the compute type for matrices."""
     dtype: str
-    """Type in which the model gets it, and its gradient. A layer's matrices stay as they were sent, so that no copy is
-    kept."""
+    """Type of the gathered parameter, and of its gradient. For a layer's matrices it is `gather_dtype`, so that no
+    second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
 
-    def with_gathered(self, whole: Array) -> ReduceGradOnUse:
-        """The same parameter once it is gathered, for both passes."""
-        return ReduceGradOnUse(whole, self.shard, spec(*self.names), self.reduction)
+    def with_gathered(self, full: Array) -> ReduceGradOnUse:
+        """Returns the same parameter once it has been gathered, as `full`, for both passes."""
+        return ReduceGradOnUse(full, self.shard, spec(*self.names), self.reduction)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
 @dataclass(frozen=True)
 class NoGrad:
-    """A parameter of a stack that has no gradient."""
+    """A frozen parameter of a stack: it has no gradient."""
 
     parameter: Any
-    """An array, or a `Gathered`."""
+    """An array, or a `GatherOnUse`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter", "accumulator"], meta_fields=[])
 @dataclass(frozen=True)
 class AccumulateInto:
-    """A stack's parameter whose gradient comes out as `total`, the sum of earlier microbatches', with its own added."""
+    """A stack's parameter whose gradient is `accumulator` plus this microbatch's gradient."""
 
     parameter: Any
     """An array, or one of the above."""
     accumulator: Any
+    """The sum of earlier microbatches' gradients, float32."""
 
 
 def is_wrapped(x: Any) -> bool:
-    """Whether `x` stands for a parameter that `materialize` must resolve."""
+    """Returns whether `x` is a wrapped parameter, which `materialize` turns into an array."""
     return isinstance(x, ReduceGradOnUse | GatherOnUse | NoGrad)
 
 
 def materialize(module: T) -> T:
-    """`module`, or any tree of parameters, with every wrapped parameter replaced by an array that products can use."""
+    """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
 
 
 def _resolve(leaf: Any) -> Any:
+    """Returns a wrapped parameter as an array; any other leaf unchanged."""
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)
-        case ReduceGradOnUse(array, part, place, total):
-            return _attach(place, total, array, part)
-        case GatherOnUse(part, names, total, sent, dtype, _) if explicit_axes().issuperset(total.shard_axes):
-            return reshard(part.astype(sent), spec(*names)).astype(dtype)
-        case GatherOnUse(part, names, total, sent, dtype, _):
-            return _gather(spec(*names), total, sent, dtype, part)
+        case ReduceGradOnUse(array, shard, param_spec, reduction):
+            return _reduce_grad(param_spec, reduction, array, shard)
+        case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _) if explicit_axes().issuperset(
+            reduction.shard_axes
+        ):
+            # Outside the manual region, where nothing is differentiated: XLA's partitioner inserts the all-gather.
+            return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
+        case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _):
+            return _gather(spec(*names), reduction, gather_dtype, dtype, shard)
     return leaf
 
 
+# Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attach(place: PartitionSpec, total: GradReduction, array: Array, part: Array) -> Array:
+def _reduce_grad(param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array) -> Array:
+    """Returns `array`.
+
+    Args:
+      param_spec: sharding of `array`.
+      reduction: of its gradient.
+      array: a parameter, replicated over the axes of `reduction`.
+      shard: float32 zeros in the shape of the reduced gradient.
+    """
     return array
 
 
-def _attach_forward(place: PartitionSpec, total: GradReduction, array: Array, part: Array) -> tuple[Array, None]:
+def _reduce_grad_forward(
+    param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array
+) -> tuple[Array, None]:
     return array, None
 
 
-def _attach_backward(place: PartitionSpec, total: GradReduction, _: None, gradient: Array) -> tuple[None, Array]:
-    return None, reduce_gradient(gradient, place, total)
+def _reduce_grad_backward(
+    param_spec: PartitionSpec, reduction: GradReduction, _: None, gradient: Array
+) -> tuple[None, Array]:
+    return None, reduce_gradient(gradient, param_spec, reduction)
 
 
-_attach.defvjp(_attach_forward, _attach_backward)
+_reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather(place: PartitionSpec, total: GradReduction, sent: str, dtype: str, part: Array) -> Array:
+def _gather(param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, shard: Array) -> Array:
+    """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
+
+    Args:
+      param_spec: sharding of the gathered parameter.
+      reduction: of its gradient.
+      gather_dtype: type that is sent.
+      dtype: of the result.
+      shard: float32, 1 / `reduction.num_shards` of the parameter.
+    """
+
     def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(sent), total.shard_axes, axis=total.dim, tiled=True).astype(dtype)
+        return lax.all_gather(a.astype(gather_dtype), reduction.shard_axes, axis=reduction.dim, tiled=True).astype(
+            dtype
+        )
 
     with jax.named_scope("parameters"):
-        return fully_manual(local, place)(part)
+        return fully_manual(local, param_spec)(shard)
 
 
 def _gather_forward(
-    place: PartitionSpec, total: GradReduction, sent: str, dtype: str, part: Array
+    param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, shard: Array
 ) -> tuple[Array, None]:
-    return _gather(place, total, sent, dtype, part), None
+    return _gather(param_spec, reduction, gather_dtype, dtype, shard), None
 
 
 def _gather_backward(
-    place: PartitionSpec, total: GradReduction, sent: str, dtype: str, _: None, gradient: Array
+    param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, _: None, gradient: Array
 ) -> tuple[Array]:
-    return (reduce_gradient(gradient, place, total),)
+    return (reduce_gradient(gradient, param_spec, reduction),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-# --- gradients that are added up, iteration by iteration of a loop over layers
+# --- gradients accumulated in place, iteration by iteration of a loop over layers. A loop carries the stack of
+# parameters unchanged; the cotangent of that carry is the accumulator.
 
 
 def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
-    """Parameters of a stack, and the sums that their gradients are to be added to; None where there are none."""
+    """Separates a stack's parameters from their gradient accumulators.
+
+    Args:
+      layers: parameters, [layers, ...]; some are `AccumulateInto`.
+
+    Returns:
+      The parameters, and the accumulators in their order; None where there are none.
+    """
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
     sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
     plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
     return plain, sums or None
 
 
-def accumulate_grads_into(layer: T, stack: list[Array], place: Array) -> tuple[T, list[Array]]:
-    """Both unchanged; but the gradients of `layer` are added to the cotangents of `stack` at `place`, and end there.
+def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
+    """Returns both unchanged; in the backward pass, adds the layer's gradients to the cotangents of `stack`.
 
     Args:
       layer: parameters of one layer.
-      stack: the `differentiable` ones of all layers, in the same order.
-      place: the layer's number.
+      stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
+      index: the layer's position in the stack.
     """
-    parts, tree = jax.tree.flatten(differentiable_shards(layer))
-    parts, stack = _tie(parts, stack, place)
-    return with_shards(layer, jax.tree.unflatten(tree, parts)), stack
+    shards, tree = jax.tree.flatten(differentiable_shards(layer))
+    shards, stack = _tie(shards, stack, index)
+    return with_shards(layer, jax.tree.unflatten(tree, shards)), stack
 
 
 @jax.custom_vjp
-def _tie(parts: list[Array], stack: list[Array], place: Array) -> tuple[list[Array], list[Array]]:
-    return parts, stack
+def _tie(shards: list[Array], stack: list[Array], index: Array) -> tuple[list[Array], list[Array]]:
+    """Returns `shards` and `stack`; their cotangents are added up into those of `stack`, at `index`."""
+    return shards, stack
 
 
-def _tie_forward(parts: list[Array], stack: list[Array], place: Array) -> tuple[Any, Array]:
-    return (parts, stack), place
+def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple[Any, Array]:
+    return (shards, stack), index
 
 
-def _tie_backward(place: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
-    own, totals = gradients
-    return None, [add_to_layer(total, gradient, place) for total, gradient in zip(totals, own, strict=True)], None
+def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+    of_layer, sums = gradients
+    return (
+        None,
+        [add_to_layer(accumulator, grad, index) for accumulator, grad in zip(sums, of_layer, strict=True)],
+        None,
+    )
 
 
 _tie.defvjp(_tie_forward, _tie_backward)
 
 
-def index_layer(stacks: T, place: Any) -> T:
-    """What stacks hold of a layer."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, keepdims=False), stacks)
+def index_layer(stacks: T, index: Any) -> T:
+    """Takes one layer out of stacks: [layers, ...] -> [...]."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacks)
 
 
-def add_to_layer(total: Array, own: Array, place: Any) -> Array:
-    """A stack with `own` added to what it holds of a layer."""
-    return set_layer(total, index_layer(total, place) + own, place)
+def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
+    """Adds `value` [...] to one layer of a stack [layers, ...]."""
+    return set_layer(stack, index_layer(stack, index) + value, index)
 
 
-def set_layer(total: Array, own: Array, place: Any) -> Array:
-    """A stack that holds `own` of a layer."""
-    return lax.dynamic_update_index_in_dim(total, own, place, 0)
+def set_layer(stack: Array, value: Array, index: Any) -> Array:
+    """Overwrites one layer of a stack [layers, ...] with `value` [...]."""
+    return lax.dynamic_update_index_in_dim(stack, value, index, 0)
 
 
 @jax.custom_vjp
 def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
-    """`x`; the cotangents of `stack`, which nothing else may read, start from `sums`."""
+    """Returns `x`; in the backward pass, the cotangents of `stack` begin as `sums` instead of zeros.
+
+    Args:
+      sums: gradient accumulators, float32, in the shapes of `stack`.
+      x: hidden states behind the last layer.
+      stack: what the loop over layers carried unchanged; nothing else may read it.
+    """
     return x
 
 
-def _starting_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
+def _seed_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
     return x, sums
 
 
-def _starting_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
+def _seed_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
     return None, gradient, sums
 
 
-seed_cotangents.defvjp(_starting_forward, _starting_backward)
+seed_cotangents.defvjp(_seed_forward, _seed_backward)
 
 
-# --- sums over ranks, and what is differentiated
+# --- reduction over ranks, and the arrays by which a loss is differentiated
 
 
-def reduce_gradient(gradient: Array, place: PartitionSpec, total: GradReduction) -> Array:
-    """A rank's gradient summed over ranks, in float32; where a dimension is split, this rank's part of the sum.
+def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradReduction) -> Array:
+    """Reduces a gradient over ranks: a reduce-scatter where `reduction` has a dimension, else an all-reduce.
 
-    In bfloat16 each rank's is rounded before it is sent, and the sum wherever it meets another rank's.
+    In bfloat16, each rank's gradient is rounded before it is sent, and every partial sum is rounded too.
 
     Args:
-      gradient: of the rank's own samples, unsplit but for `place`.
-      place: how it is split; along manual axes each rank has its own part already.
-      total: what is summed over which axes.
+      gradient: local to the rank's samples; sharded as `grad_spec`, and otherwise in full.
+      grad_spec: its sharding; along manual axes each rank has its shard already.
+      reduction: axes, dimension and communication dtype.
+
+    Returns:
+      The sum, float32: this rank's shard of it along `reduction.dim`.
     """
-    if not total.axes:
+    if not reduction.axes:
         return gradient.astype(jnp.float32)
-    rest = tuple(axis for axis in total.axes if axis not in total.shard_axes)
+    all_reduced = tuple(axis for axis in reduction.axes if axis not in reduction.shard_axes)
 
     def local(g: Array) -> Array:
-        g = g.astype(total.comm_dtype)
-        if total.dim == NOT_SHARDED or total.comm_dtype != "float32":
-            # With split sequences a norm's was summed over `model` before: XLA would merge both into one sum. On CPUs
-            # it adds bfloat16 up in float32, and would not round before.
+        g = g.astype(reduction.comm_dtype)
+        if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
+            # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents
+            # merging both all-reduces into one. On CPUs, XLA adds bfloat16 in float32, and would skip the rounding.
             g = lax.optimization_barrier(g)
-        if total.dim != NOT_SHARDED:
-            g = lax.psum_scatter(g, total.shard_axes, scatter_dimension=total.dim, tiled=True)
-        return psum_varying(g, rest).astype(jnp.float32)
+        if reduction.dim != NOT_SHARDED:
+            g = lax.psum_scatter(g, reduction.shard_axes, scatter_dimension=reduction.dim, tiled=True)
+        return psum_varying(g, all_reduced).astype(jnp.float32)
 
     with jax.named_scope("gradients"):
-        return fully_manual(local, explicit_only(place))(gradient.astype(jnp.float32))
+        return fully_manual(local, explicit_only(grad_spec))(gradient.astype(jnp.float32))
 
 
 def differentiable_shards(wrapped: Tree) -> Tree:
-    """The arrays of `wrapped` to differentiate by: parts of wrapped parameters, and parameters that are arrays; None of
-    those that are frozen."""
+    """Returns the arrays to differentiate by: shards of wrapped parameters, plain parameters, None for frozen ones."""
 
     def one(leaf: Any) -> Any:
         match leaf:
@@ -282,20 +335,20 @@ def differentiable_shards(wrapped: Tree) -> Tree:
     return jax.tree.map(one, wrapped, is_leaf=is_wrapped)
 
 
-def with_shards(wrapped: Tree, parts: Tree) -> Tree:
-    """`wrapped` with other `differentiable` arrays."""
+def with_shards(wrapped: Tree, shards: Tree) -> Tree:
+    """Replaces the arrays that `differentiable_shards` returns; frozen parameters stay as they are."""
 
-    def one(leaf: Any, part: Any) -> Any:
+    def one(leaf: Any, shard: Any) -> Any:
         match leaf:
             case NoGrad():
                 return leaf
             case ReduceGradOnUse() | GatherOnUse():
-                return replace(leaf, shard=part)
-        return part
+                return replace(leaf, shard=shard)
+        return shard
 
-    return jax.tree.map(one, wrapped, parts, is_leaf=is_wrapped)
+    return jax.tree.map(one, wrapped, shards, is_leaf=is_wrapped)
 
 
-def zeros_like_shards(parts: Tree) -> Tree:
-    """float32 accumulators."""
-    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), parts)
+def zeros_like_shards(shards: Tree) -> Tree:
+    """Builds float32 accumulators in the shapes of `shards`."""
+    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), shards)

@@ -1,4 +1,4 @@
-"""One record per parameter: names, where it, its gradient and its moments live, and how its gradient is summed."""
+"""One record per parameter: its names, its shardings, and how its gradient is reduced."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -27,32 +27,32 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of a model on a mesh; all places refer to the dimensions of the entire, stacked array."""
+    """A parameter of a model on a mesh; all shardings are those of the entire, stacked array."""
 
     name: str
-    """Dotted, say `stack.layers.mlp.up.weight`."""
+    """Dotted, such as `stack.layers.mlp.up.weight`."""
     axes: tuple[str, ...]
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
-    """Whether it maps the residual stream to or from something else: such parameters decay, and ZeRO gathers most of
-    them in the compute type."""
+    """Whether it maps the hidden states to or from another space: such parameters have weight decay, and ZeRO gathers
+    most of them in the compute type."""
     compute_spec: PartitionSpec
-    """Where it lives as products take it: replicated over the axes of `total`."""
+    """Sharding in which products use it: replicated over the axes of `grad_reduction`."""
     storage_spec: PartitionSpec
-    """Where it lives between steps; where it is trained so do its summed gradient and its moments."""
+    """Sharding between steps, also of the reduced gradient and the moments of a trainable parameter."""
     grad_reduction: GradReduction
-    """How its gradient is summed, and which of its dimensions ZeRO splits."""
+    """How its gradient is reduced, and which of its dimensions ZeRO shards."""
     deferred_axes: Axes
-    """Mesh axes over which its gradient is summed after the last microbatch, whatever ZeRO does: ranks along them see
-    the same samples, and at most some of them have a gradient of it."""
+    """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
+    see the same samples, and only some of them have a gradient of it. Say `stage`, for an embedding."""
     gather_dtype: str | None
-    """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once a step; None where ZeRO does not
-    split it."""
+    """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once per step; None where ZeRO does not
+    shard it."""
     is_gathered_per_step: bool
-    """Whether it is gathered once a step, by ZeRO-1 and 2."""
+    """Whether it is gathered once per step, by ZeRO-1 and 2."""
     is_trainable: bool
-    """Whether it is trained; one that is frozen has no gradient and no moments."""
+    """Whether it is trained; a frozen parameter has no gradient and no moments."""
 
     @property
     def is_stacked(self) -> bool:
@@ -61,22 +61,22 @@ class ParamSpec:
 
     @property
     def is_zero_sharded(self) -> bool:
-        """Whether ZeRO splits it where it is trained; a frozen one ZeRO-3 alone does."""
+        """Whether ZeRO shards it if it is trainable; a frozen one is sharded by ZeRO-3 alone."""
         return self.grad_reduction.dim != NOT_SHARDED
 
     @property
     def is_sharded_within_layers(self) -> bool:
-        """Whether ZeRO splits every layer of it, not the layers among ranks."""
+        """Whether every rank has a shard of every layer, and not some of the layers."""
         return self.is_stacked and self.grad_reduction.dim > 0
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
-        """Logical names where it is used: of one layer when it is stacked."""
+        """Logical names of the dimensions where it is used: those of one layer when it is stacked."""
         return self.axes[self.is_stacked :]
 
     @property
     def layer_grad_reduction(self) -> GradReduction:
-        """`total` where it is used: of one layer when it is stacked."""
+        """`grad_reduction` where it is used: of one layer, without the leading dimension, when it is stacked."""
         return (
             replace(self.grad_reduction, dim=self.grad_reduction.dim - 1)
             if self.is_sharded_within_layers
@@ -85,7 +85,7 @@ class ParamSpec:
 
 
 def dotted(path: Any) -> str:
-    """A path in a tree as names are written everywhere, say `stack.layers.mlp.up.weight`."""
+    """Formats a path in a tree as a dotted name, such as `stack.layers.mlp.up.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -98,16 +98,16 @@ def param_specs(
     grad_reduce_dtype: str = "float32",
     is_trainable: Callable[[str], bool] = lambda name: True,
 ) -> Tree:
-    """A record of each parameter, in a tree like theirs.
+    """Builds the record of each parameter, in a tree like the parameters'.
 
     Args:
-      axes: logical names.
-      shapes: abstract arrays.
+      axes: tree of logical names.
+      shapes: tree of abstract arrays.
       layout: its rules name only axes of this mesh.
-      mesh: ways of each axis.
-      compute_dtype: in which ZeRO gathers matrices.
-      wire: type in which gradients are summed over ranks.
-      is_learnt: whether the parameter of a dotted name is trained.
+      mesh: degree of each axis.
+      compute_dtype: type in which ZeRO gathers matrices.
+      grad_reduce_dtype: type in which gradients are reduced over ranks.
+      is_trainable: returns whether the parameter of a dotted name is trained.
     """
 
     def record(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
@@ -124,49 +124,50 @@ def _record(
     layout: Layout,
     mesh: MeshShape,
     compute_dtype: str,
-    wire: str,
-    is_learnt: bool,
+    grad_reduce_dtype: str,
+    is_trainable: bool,
 ) -> ParamSpec:
+    """Builds the record of one parameter."""
     rules = layout.rules
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.degree((axis,)) > 1)
-    late = tuple(axis for axis in replicas if axis not in rules.shared_work)
-    replicas = tuple(axis for axis in replicas if axis not in late)
-    parts = tuple(axis for axis in ZERO_AXES if axis in replicas)
-    dim = sharded_dimension(axes, shape, layout, mesh.degree(parts))
-    parts = () if dim == NOT_SHARDED else parts
-    whole = partition_spec(rules, axes)
-    is_stored_split = bool(parts) and (is_learnt or layout.zero == 3)
-    sent = compute_dtype if gathers_in_compute_dtype(axes) else "float32"
+    deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
+    replicas = tuple(axis for axis in replicas if axis not in deferred)
+    zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
+    dim = sharded_dimension(axes, shape, layout, mesh.degree(zero_axes))
+    zero_axes = () if dim == NOT_SHARDED else zero_axes
+    compute_spec = partition_spec(rules, axes)
+    is_stored_sharded = bool(zero_axes) and (is_trainable or layout.zero == 3)
+    gather_dtype = compute_dtype if gathers_in_compute_dtype(axes) else "float32"
     return ParamSpec(
         name=name,
         axes=axes,
         shape=tuple(shape),
         is_matrix=is_matrix(axes),
-        compute_spec=whole,
-        storage_spec=with_axes(whole, dim, parts) if is_stored_split else whole,
-        grad_reduction=GradReduction(replicas, dim, parts, mesh.degree(parts), wire),
-        deferred_axes=late,
-        gather_dtype=sent if is_stored_split else None,
-        is_gathered_per_step=is_stored_split and layout.zero < 3,
-        is_trainable=is_learnt,
+        compute_spec=compute_spec,
+        storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
+        grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
+        deferred_axes=deferred,
+        gather_dtype=gather_dtype if is_stored_sharded else None,
+        is_gathered_per_step=is_stored_sharded and layout.zero < 3,
+        is_trainable=is_trainable,
     )
 
 
 def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"]) -> Tree:
-    """Where every parameter lives in one of these senses: partition specs in a tree like the parameters'."""
+    """Returns one of these shardings of every parameter, in a tree like the parameters'."""
     return jax.tree.map(lambda record: getattr(record, which), records)
 
 
 def sharded_stacks(records: Iterable[ParamSpec]) -> list[list[int]]:
-    """Numbers of the parameters that ZeRO splits inside layers, grouped by the length of their stack."""
+    """Returns the indices of the parameters that are sharded within layers, grouped by the length of their stack."""
     stacks: dict[int, list[int]] = {}
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         if record.is_sharded_within_layers:
-            stacks.setdefault(record.shape[0], []).append(number)
+            stacks.setdefault(record.shape[0], []).append(index)
     return list(stacks.values())
 
 
 def replicated_names(records: Tree, zero: int) -> list[str]:
-    """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
-    left = [r.name for r in jax.tree.leaves(records) if r.grad_reduction.axes and not r.is_zero_sharded]
-    return left if zero else []
+    """Returns the names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
+    replicated = [r.name for r in jax.tree.leaves(records) if r.grad_reduction.axes and not r.is_zero_sharded]
+    return replicated if zero else []

@@ -1,4 +1,4 @@
-"""From a model's logical axis names to the sharding of each parameter and of the optimizer's state."""
+"""Shardings of parameters, optimizer state and batches, from logical axis names."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ Tree = Any
 
 
 def logical_axes(state: nnx.State) -> dict[str, Any]:
-    """The names of every parameter's dimensions, in a tree of plain dicts like the parameters'.
+    """Returns the logical names of every parameter's dimensions, in a tree of plain dicts like the parameters'.
 
-    A module that was stacked has one dimension more than its names: that one is `layers`.
+    A stacked module's arrays have one dimension more than names: its name is `layers`.
     """
 
     def names(variable: nnx.Variable) -> nnx.Variable:
@@ -33,119 +33,132 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
 
 
 def shardings(specs: Tree, mesh: Mesh) -> Tree:
-    """Shardings of a tree of partition specs."""
-    return jax.tree.map(lambda place: NamedSharding(mesh, place), specs)
+    """Converts a tree of partition specs to shardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def optimizer_shardings(optimizer: optax.GradientTransformation, parameters: Tree, placed: Tree, mesh: Mesh) -> Tree:
-    """Shardings of the optimizer's state: moments like their parameters, counters on every device.
-
-    Left to itself, a jitted `init` replicates the moments on every device.
-    """
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation, parameters: Tree, param_shardings: Tree, mesh: Mesh
+) -> Tree:
+    """Returns the shardings of the optimizer's state: moments like their parameters, counters replicated."""
+    # XLA: without them, a jitted `init` replicates the moments on every device.
     state = jax.eval_shape(optimizer.init, parameters)
     return optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
         state,
-        placed,
+        param_shardings,
         transform_non_params=lambda _: replicated(mesh),
     )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same array on every device."""
+    """Returns the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """A batch: split by samples, and by their tokens where ranks share these."""
+    """Returns the sharding of a batch: by samples, and by tokens with context parallelism."""
     return NamedSharding(mesh, partition_spec(rules, ("batch", "seq") if rules.seq else ("batch",)))
 
 
 def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
-    """Where an array of a batch with `count` dimensions lives: one that has samples only is split by these."""
+    """Restricts a batch's sharding to an array of `count` dimensions, such as [batch]."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:count]))
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
-    """The rows of a global batch that this process' devices hold, ascending: all that it needs to load.
+    """Returns the rows of a global batch on this process' devices, ascending: those that it has to load.
 
     Args:
       sharding: `batch_sharding`.
       global_batch_size: rows.
     """
-    places = of_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
-    rows = [np.arange(global_batch_size)[index] for index in places.values() if index is not None]
+    indices = of_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
+    rows = [np.arange(global_batch_size)[index] for index in indices.values() if index is not None]
     return np.unique(np.concatenate(rows))
 
 
 def global_batch(
     sharding: NamedSharding, local: Mapping[str, np.ndarray], global_batch_size: int
 ) -> dict[str, jax.Array]:
-    """One global array of each array of rows that this process loaded, without sending any of them elsewhere.
+    """Assembles global arrays from the rows that each process loaded, without communication.
 
-    Where ranks share the tokens of a sample, columns are put in the order in which they have them.
+    With context parallelism, columns are permuted to the order in which ranks have them (zig-zag).
+
+    Args:
+      sharding: `batch_sharding`.
+      local: arrays [rows of this process, ...].
+      global_batch_size: rows of the global arrays.
     """
-    rows, ways = process_rows(sharding, global_batch_size), context_degree(sharding)
+    rows, degree = process_rows(sharding, global_batch_size), context_degree(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:
-        if ways > 1 and array.ndim > 1:
-            array = array[:, token_order(ways, array.shape[1])]
+        if degree > 1 and array.ndim > 1:
+            array = array[:, token_order(degree, array.shape[1])]
 
-        def part(index: Any) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(global_batch_size)
             first = int(np.searchsorted(rows, start))
             return array[(slice(first, first + stop - start), *index[1:])]
 
-        place = of_dimensions(sharding, array.ndim)
-        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), place, part)
+        array_sharding = of_dimensions(sharding, array.ndim)
+        return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), array_sharding, shard)
 
     return {name: assemble(array) for name, array in local.items()}
 
 
 def context_degree(sharding: NamedSharding) -> int:
-    """Ranks that share the tokens of a sample of a batch."""
+    """Returns the context parallel degree of a batch's sharding."""
     return math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 1))
 
 
 def min_over_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
-    """The minimum over devices of the scalar `function` of each device's parts of `arrays`; only scalars are sent."""
+    """Computes the minimum over devices of the scalar `function` of each device's shards; only scalars are sent."""
 
-    def least(parts: Tree) -> jax.Array:
-        own = function(parts)
-        axes = tuple(sorted(jax.typeof(own).mat.varying))
-        return lax.pmin(own, axes) if axes else own
+    def least(shards: Tree) -> jax.Array:
+        value = function(shards)
+        axes = tuple(sorted(jax.typeof(value).mat.varying))
+        return lax.pmin(value, axes) if axes else value
 
-    places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
-    return jax.shard_map(least, in_specs=(places,), out_specs=REPLICATED)(arrays)
+    specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    return jax.shard_map(least, in_specs=(specs,), out_specs=REPLICATED)(arrays)
 
 
 def map_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
-    """The numbers that `function` makes of each device's own parts of `arrays`: [devices, numbers], on every device.
+    """Applies `function` to each device's shards of `arrays`.
 
-    Rows are in the order of the mesh. Devices that should hold the same are not trusted to: each reads its own.
+    Args:
+      function: shards -> [numbers].
+      arrays: sharded or replicated.
+
+    Returns:
+      [devices, numbers] in the order of the mesh, replicated. Devices with replicas of a shard are not assumed to be
+      equal: each reads its replica.
     """
-    places = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
     every_axis = PartitionSpec(tuple(jax.sharding.get_abstract_mesh().axis_names))
-    own = jax.shard_map(lambda parts: function(parts)[None], in_specs=(places,), out_specs=every_axis, check_vma=False)
-    return reshard(own(arrays), REPLICATED)
+    mapped = jax.shard_map(
+        lambda shards: function(shards)[None], in_specs=(specs,), out_specs=every_axis, check_vma=False
+    )
+    return reshard(mapped(arrays), REPLICATED)
 
 
 def holders(array: Any) -> list[list[int]]:
-    """Places in the mesh of the devices that hold the same part of an array, a list for each part."""
+    """Returns, for each shard of an array, the indices in the mesh of the devices that hold it."""
     sharding = array.sharding
     indices = sharding.devices_indices_map(array.shape)
-    parts: dict[str, list[int]] = {}
-    for place, device in enumerate(sharding.mesh.devices.flat):
-        parts.setdefault(str(indices[device]), []).append(place)
-    return list(parts.values())
+    shards: dict[str, list[int]] = {}
+    for position, device in enumerate(sharding.mesh.devices.flat):
+        shards.setdefault(str(indices[device]), []).append(position)
+    return list(shards.values())
 
 
-def with_sharding(abstract: Tree, placed: Tree) -> Tree:
-    """Abstract arrays that know where they live: enough to lower a program without a device."""
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, placed)
+def with_sharding(abstract: Tree, shardings: Tree) -> Tree:
+    """Adds shardings to abstract arrays, so that a program can be lowered from them without a device."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
 
 
 def is_names(x: Any) -> bool:
-    """Whether `x` is a tuple of logical names: a leaf of the trees above."""
+    """Returns whether `x` is a tuple of logical names: a leaf of the trees above."""
     return isinstance(x, tuple)

@@ -1,20 +1,26 @@
-"""A loop over the layers of a stack in which what a layer needs, and its gradients, travel while another one computes.
+"""Scans over the layers of a stack with prefetch: parameters are gathered, and gradients reduced, one layer apart.
 
-With ZeRO-3 a layer's parameters are gathered during the layer before it, forward and backward, and its gradients are
-scattered during the backward pass of the layer below. Of four layers, what is in a column happens at the same time:
+With ZeRO-3, layer i + 1 is all-gathered while layer i computes, in both passes, and the gradients of layer i + 1 are
+reduce-scattered while the backward pass of layer i computes. Of four layers, what is in a column overlaps:
 
-                run 0     run 1     run 2     run 3     pull 3    pull 2    pull 1    pull 0
+      compute   fwd 0     fwd 1     fwd 2     fwd 3     bwd 3     bwd 2     bwd 1     bwd 0
       gather 0  gather 1  gather 2  gather 3            gather 2  gather 1  gather 0  (gather 0)
                                                                   scatter 3 scatter 2 scatter 1 scatter 0
 
-These are as many gathers as if each layer had its own, forward and again backward: the last layer keeps its parameters
-between its passes, and what the last iteration gathers nobody reads. With ZeRO-1 and 2, in a step of one microbatch,
-the backward pass has what the forward pass gathered. Without ZeRO in such a step, and with ZeRO-2 in others, gradients
-alone travel.
+The number of gathers is that of a loop without prefetch, one per layer and pass: the last layer saves its gathered
+parameters from its forward to its backward pass, and the result of the last gather, in brackets, is not read. With
+ZeRO-1 and 2, in a step of one microbatch, the backward pass reads what the forward pass gathered. Without ZeRO in such
+a step, and with ZeRO-2 in steps of several microbatches, only gradients are overlapped.
 
-So parameters and gradients go from one iteration to the next, in slots of the loop's carry. Backward the loop is
-autodiff's, whose carry is the cotangent of the forward one: there the cotangent of a slot is not a gradient, but the
-parameters that the next iteration reads, or gradients on their way. `_begin`, `_step` and `_turn` say so.
+A loop iteration hands parameters and gradients to the next one in slots of the loop's carry (`_Slots`). The backward
+loop is autodiff's transpose of the forward loop, so its carry is the *cotangent* of the forward carry. In these slots
+the cotangent is not a derivative: it holds the gathered parameters of the next backward iteration, and the local
+gradients that are not reduced yet. Three `custom_vjp`s write these cotangents, in the order in which the forward pass
+calls them:
+
+      _begin  before layer 0: gathers it.             Backward: reduces the gradients of layer 0.
+      _step   layers 0 to n - 2, in a `lax.scan`.      Backward of layer i: reduces i + 1, gathers i - 1, runs i.
+      _finish before layer n - 1, outside the loop.   Backward: puts the gradients of layer n - 1 into their slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,42 +56,56 @@ Run = Callable[..., tuple[Array, Tree]]
 
 
 class _Slots(NamedTuple):
-    """Of the loop's carry. Forward: what the next layer runs with, and zeros that nobody reads."""
+    """The slots of the loop's carry that hand parameters and gradients from one iteration to the next."""
 
     parameters: list[Array]
-    """Those that are gathered. Backward: what the next iteration runs with; nothing of what the forward pass kept."""
+    """Forward: the gathered parameters of the next layer. Backward (as a cotangent): those of the next layer down, or
+    zeros where the forward pass saved what it gathered."""
     gradients: list[Array]
-    """Backward: of the layer above, summed over this rank's samples alone."""
+    """Forward: zeros that nothing reads. Backward: the gradients of the layer above, local to this rank's samples and
+    not reduced yet."""
 
 
 class _IterationInputs(NamedTuple):
-    """What an iteration reads besides its carry."""
+    """The inputs of an iteration besides its carry."""
 
-    others: list[Any]
-    """The layer's parameters of which nothing travels."""
+    resident: list[Any]
+    """The layer's parameters without communication."""
     number: Array
     constants: list[Array]
-    parts: list[Array]
-    """Of the stack's parameters of which something travels: a rank's parts of those that are gathered, or all."""
-    place: Array
+    shards: list[Array]
+    """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and the
+    others in full."""
+    layer_index: Array
     """Of the layer in the stack."""
 
 
 def can_prefetch(layers: Tree) -> bool:
-    """Whether of a stack's layers anything travels, and they are enough for a loop: four, as the last is outside, and
-    XLA for CPUs takes shorter ones apart."""
-    found = [leaf for leaf in map(_communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
-    is_by_hand = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
-    return is_by_hand and len(_stack(found[0])) > 3
+    """Returns whether a stack has communication to overlap, and enough layers for a loop: at least four."""
+    communicated = [
+        leaf for leaf in map(_communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None
+    ]
+    is_manual = bool(communicated) and not explicit_axes().issuperset(communicated[0].reduction.axes)
+    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
+    return is_manual and len(_stack(communicated[0])) > 3
 
 
 def gather_upfront(layers: Tree) -> Tree:
-    """Parameters of a stack for a loop that does not go ahead: those that are gathered once for both passes are."""
+    """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
+
+    Args:
+      layers: parameters, [layers, ...]; the `GatherOnUse` among them are shards.
+
+    Returns:
+      The same tree, with each `GatherOnUse` that has `keep_for_backward` gathered.
+    """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    kept = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, GatherOnUse) and leaf.keep_for_backward}
-    if kept:
-        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in kept.values()])
-        for (i, leaf), array in zip(kept.items(), arrays, strict=True):
+    gathered_once = {
+        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, GatherOnUse) and leaf.keep_for_backward
+    }
+    if gathered_once:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
+        for (i, leaf), array in zip(gathered_once.items(), arrays, strict=True):
             leaves[i] = leaf.with_gathered(array)
     return jax.tree.unflatten(tree, leaves)
 
@@ -93,144 +113,177 @@ def gather_upfront(layers: Tree) -> Tree:
 def scan_with_prefetch(
     run: Run, saving: Callable[[Run], Run], x: Array, layers: Tree, numbers: Array, sums: list[Array] | None
 ) -> tuple[Array, Tree]:
-    """Runs layers one after the other.
+    """Runs layers one after the other, with the communication of one overlapped with the computation of another.
 
     Args:
-      run: one layer: (stream, layer, its number, None) -> (stream, state).
+      run: one layer: (hidden states, layer, its number, None) -> (hidden states, state).
       saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
-      x: input of the first.
-      layers: their parameters, stacked; some are `Gathered`, or `Reduced` over ranks.
-      numbers: of the layers.
-      sums: what their gradients are added to, in the order of their `differentiable` parameters; zeros when None.
+      x: input of the first layer, [batch, act_seq, embed].
+      layers: their parameters, [layers, ...]; some are `GatherOnUse`, or `ReduceGradOnUse` over ranks.
+      numbers: the layers' numbers, int32 [layers].
+      sums: accumulators to which their gradients are added, in the order of their `differentiable_shards`; zeros when
+        None.
 
     Returns:
-      The output of the last, and each layer's state, stacked.
+      The output of the last layer, and each layer's state, [layers, ...].
     """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    is_ahead = [_communicated(leaf) is not None for leaf in leaves]
-    found, others = _divided(leaves, is_ahead)
+    is_prefetched = [_communicated(leaf) is not None for leaf in leaves]
+    prefetched, resident = _partition(leaves, is_prefetched)
 
-    def one(x: Array, parameters: list[Array], others: list[Any], number: Array) -> tuple[Array, Tree]:
-        own, rest = iter(parameters), iter(others)
-        layer = jax.tree.unflatten(tree, [next(own if ahead else rest) for ahead in is_ahead])
+    def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
+        prefetched_iter, resident_iter = iter(prefetched), iter(resident)
+        layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
         return run(x, layer, number, None)
 
-    parts = [lax.stop_gradient(_stack(leaf)) for leaf in map(_communicated, found) if leaf is not None]
-    fixed, last = jax.tree.map(lax.stop_gradient, others), len(numbers) - 1
-    loop = _Loop.of(found, one, saving, sums is not None)
-    example = (x, loop.of_layer(loop.gather(parts, 0), parts, 0), index_layer(fixed, 0), numbers[0])
-    closed, constants = cast(Any, jax.closure_convert(one, *example))
+    shards = [lax.stop_gradient(_stack(leaf)) for leaf in map(_communicated, prefetched) if leaf is not None]
+    fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
+    loop = _Loop.of(prefetched, run_flat, saving, sums is not None)
+    # `_step` is a custom_vjp, which may not close over tracers: what `run` closes over, such as attention's mask or
+    # the dropout keys, becomes an argument.
+    example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
+    closed, constants = cast(Any, jax.closure_convert(run_flat, *example))
     loop = replace(loop, run=closed)
 
-    stacks = (jax.tree.leaves(differentiable_shards(found)), jax.tree.leaves(differentiable_shards(others)))
-    learnt = [ahead for leaf, ahead in zip(leaves, is_ahead, strict=True) if not isinstance(leaf, NoGrad)]
-    totals = zeros_like_shards(stacks) if sums is None else _divided(sums, learnt)
+    # Loops carry the differentiable stacks unchanged, because their cotangents are the gradient accumulators: `sums` at
+    # the end of the forward pass (`seed_cotangents`), the result at its beginning.
+    stacks = (jax.tree.leaves(differentiable_shards(prefetched)), jax.tree.leaves(differentiable_shards(resident)))
+    is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
+    accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
 
-    def turn(carry: Tree, at: tuple[Array, Array]) -> tuple[Tree, Tree]:
-        (x, slots, own, rest, shared), (place, number) = carry, at
-        layer, rest = accumulate_grads_into(index_layer(fixed, place), rest, place)
+    def iteration(carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
+        (x, slots, stack, resident_stack, shared), (index, number) = carry, scanned
+        layer, resident_stack = accumulate_grads_into(index_layer(fixed, index), resident_stack, index)
         using, shared = _shared(constants, shared)
-        (x, slots, own), state = cast(
-            Any, _step(loop, x, slots, own, _IterationInputs(layer, number, using, parts, place))
+        (x, slots, stack), state = cast(
+            Any, _step(loop, x, slots, stack, _IterationInputs(layer, number, using, shards, index))
         )
-        return (x, slots, own, rest, shared), state
+        return (x, slots, stack, resident_stack, shared), state
 
-    slots, own = cast(Any, _begin(loop, stacks[0], parts))
-    carry, states = lax.scan(turn, (x, slots, own, stacks[1], constants), (jnp.arange(last), numbers[:-1]))
-    x, slots, own, rest, shared = carry
-    layer, rest = accumulate_grads_into(index_layer(fixed, last), rest, jnp.asarray(last))
+    slots, stack = cast(Any, _begin(loop, stacks[0], shards))
+    carry, states = lax.scan(iteration, (x, slots, stack, stacks[1], constants), (jnp.arange(last), numbers[:-1]))
+    x, slots, stack, resident_stack, shared = carry
+    # The last layer is outside the loop: it saves its gathered parameters, so that the backward pass begins without a
+    # gather.
+    layer, resident_stack = accumulate_grads_into(index_layer(fixed, last), resident_stack, jnp.asarray(last))
     using, _ = _shared(constants, shared)
-    x, state = saving(closed)(x, _turn(loop, slots, parts), layer, numbers[-1], *using)
-    states = jax.tree.map(lambda before, own: jnp.concatenate([before, own[None]]), states, state)
-    return seed_cotangents(totals, x, (own, rest)), states
+    x, state = saving(closed)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
+    states = jax.tree.map(lambda before, final: jnp.concatenate([before, final[None]]), states, state)
+    return seed_cotangents(accumulators, x, (stack, resident_stack)), states
 
 
 @dataclass(frozen=True, eq=False)
 class _Loop:
-    """What iterations do; it holds no arrays."""
+    """The static description of the loop; it holds no arrays."""
 
-    travelling: Sequence[GatherOnUse | ReduceGradOnUse]
-    """Of each parameter of which something travels, without its arrays."""
-    is_learnt: Sequence[bool]
+    communicated: Sequence[GatherOnUse | ReduceGradOnUse]
+    """The prefetched parameters, without their arrays."""
+    is_trainable: Sequence[bool]
     run: Run
-    """(stream, parameters of which something travels, others, number, constants ...) -> (stream, state)."""
+    """(hidden states, prefetched parameters, other parameters, number, constants ...) -> (hidden states, state)."""
     saving: Callable[[Run], Run]
     adds_up: bool
     """Whether there are gradients of earlier microbatches."""
 
     @classmethod
-    def of(cls, found: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "_Loop":
-        """For parameters of a stack of which something travels."""
-        travelling = [_without_arrays(leaf) for leaf in map(_communicated, found) if leaf is not None]
-        return cls(travelling, [not isinstance(leaf, NoGrad) for leaf in found], run, saving, adds_up)
+    def of(cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "_Loop":
+        """Describes the loop over a stack with these prefetched parameters."""
+        communicated = [_without_arrays(leaf) for leaf in map(_communicated, prefetched) if leaf is not None]
+        return cls(communicated, [not isinstance(leaf, NoGrad) for leaf in prefetched], run, saving, adds_up)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the backward pass has what the forward pass gathered."""
-        return any(isinstance(like, GatherOnUse) and like.keep_for_backward for like in self.travelling)
+    def saves_gathered(self) -> bool:
+        """Whether the backward pass reads what the forward pass gathered."""
+        return any(isinstance(like, GatherOnUse) and like.keep_for_backward for like in self.communicated)
 
-    def gather(self, parts: list[Array], place: Any) -> list[Array]:
-        """The parameters of a layer that are gathered."""
-        own = zip(self.travelling, index_layer(parts, place), strict=True)
-        wrapped = [replace(like, shard=part) for like, part in own if isinstance(like, GatherOnUse)]
-        if not self.is_kept:
+    def gather(self, shards: list[Array], index: Any) -> list[Array]:
+        """All-gathers the sharded parameters of a layer.
+
+        Args:
+          shards: [layers, ...] of each prefetched parameter.
+          index: of the layer.
+
+        Returns:
+          [...] of each prefetched parameter that is a `GatherOnUse`, in full.
+        """
+        of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
+        wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, GatherOnUse)]
+        if not self.saves_gathered:
             return materialize(cast(Any, wrapped))
         with jax.named_scope("parameters"):
             return [gather_layer(each) for each in wrapped]
 
-    def of_layer(self, gathered: list[Array], parts: list[Array], place: Any) -> list[Array]:
-        """The parameters of a layer: those that are gathered, and the others from their stacks."""
-        own, before = index_layer(parts, place), iter(gathered)
-        pairs = zip(self.travelling, own, strict=True)
-        return [next(before) if isinstance(like, GatherOnUse) else array for like, array in pairs]
+    def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Array]:
+        """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
+        arrays, gathered_iter = index_layer(shards, index), iter(gathered)
+        pairs = zip(self.communicated, arrays, strict=True)
+        return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
 
-    def again(self, parameters: list[Array]) -> list[Array]:
-        """Those of them that the backward pass gathers, or reads from its stack, again."""
-        pairs = zip(self.travelling, parameters, strict=True)
+    def regathered(self, parameters: list[Array]) -> list[Array]:
+        """Selects the parameters that the backward pass gathers again, or reads from their stacks again."""
+        pairs = zip(self.communicated, parameters, strict=True)
         return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
 
-    def waiting(self, gradients: list[Array]) -> list[Array]:
-        """Gradients of a layer's parameters in the type in which they travel, of those that are trained."""
-        own = zip(self.travelling, gradients, self.is_learnt, strict=True)
-        return [gradient.astype(like.reduction.comm_dtype) for like, gradient, is_learnt in own if is_learnt]
+    def unreduced(self, gradients: list[Array]) -> list[Array]:
+        """Casts a layer's local gradients to their communication dtype, and leaves out frozen parameters."""
+        of_layer = zip(self.communicated, gradients, self.is_trainable, strict=True)
+        return [gradient.astype(like.reduction.comm_dtype) for like, gradient, is_trainable in of_layer if is_trainable]
 
-    def added(self, sums: list[Array], gradients: list[Array], place: Any) -> list[Array]:
-        """Sums over a stack's layers, with the gradients of a layer that waited: each rank's part of them."""
-        learnt = [like for like, is_learnt in zip(self.travelling, self.is_learnt, strict=True) if is_learnt]
+    def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
+        """Reduces (-scatters) the gradients of a layer over ranks, and writes them to their accumulators.
 
-        def one(total: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
-            place_in_layer = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
-            # An all-reduce that is added to what a loop carries XLA moves behind the loop.
+        Args:
+          sums: accumulators of the trainable prefetched parameters, float32 [layers, ...], this rank's shards.
+          gradients: `unreduced` ones of one layer.
+          index: of the layer.
+
+        Returns:
+          The accumulators.
+        """
+        trainable = [
+            like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
+        ]
+
+        def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
+            layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
+            # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
+            # not overlapped. The first microbatch may overwrite the zeros instead.
             put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
-            return put(total, reduce_gradient(gradient, place_in_layer, like.reduction), place)
+            return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
-        return [one(*each) for each in zip(sums, gradients, learnt, strict=True)]
+        return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
 
 
-# --- what all layers read
+# --- constants of the loop: arrays that every layer reads
 
 
 def _shared(constants: list[Array], carried: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Both unchanged; gradients of what a layer reads are added to what is `carried`, one by one: some have none.
+    """Returns both unchanged; the gradients of `constants` are added to the cotangents of `carried`.
 
-    So the last layer's are worked out before the loop: XLA would put them off, and keep what they come from.
+    Args:
+      constants: arrays that every layer reads.
+      carried: the same arrays in the loop's carry, whose cotangents accumulate.
     """
-    pairs = [_add_to(lax.stop_gradient(own), total) for own, total in zip(constants, carried, strict=True)]
-    return [own for own, _ in pairs], [total for _, total in pairs]
+    # One by one, because some have no gradient.
+    # XLA: without an accumulator in the carry, the last layer's gradients of these arrays are computed after the
+    # backward loop, and all that they are computed from stays alive until then.
+    pairs = [_add_to(lax.stop_gradient(array), carry) for array, carry in zip(constants, carried, strict=True)]
+    return [array for array, _ in pairs], [carry for _, carry in pairs]
 
 
 @jax.custom_vjp
-def _add_to(own: Array, total: Array) -> tuple[Array, Array]:
-    return own, total
+def _add_to(array: Array, carried: Array) -> tuple[Array, Array]:
+    """Returns both unchanged; the gradient of `array` is added to the cotangent of `carried`."""
+    return array, carried
 
 
-def _add_to_forward(own: Array, total: Array) -> tuple[tuple[Array, Array], None]:
-    return (own, total), None
+def _add_to_forward(array: Array, carried: Array) -> tuple[tuple[Array, Array], None]:
+    return (array, carried), None
 
 
 def _add_to_backward(_: None, gradients: tuple[Array, Array]) -> tuple[None, Array]:
-    own, total = gradients
-    return None, total + own
+    gradient, accumulator = gradients
+    return None, accumulator + gradient
 
 
 _add_to.defvjp(_add_to_forward, _add_to_backward)
@@ -240,57 +293,100 @@ _add_to.defvjp(_add_to_forward, _add_to_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _begin(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[_Slots, list[Array]]:
-    """Slots with the first layer's parameters, and `own`, the trained ones of the stack, unchanged."""
-    gathered = loop.gather(parts, 0)
-    nothing = _zeros_like(loop.waiting(loop.of_layer(gathered, parts, 0)))
-    return _Slots(gathered, nothing), own
+def _begin(loop: _Loop, stack: list[Array], shards: list[Array]) -> tuple[_Slots, list[Array]]:
+    """Gathers the first layer.
+
+    Args:
+      loop: its description.
+      stack: the trainable prefetched parameters, [layers, ...]; returned unchanged, for the sake of their cotangents.
+      shards: all prefetched parameters, [layers, ...].
+
+    Returns:
+      Slots with the first layer's parameters, and `stack`.
+    """
+    gathered = loop.gather(shards, 0)
+    zeros = _zeros_like(loop.unreduced(loop.of_layer(gathered, shards, 0)))
+    return _Slots(gathered, zeros), stack
 
 
-def _begin_forward(loop: _Loop, own: list[Array], parts: list[Array]) -> tuple[Any, None]:
-    return _begin(loop, own, parts), None
+def _begin_forward(loop: _Loop, stack: list[Array], shards: list[Array]) -> tuple[Any, None]:
+    return _begin(loop, stack, shards), None
 
 
 def _begin_backward(loop: _Loop, _: None, cotangents: tuple[_Slots, list[Array]]) -> tuple[list[Array], None]:
-    slots, sums = cotangents
-    return loop.added(sums, slots.gradients, 0), None
+    """Reduces the gradients of the first layer: the last that are still in a slot."""
+    slots, accumulators = cotangents
+    return loop.reduce_into(accumulators, slots.gradients, 0), None
 
 
 _begin.defvjp(_begin_forward, _begin_backward)
 
 
-# --- a layer
+# --- one layer
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step(
-    loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _IterationInputs
+    loop: _Loop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
 ) -> tuple[tuple[Array, _Slots, list[Array]], Tree]:
-    """Runs a layer, gathers the next; `own` passes unchanged, for the sums that are its cotangents."""
-    parameters = loop.of_layer(slots.parameters, read.parts, read.place)
-    x, state = loop.run(x, parameters, read.others, read.number, *read.constants)
-    return (x, slots._replace(parameters=loop.gather(read.parts, read.place + 1)), own), state
+    """Runs layer i, and gathers layer i + 1.
+
+    Args:
+      loop: its description.
+      x: hidden states, [batch, act_seq, embed].
+      slots: with the gathered parameters of layer i.
+      stack: trainable prefetched parameters, [layers, ...]; returned unchanged: their cotangents are the accumulators.
+      inputs: the other inputs; `inputs.layer_index` is i.
+
+    Returns:
+      (hidden states, slots with the parameters of layer i + 1, `stack`), and the layer's state.
+    """
+    parameters = loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
+    x, state = loop.run(x, parameters, inputs.resident, inputs.number, *inputs.constants)
+    return (x, slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1)), stack), state
 
 
-def _step_forward(loop: _Loop, x: Array, slots: _Slots, own: list[Array], read: _IterationInputs) -> tuple[Any, Any]:
-    run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, read.parts, read.place)
-    (x, state), pull = jax.vjp(run, x, parameters, read.others, read.number, *read.constants)
-    after = slots._replace(parameters=loop.gather(read.parts, read.place + 1))
-    return ((x, after, own), state), (
-        _VjpWithoutParameters.without(pull, loop.again(parameters)),
-        read.parts,
-        read.place,
+def _step_forward(
+    loop: _Loop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
+) -> tuple[Any, Any]:
+    """Does what `_step` does; the residuals are the layer's vjp function without its gathered parameters.
+
+    The parameters are left out because `lax.scan` stacks residuals: all layers would be held in full at once.
+    """
+    run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
+    (x, state), vjp = jax.vjp(run, x, parameters, inputs.resident, inputs.number, *inputs.constants)
+    after = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
+    return ((x, after, stack), state), (
+        _VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
+        inputs.shards,
+        inputs.layer_index,
     )
 
 
-def _step_backward(loop: _Loop, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    pull, parts, place = kept
-    (gradient, slots, sums), of_state = cotangents
-    sums = loop.added(sums, slots.gradients, place + 1)
-    below = slots.parameters if loop.is_kept else loop.gather(parts, jnp.maximum(place - 1, 0))
-    again = loop.again(loop.of_layer(slots.parameters, parts, place))
-    gradient, own, others, number, *constants = pull.of(again)((gradient, of_state))
-    return gradient, _Slots(below, loop.waiting(own)), sums, _IterationInputs(others, number, constants, None, None)  # pyright: ignore[reportArgumentType]
+def _step_backward(loop: _Loop, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Runs the backward pass of layer i, overlapped with the communication of its neighbours.
+
+    Args:
+      loop: its description.
+      residuals: (`_VjpWithoutParameters` of the layer, shards [layers, ...], i).
+      cotangents: of (hidden states [batch, act_seq, embed], slots, stack) and of the layer's state. In `slots`,
+        `parameters` are the gathered parameters of layer i, which the iteration before put there, and `gradients` the
+        local gradients of layer i + 1; the cotangents of `stack` are the gradient accumulators.
+
+    Returns:
+      The cotangents of `_step`'s arguments: the gradient of the hidden states; slots with the parameters of layer i - 1
+      and the local gradients of layer i; the accumulators with the gradients of layer i + 1; and the gradients of
+      `_IterationInputs`, none for `shards` and `layer_index`.
+    """
+    vjp, shards, index = residuals
+    (gradient, slots, accumulators), state_cotangent = cotangents
+    # Neither of these two collectives depends on this layer's backward pass, so XLA can overlap them with it.
+    accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)
+    below = slots.parameters if loop.saves_gathered else loop.gather(shards, jnp.maximum(index - 1, 0))
+    regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
+    gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
+    inputs = _IterationInputs(resident, number, constants, None, None)  # pyright: ignore[reportArgumentType]
+    return gradient, _Slots(below, loop.unreduced(gradients)), accumulators, inputs
 
 
 _step.defvjp(_step_forward, _step_backward)
@@ -300,53 +396,54 @@ _step.defvjp(_step_forward, _step_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _turn(loop: _Loop, slots: _Slots, parts: list[Array]) -> list[Array]:
-    """The last layer's parameters, whose cotangents are gradients: from here on they wait in a slot."""
-    return loop.of_layer(slots.parameters, parts, len(parts[0]) - 1)
+def _finish(loop: _Loop, slots: _Slots, shards: list[Array]) -> list[Array]:
+    """Returns the prefetched parameters of the last layer."""
+    return loop.of_layer(slots.parameters, shards, len(shards[0]) - 1)
 
 
-def _turn_forward(loop: _Loop, slots: _Slots, parts: list[Array]) -> tuple[list[Array], Any]:
-    return _turn(loop, slots, parts), (slots.parameters if loop.is_kept else None, parts)
+def _finish_forward(loop: _Loop, slots: _Slots, shards: list[Array]) -> tuple[list[Array], Any]:
+    return _finish(loop, slots, shards), (slots.parameters if loop.saves_gathered else None, shards)
 
 
-def _turn_backward(loop: _Loop, kept: Any, gradients: list[Array]) -> tuple[_Slots, None]:
-    gathered, parts = kept
-    below = _zeros_like(gathered) if loop.is_kept else loop.gather(parts, len(parts[0]) - 2)
-    return _Slots(below, loop.waiting(gradients)), None
+def _finish_backward(loop: _Loop, residuals: Any, gradients: list[Array]) -> tuple[_Slots, None]:
+    """Begins the backward pass: puts the last layer's local gradients, and the parameters below it, into slots."""
+    gathered, shards = residuals
+    below = _zeros_like(gathered) if loop.saves_gathered else loop.gather(shards, len(shards[0]) - 2)
+    return _Slots(below, loop.unreduced(gradients)), None
 
 
-_turn.defvjp(_turn_forward, _turn_backward)
+_finish.defvjp(_finish_forward, _finish_backward)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["tree", "places"])
+@partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["tree", "indices"])
 @dataclass(frozen=True)
 class _VjpWithoutParameters:
-    """A pull - what `jax.vjp` returns, a tree of what it needs - without a layer's gathered parameters."""
+    """A vjp function, which is a pytree of its residuals, without a layer's gathered parameters."""
 
-    kept: list[Any]
+    saved: list[Any]
     tree: Any
-    places: tuple[int | None, ...]
-    """Of each of the pull's arrays: which parameter it is; None of those that are kept."""
+    indices: tuple[int | None, ...]
+    """Of each array of the vjp function: which parameter it is; None of those in `saved`."""
 
     @classmethod
-    def without(cls, pull: Any, parameters: list[Array]) -> "_VjpWithoutParameters":
-        """What is to be kept of a pull."""
-        arrays, tree = jax.tree.flatten(pull)
-        places = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
-        kept = [array for array, place in zip(arrays, places, strict=True) if place is None]
-        return cls(kept, tree, tuple(places))
+    def without(cls, vjp: Any, parameters: list[Array]) -> "_VjpWithoutParameters":
+        """Takes `parameters` out of a vjp function, where it saves the very same tracer."""
+        arrays, tree = jax.tree.flatten(vjp)
+        indices = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
+        saved = [array for array, index in zip(arrays, indices, strict=True) if index is None]
+        return cls(saved, tree, tuple(indices))
 
     def of(self, parameters: list[Array]) -> Any:
-        """The pull again, with the parameters gathered anew."""
-        kept = iter(self.kept)
-        return jax.tree.unflatten(self.tree, [next(kept) if i is None else parameters[i] for i in self.places])
+        """Rebuilds the vjp function with these parameters, which were gathered again."""
+        saved = iter(self.saved)
+        return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
 
 
 def _communicated(leaf: Any) -> GatherOnUse | ReduceGradOnUse | None:
-    """What a parameter is gathered from, or its gradient summed by, if it is."""
+    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
     leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_sent = isinstance(leaf, GatherOnUse) or (isinstance(leaf, ReduceGradOnUse) and bool(leaf.reduction.axes))
-    return leaf if is_sent else None
+    is_communicated = isinstance(leaf, GatherOnUse) or (isinstance(leaf, ReduceGradOnUse) and bool(leaf.reduction.axes))
+    return leaf if is_communicated else None
 
 
 def _stack(leaf: GatherOnUse | ReduceGradOnUse) -> Array:
@@ -358,6 +455,8 @@ def _without_arrays(leaf: GatherOnUse | ReduceGradOnUse) -> GatherOnUse | Reduce
 
 
 def _zeros_like(arrays: list[Array]) -> list[Array]:
+    """Builds zeros with the shapes, types, shardings and varying axes of `arrays`."""
+
     def zeros(like: Array) -> Array:
         kind = jax.typeof(like)
         return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
@@ -365,7 +464,7 @@ def _zeros_like(arrays: list[Array]) -> list[Array]:
     return [zeros(array) for array in arrays]
 
 
-def _divided(each: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Those of which it holds, and the others."""
-    pairs = list(zip(each, is_first, strict=True))
-    return [one for one, first in pairs if first], [one for one, first in pairs if not first]
+def _partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Divides items into those of which `is_first` holds, and the others."""
+    pairs = list(zip(items, is_first, strict=True))
+    return [item for item, first in pairs if first], [item for item, first in pairs if not first]

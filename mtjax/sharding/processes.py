@@ -1,4 +1,4 @@
-"""Several processes as one run: joins this process to `jax.distributed`, as `mtjax.sharding.launchers` found."""
+"""Multi-process runs: initializes `jax.distributed` with the settings that `mtjax.sharding.launchers` found."""
 
 import errno
 import os
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import clusters  # asks Slurm, MPI and Kubernetes for the coordinator; has no public name
+from jax._src import clusters  # queries Slurm, MPI and Kubernetes for the coordinator; has no public name
 
 from mtjax.config import Parallel
 from mtjax.errors import UserError, first_line
 from mtjax.sharding.launchers import JAX_PORT, Launch, check_library, find_launch
 
 START_TIMEOUT = 300
-"""Seconds that process 0 waits for the others to appear, and the others for process 0 and the name of its host."""
+"""Seconds that process 0 waits for all processes, and these for process 0 and the name of its host."""
 NAME_TIMEOUT = 30
-"""Seconds that process 0 waits until its own host's name has an address."""
+"""Seconds that process 0 waits until its host's name has an address."""
 HEARTBEAT_TIMEOUT = 3600
-"""Seconds after which jax ends a run that lost a process, with a stack. Training has a quicker watch of its own."""
+"""Seconds after which jax ends a run that lost a process, with a stack trace. Training has a faster check."""
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 LAST_PORT = 65535
 LOCAL_VARIABLES = (
@@ -29,25 +29,26 @@ LOCAL_VARIABLES = (
     ("Slurm", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
     ("Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-"""By launcher: number of processes on this host, and which of them this is; a launcher inside another comes first."""
+"""By launcher, the variables of the number of processes on this host and of this process' local rank. A launcher that
+runs inside another one comes first."""
 
 
 def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> int:
-    """Joins this process to its run, before any device is touched.
+    """Connects this process to the other processes of its run, before any device is used.
 
     Returns:
-      How many processes take part; 1 when nothing says that there are several.
+      The number of processes; 1 when no option or variable describes several.
 
     Raises:
-      UserError: the options or variables by which they find each other are incomplete or contradictory, the
-        coordinator's address can't be used, or a process did not appear in time.
+      UserError: the options or variables that describe the processes are incomplete or contradictory, the
+        coordinator's address can't be used, or a process did not connect in time.
     """
     launch = find_launch(parallel, environment)
     if launch is None:
         return 1
     check_library(launch)
     devices = local_devices(environment)
-    coordinator, count, process, devices = _asked(launch, devices)
+    coordinator, count, process, devices = _resolve(launch, devices)
     host, port = parse_address(coordinator, "--coordinator" if parallel.coordinator else launch.source)
     if process == 0:
         _check_port(environment.get(BIND_ADDRESS) or f"[::]:{port}", coordinator)
@@ -57,13 +58,13 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
         num_processes=count,
         process_id=process,
         local_device_ids=devices,
-        cluster_detection_method="deactivate",  # everything is known
+        cluster_detection_method="deactivate",  # all values are given
     )
     return count
 
 
 def several_expected(parallel: Parallel, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether there are other processes, by the options or the environment.
+    """Returns whether the options or the environment describe several processes.
 
     Raises:
       UserError: these are incomplete or contradictory.
@@ -90,11 +91,16 @@ def _example(address: str) -> str:
     return f"[{host}]:12345" if ":" in host else f"{host}:12345"
 
 
-def _asked(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, list[int] | None]:
-    """The coordinator's address, number of processes, number of this one and its GPUs; asks the launcher for those
-    that are not known yet."""
+def _resolve(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, list[int] | None]:
+    """Returns the coordinator's address, the number of processes, the index of this one and its GPUs.
+
+    Values that `launch` does not have are queried from the launcher.
+
+    Raises:
+      UserError: the launcher does not have them.
+    """
     if launch.method is None:
-        assert launch.coordinator is not None and launch.process is not None, "only a launcher may be asked"
+        assert launch.coordinator is not None and launch.process is not None, "only a launcher can be queried"
         return launch.coordinator, launch.count, launch.process, devices
     method = None if launch.method == "kubernetes" else launch.method
     count = None if launch.count == -1 else launch.count
@@ -103,17 +109,19 @@ def _asked(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, li
             launch.coordinator, count, launch.process, devices, method, START_TIMEOUT
         )
     except Exception as e:  # whatever the launcher's library raises
-        raise UserError(f"{launch.source} does not say how the processes find each other: {first_line(e)}") from e
+        raise UserError(
+            f"{launch.source} does not provide the coordinator's address and the processes: {first_line(e)}"
+        ) from e
     if None in found[:3]:
         raise UserError(
-            f"{launch.source} does not say how the processes find each other: give --coordinator, --num-processes and "
-            "--process-id"
+            f"{launch.source} does not provide the coordinator's address and the processes: set --coordinator, "
+            "--num-processes and --process-id"
         )
     return found
 
 
 def _check_port(bind_address: str, coordinator: str) -> None:
-    """Checks that process 0 can listen where jax's coordination service will: where it can't, C++ ends the process.
+    """Checks that process 0 can listen at the address of jax's coordination service, whose failure ends the process.
 
     Raises:
       UserError: it can't.
@@ -132,20 +140,20 @@ def _check_port(bind_address: str, coordinator: str) -> None:
             reason = "another program listens there" if in_use else first_line(e)
             raise UserError(
                 f"process 0 can't listen at port {port} of the coordinator's address {coordinator}: {reason}; "
-                f"take another port in all processes (under a launcher with {JAX_PORT})"
+                f"set another port in all processes (with a launcher: {JAX_PORT})"
             ) from e
         return
 
 
 def _listen(host: str, port: int, family: socket.AddressFamily) -> None:
-    """Listens at an address for a moment.
+    """Opens and closes a listening socket at an address.
 
     Raises:
       OSError: that is not possible; `socket.gaierror` where the host has no address of this family.
     """
     address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As gRPC does, which then may listen where a connection of an earlier run has just been closed.
+        # As gRPC does: it can then listen at a port whose connection of an earlier run has just been closed.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -184,13 +192,13 @@ def _initialize(**options: object) -> None:
             **options,  # pyright: ignore[reportArgumentType]
         )
     except (RuntimeError, ValueError) as e:
-        raise UserError(f"the processes of this run did not find each other: {first_line(e)}") from e
+        raise UserError(f"the processes of this run could not connect to each other: {first_line(e)}") from e
 
 
 def local_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """The GPUs of this process among those of its host: all when it is the host's only process, else one.
+    """Returns the GPUs of this process among those of its host: all when it is the host's only process, else one.
 
-    None leaves it to jax, which takes all unless the launcher assigns some.
+    With None, jax uses all of them unless the launcher assigns some.
 
     Raises:
       UserError: there are more processes on this host than it has GPUs.

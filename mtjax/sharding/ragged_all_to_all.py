@@ -1,7 +1,7 @@
-"""Rows that go to other ranks, as many to each as are meant for it.
+"""All-to-alls of rows, a different number between each pair of ranks.
 
-How many these are is known when a program runs; the arrays that hold them have room for the most there can be. On GPUs
-a ragged all-to-all sends the rows alone. XLA for CPUs has none: there an all-to-all sends all of the room.
+The numbers are known only when a program runs, so arrays are padded to the maximum. On GPUs a ragged all-to-all sends
+the rows alone. XLA: it has none for CPUs, where a plain all-to-all sends the padding too.
 """
 
 from functools import partial
@@ -17,98 +17,115 @@ from mtjax.theory.rules import Axes
 
 
 class RaggedRouting(NamedTuple):
-    """Which rows of every rank go to which rank, each once at most; the same sizes on all ranks."""
+    """Which rows of every rank are sent to which ranks, to each rank at most once."""
 
     axes: Axes
-    """Over which the ranks lie."""
+    """Mesh axes of the all-to-all."""
     sizes: Int[Array, "ranks ranks"]
-    """How many rows go from which rank to which."""
-    leaving: Int[Array, " leaving"]
-    """This rank's rows by the ranks that they go to, a row as often as there are such; at the end a number behind the
-    last row."""
-    arriving: Int[Array, " arriving"]
-    """Of all ranks' rows, one rank's after the other's, those that come here; at the end a number behind the last."""
+    """[i, j]: number of rows from rank i to rank j; the same on all ranks."""
+    sent: Int[Array, " sent"]
+    """Indices of this rank's rows, ordered by destination, one entry per destination; padded with `rows`."""
+    received: Int[Array, " received"]
+    """Indices, among the rows of all ranks, of those that this rank receives; padded with `ranks * rows`."""
     rows: int
     """Of each rank."""
 
     @classmethod
-    def of(cls, goes: Bool[Array, "ranks rows ranks"], most: int, axes: Axes) -> "RaggedRouting":
-        """A trip by which row of which rank goes to which rank, each to so many of them at most."""
-        ranks, rows, me = goes.shape[0], goes.shape[1], lax.axis_index(axes)
-        own = lax.dynamic_index_in_dim(goes, me, 0, keepdims=False).T
-        here = lax.dynamic_index_in_dim(goes, me, 2, keepdims=False)
-        leaving = _numbers(own.reshape(-1), rows * most)
-        leaving = jnp.where(leaving < ranks * rows, leaving % rows, rows)
-        return cls(axes, goes.sum(1, dtype=jnp.int32), leaving, _numbers(here.reshape(-1), ranks * rows), rows)
+    def of(cls, is_sent: Bool[Array, "ranks rows ranks"], most: int, axes: Axes) -> "RaggedRouting":
+        """Computes the routing.
+
+        Args:
+          is_sent: [source rank, row, destination rank].
+          most: destinations of a row, at most.
+          axes: mesh axes of the all-to-all.
+        """
+        ranks, rows, rank = is_sent.shape[0], is_sent.shape[1], lax.axis_index(axes)
+        from_here = lax.dynamic_index_in_dim(is_sent, rank, 0, keepdims=False).T
+        to_here = lax.dynamic_index_in_dim(is_sent, rank, 2, keepdims=False)
+        sent = _set_indices(from_here.reshape(-1), rows * most)
+        sent = jnp.where(sent < ranks * rows, sent % rows, rows)
+        sizes = is_sent.sum(1, dtype=jnp.int32)
+        return cls(axes, sizes, sent, _set_indices(to_here.reshape(-1), ranks * rows), rows)
 
     @property
     def _route(self) -> "_Route":
-        return _Route(self.axes, self.rows, len(self.leaving), len(self.arriving))
+        return _Route(self.axes, self.rows, len(self.sent), len(self.received))
 
-    def dispatch(self, x: Float[Array, "rows width"]) -> Float[Array, "arriving width"]:
-        """What arrives when every rank sends its rows x; zeros behind it."""
-        return _send(self._route, take_rows(x, self.leaving), self.sizes)
+    def dispatch(self, x: Float[Array, "rows width"]) -> Float[Array, "received width"]:
+        """Sends this rank's rows x to their destinations; returns the received rows, padded with zeros."""
+        return _send(self._route, take_rows(x, self.sent), self.sizes)
 
-    def combine(self, y: Float[Array, "arriving width"]) -> Float[Array, "rows width"]:
-        """What is made of what has arrived goes home, and is added up there for each row, in float32."""
-        home = jnp.asarray(_send(self._route.back, y, self.sizes.T), jnp.float32)
-        total = varying_like(jnp.zeros((self.rows, y.shape[1]), jnp.float32), home)
-        return total.at[self.leaving].add(home, mode="drop")
+    def combine(self, y: Float[Array, "received width"]) -> Float[Array, "rows width"]:
+        """Returns one result per received row to the row's rank, and adds them up for each row there, in float32."""
+        returned = jnp.asarray(_send(self._route.reverse, y, self.sizes.T), jnp.float32)
+        total = varying_like(jnp.zeros((self.rows, y.shape[1]), jnp.float32), returned)
+        return total.at[self.sent].add(returned, mode="drop")
 
 
 def take_rows(x: Array, rows: Int[Array, " n"], fill: int = 0) -> Array:
-    """Rows of x by their numbers; `fill` for numbers behind the last."""
+    """Gathers rows of x by their indices; `fill` for indices past the last."""
     return x.at[rows].get(mode="fill", fill_value=fill)
 
 
-def _numbers(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
-    """Where a mask is set, in order; n behind the last such place."""
-    place = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
+def _set_indices(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
+    """Returns the indices at which a mask is set, in order, padded with n: `jnp.nonzero` with a static size."""
+    position = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
     empty = varying_like(jnp.full(size, mask.size, jnp.int32), mask)
-    return empty.at[place].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop", unique_indices=True)
+    return empty.at[position].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop", unique_indices=True)
 
 
 class _Route(NamedTuple):
+    """Static sizes of an all-to-all."""
+
     axes: Axes
     most: int
-    """Rows from one rank to another."""
-    leaving: int
-    """Rows of what leaves, with room."""
-    arriving: int
-    """Rows of what arrives, with room."""
+    """Rows from one rank to another, at most."""
+    sent: int
+    """Rows that a rank sends, with padding."""
+    received: int
+    """Rows that a rank receives, with padding."""
 
     @property
-    def back(self) -> "_Route":
-        """The same way home."""
-        return self._replace(leaving=self.arriving, arriving=self.leaving)
+    def reverse(self) -> "_Route":
+        """The all-to-all that returns the received rows."""
+        return self._replace(sent=self.received, received=self.sent)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send(route: _Route, rows: Float[Array, "leaving width"], sizes: Int[Array, "ranks ranks"]) -> Array:
-    """Rows by the ranks that they go to -> those that arrive by the ranks that they come from, and zeros."""
-    me = lax.axis_index(route.axes)
-    leaving, arriving = sizes[me], sizes[:, me]
-    empty = varying_like(jnp.zeros((route.arriving, rows.shape[1]), rows.dtype), rows)
+def _send(route: _Route, rows: Float[Array, "sent width"], sizes: Int[Array, "ranks ranks"]) -> Array:
+    """Exchanges rows.
+
+    Args:
+      route: static sizes.
+      rows: ordered by destination.
+      sizes: [i, j]: number of rows from rank i to rank j.
+
+    Returns:
+      [received, width]: the received rows, ordered by source, padded with zeros.
+    """
+    rank = lax.axis_index(route.axes)
+    sent, received = sizes[rank], sizes[:, rank]
+    empty = varying_like(jnp.zeros((route.received, rows.shape[1]), rows.dtype), rows)
     if _has_ragged():
-        places = (_starts(leaving), leaving, _starts(sizes)[me], arriving)
-        return lax.ragged_all_to_all(rows, empty, *places, axis_name=route.axes)
+        offsets_and_sizes = (_starts(sent), sent, _starts(sizes)[rank], received)
+        return lax.ragged_all_to_all(rows, empty, *offsets_and_sizes, axis_name=route.axes)
     number = jnp.arange(route.most)
 
-    def places_of(counts: Array, behind: int) -> Array:
-        """Of every rank's rows, `most` for each."""
-        return jnp.where(number < counts[:, None], _starts(counts)[:, None] + number, behind)
+    def indices_of(counts: Array, padding: int) -> Array:
+        """[ranks, most]: indices of each rank's rows, padded."""
+        return jnp.where(number < counts[:, None], _starts(counts)[:, None] + number, padding)
 
-    padded = lax.all_to_all(take_rows(rows, places_of(leaving, route.leaving)), route.axes, 0, 0)
-    return empty.at[places_of(arriving, route.arriving)].set(padded, mode="drop")
+    padded = lax.all_to_all(take_rows(rows, indices_of(sent, route.sent)), route.axes, 0, 0)
+    return empty.at[indices_of(received, route.received)].set(padded, mode="drop")
 
 
 def _starts(counts: Int[Array, "n ..."]) -> Int[Array, "n ..."]:
-    """Where each begins that has so many rows, one behind the other."""
+    """Returns the offset of each of n consecutive groups of rows with these counts."""
     return jnp.cumsum(counts, 0, dtype=jnp.int32) - counts
 
 
 def _has_ragged() -> bool:
-    """Whether the mesh's devices exchange rows by their number."""
+    """Returns whether XLA has a ragged all-to-all for the mesh's devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform != "cpu"
 
@@ -118,8 +135,8 @@ def _send_forward(route: _Route, rows: Array, sizes: Array) -> tuple[Array, Arra
 
 
 def _send_backward(route: _Route, sizes: Array, gradient: Array) -> tuple[Array, None]:
-    """Gradients go the same way back."""
-    return _send(route.back, gradient, sizes.T), None
+    """Returns the gradient of each received row to its source: the transposed all-to-all."""
+    return _send(route.reverse, gradient, sizes.T), None
 
 
 _send.defvjp(_send_forward, _send_backward)

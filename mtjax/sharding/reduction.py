@@ -1,9 +1,8 @@
-"""Which of a step's gradients are summed over which ranks, and when.
+"""Decides over which ranks each gradient is reduced, and when.
 
-A gradient is summed over the mesh axes that replicate its parameter, in the type of `grad_reduce_dtype`. Mostly that
-happens once a step, after the last microbatch. Where the rest of the backward pass can hide it - with a single
-microbatch - and where full gradients must never live - in ZeRO-2 and 3 - it happens inside the backward pass, layer by
-layer.
+A gradient is reduced over the mesh axes that replicate its parameter, in the type of `grad_reduce_dtype`. Usually that
+happens once per step, after the last microbatch. It happens inside the backward pass, layer by layer, where the
+remaining backward pass can overlap it (a single microbatch), and where full gradients must never exist (ZeRO-2 and 3).
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from mtjax.theory.layout import NOT_SHARDED
 Tree = Any
 
 NO_REDUCTION = GradReduction((), NOT_SHARDED, (), 1)
-"""No sum."""
+"""Reduces over no axis; the gradient is still cast to float32."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,31 @@ class Reduction:
     """The reduction of one step's gradients."""
 
     records: Tree
-    """Of each parameter."""
+    """The `ParamSpec` of each parameter."""
     zero: int
     """ZeRO's stage."""
     num_microbatches: int
     """Of the step."""
     stages: int = 1
-    """Of a pipeline, whose backward passes run as often as the timetable has ticks, also for nothing."""
+    """Of the pipeline. With several stages the backward pass runs once per tick of the timetable, idle ticks included,
+    so a reduction inside it would run too often."""
 
     def wrap(self, parameters: Tree) -> Tree:
-        """Parameters to differentiate by: some gather themselves or reduce their gradients where they are used.
+        """Wraps parameters for differentiation: some gather themselves, or reduce their gradients, where they are used.
 
-        Of ZeRO-1 and 2 the layers' matrices are still to be gathered, once: see `once_a_step`. Where the step's only
-        microbatch can hide it, as it hides the sums of gradients, the loop over the layers does it.
+        Each parameter becomes one of:
+
+        - `GatherOnUse` without `keep_for_backward`: ZeRO-3. All-gathered for each use, its gradient reduce-scattered.
+        - `GatherOnUse` with `keep_for_backward`: ZeRO-1 and 2 in a step of one microbatch, where the loop over layers
+          overlaps the gather (`mtjax.sharding.prefetch`); gathered once for both passes.
+        - `GatherOnUse`, perhaps inside a `ReduceGradOnUse`: layers' matrices of ZeRO-1 and 2 in steps of several
+          microbatches. `zero.gather_for_step` gathers them, once per step.
+        - `ReduceGradOnUse`: replicated, its gradient reduced in the backward pass (`is_reduced_in_backward`), or only
+          cast to float32.
+        - itself: a float32 array whose gradient `finish` reduces.
 
         Args:
-          parameters: placed as `stored`, and varying over the axes over which the batch does.
+          parameters: sharded as `storage_spec`, and varying over the axes over which the batch does.
         """
 
         def one(record: ParamSpec, array: Array) -> Any:
@@ -59,40 +67,44 @@ class Reduction:
                 and self.num_microbatches == self.stages == 1
             ):
                 return gather_and_keep(record, array)
-            whole = wrap_for_step(record, array) if record.is_gathered_per_step else array
+            full = wrap_for_step(record, array) if record.is_gathered_per_step else array
             if self.is_reduced_in_backward(record):
+                # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
+                # the function is differentiated by zeros of that shape, not by the parameter.
                 zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
-                return ReduceGradOnUse(whole, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
-            if isinstance(whole, GatherOnUse) or whole.dtype != jnp.float32:
+                return ReduceGradOnUse(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
+            if isinstance(full, GatherOnUse) or full.dtype != jnp.float32:
+                # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
                 shape = [
                     n * record.grad_reduction.num_shards if i == record.grad_reduction.dim else n
                     for i, n in enumerate(array.shape)
                 ]
                 return ReduceGradOnUse(
-                    whole,
+                    full,
                     zeros_like_reduced(shape, array, record, NO_REDUCTION),
                     spec(*record.layer_axes),
                     NO_REDUCTION,
                 )
-            return whole
+            return full
 
         return jax.tree.map(one, self.records, parameters)
 
     def is_reduced_in_backward(self, record: ParamSpec) -> bool:
-        """Whether a gradient is summed over ranks inside the backward pass of each microbatch."""
+        """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         if self.zero >= 2:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
         return inside and self.num_microbatches == self.stages == 1 and bool(record.grad_reduction.axes)
 
     def finish(self, gradients: Tree) -> Tree:
-        """Sums the gradients that the backward pass has not summed yet, and those that stages share.
-
-        Those of stacks are scattered layer by layer. All at once, every scatter would need a second copy of its
-        operand, with the split dimension outermost.
+        """Reduces the gradients that the backward pass has not reduced, and those of parameters that stages share.
 
         Args:
-          gradients: float32; each rank has those of its own samples.
+          gradients: float32, in the shapes of the arrays that `wrap` differentiates by: local to each rank's samples
+            where they are not reduced yet.
+
+        Returns:
+          The reduced gradients, sharded as `storage_spec`.
         """
         leaves, tree = jax.tree.flatten(gradients)
         table = jax.tree.leaves(self.records)
@@ -100,27 +112,30 @@ class Reduction:
         for i in set(range(len(leaves))).difference(*stacks):
             if not self.is_reduced_in_backward(table[i]):
                 leaves[i] = reduce_gradient(leaves[i], table[i].compute_spec, table[i].grad_reduction)
+        # XLA: a reduce-scatter needs its sharded dimension outermost. Of an entire stack it would make a second,
+        # transposed copy; layer by layer that copy is of one layer.
         for members in stacks:
-            places, totals = [table[i].compute_spec for i in members], [table[i].grad_reduction for i in members]
-            summed = scatter_layers([leaves[i] for i in members], totals, places)
-            for i, leaf in zip(members, summed, strict=True):
+            specs, reductions = [table[i].compute_spec for i in members], [table[i].grad_reduction for i in members]
+            reduced = scatter_layers([leaves[i] for i in members], reductions, specs)
+            for i, leaf in zip(members, reduced, strict=True):
                 leaves[i] = leaf
         for i, record in enumerate(table):
             if record.deferred_axes:
-                late = GradReduction(record.deferred_axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
-                leaves[i] = reduce_gradient(leaves[i], record.storage_spec, late)
+                deferred = GradReduction(record.deferred_axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
+                leaves[i] = reduce_gradient(leaves[i], record.storage_spec, deferred)
         return jax.tree.unflatten(tree, leaves)
 
 
-def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, total: GradReduction) -> Array:
-    """Zeros shaped like a rank's gradient once it is summed, to differentiate by.
+def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, reduction: GradReduction) -> Array:
+    """Builds float32 zeros like a rank's reduced gradient, to differentiate by.
 
     Args:
-      shape: of them.
-      like: varies over the axes over which gradients do before they are summed.
+      shape: of the result.
+      like: an array that varies over the mesh axes over which gradients vary before they are reduced.
       record: of the parameter.
-      total: how its gradient is summed.
+      reduction: how its gradient is reduced.
     """
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_only(record.compute_spec))
-    axes = tuple(axis for axis in varying_axes(like) if axis in total.shard_axes or axis not in total.axes)
+    # An all-reduce makes values equal over its axes; a reduce-scatter leaves them different over its shard axes.
+    axes = tuple(axis for axis in varying_axes(like) if axis in reduction.shard_axes or axis not in reduction.axes)
     return lax.pcast(zeros, axes, to="varying") if axes else zeros

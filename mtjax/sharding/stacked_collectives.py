@@ -1,4 +1,4 @@
-"""Stacks gathered or scattered one layer after the other, so that buffers of one layer suffice."""
+"""Gathers and reduce-scatters stacked parameters one layer after the other, so that buffers of one layer suffice."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,14 @@ from mtjax.sharding.param_comm import GatherOnUse, GradReduction, index_layer, r
 
 
 def gather_layers(stacks: list[GatherOnUse]) -> list[Array]:
-    """Stacked parameters, of whose layers ranks have parts, gathered one layer after the other."""
+    """All-gathers stacked parameters, which are sharded within layers, one layer after the other.
+
+    Args:
+      stacks: shards, [layers, ...] each; all of the same number of layers.
+
+    Returns:
+      The gathered stacks, in their `gather_dtype`.
+    """
 
     def layer(number: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
@@ -25,46 +32,50 @@ def gather_layers(stacks: list[GatherOnUse]) -> list[Array]:
 
 
 def gather_layer(like: GatherOnUse) -> Array:
-    """A layer's parameter with its last dimension innermost: else the layout of a gather, with the split dimension
-    outermost, spreads to the stack into which it is written, of which XLA then makes another copy.
+    """All-gathers one layer's parameter, in row-major memory layout.
 
-    The constraint needs every axis manual: otherwise the partitioner would gather all of its operand.
+    Args:
+      like: its shard, without the leading `layers`.
     """
 
     def local(a: Array) -> Array:
-        whole = lax.all_gather(
+        full = lax.all_gather(
             a.astype(like.gather_dtype), like.reduction.shard_axes, axis=like.reduction.dim, tiled=True
         )
-        row_major = memory_layout.Layout(major_to_minor=tuple(range(whole.ndim)))
-        return memory_layout.with_layout_constraint(whole, row_major)
+        # XLA: a gather's result has the sharded dimension outermost. That layout would spread to the stack into which
+        # it is written, and the stack would be copied once more to be transposed.
+        row_major = memory_layout.Layout(major_to_minor=tuple(range(full.ndim)))
+        return memory_layout.with_layout_constraint(full, row_major)
 
+    # XLA: a layout constraint on an operand with explicit axes makes the partitioner gather it, so all are manual.
     return fully_manual(local, spec(*like.names))(like.shard)
 
 
-def scatter_layers(whole: list[Array], totals: list[GradReduction], places: list[PartitionSpec]) -> list[Array]:
-    """Stacked gradients summed over ranks, one layer after the other: each rank's part of the sums.
+def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:
+    """Reduce-scatters stacked gradients one layer after the other.
 
     Args:
-      whole: gradients of each rank's own samples.
-      totals: over which axes, and which dimension is split, `layers` included.
-      places: how they are split otherwise.
+      gradients: [layers, ...] each, local to a rank's samples.
+      reductions: of each, `layers` counted among the dimensions.
+      specs: sharding of each before the reduction.
+
+    Returns:
+      This rank's shards of the reduced gradients, float32 [layers, ...].
     """
 
-    def summed(number: ArrayLike) -> list[Array]:
-        rows = zip(index_layer(whole, number), places, totals, strict=True)
-        return [reduce_gradient(a, PartitionSpec(*place[1:]), replace(t, dim=t.dim - 1)) for a, place, t in rows]
+    def reduce_layer(index: ArrayLike) -> list[Array]:
+        of_layer = zip(index_layer(gradients, index), specs, reductions, strict=True)
+        return [reduce_gradient(a, PartitionSpec(*spec[1:]), replace(r, dim=r.dim - 1)) for a, spec, r in of_layer]
 
-    return _layer_by_layer(summed, whole[0].shape[0])
+    return _layer_by_layer(reduce_layer, gradients[0].shape[0])
 
 
-def _layer_by_layer(make: Callable[[ArrayLike], list[Array]], count: int) -> list[Array]:
-    """Stacks of what `make` makes of the number of a layer.
+def _layer_by_layer(compute: Callable[[ArrayLike], list[Array]], count: int) -> list[Array]:
+    """Stacks the results of `compute(index)` for `count` layers, computed one after the other."""
 
-    They begin as copies of the first layer's: XLA would lay out zeros, which wait for nothing, at the beginning of the
-    step, and keep them through its fullest moment.
-    """
+    def one(index: Array, stacks: list[Array]) -> list[Array]:
+        return [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, compute(index), strict=True)]
 
-    def one(number: Array, stacks: list[Array]) -> list[Array]:
-        return [lax.dynamic_update_index_in_dim(s, a, number, 0) for s, a in zip(stacks, make(number), strict=True)]
-
-    return lax.fori_loop(1, count, one, [jnp.broadcast_to(a, (count, *a.shape)) for a in make(0)])
+    # XLA: zeros depend on nothing, so they would be allocated at the beginning of the step and be alive through its
+    # memory peak. The stacks begin as copies of the first layer's result instead.
+    return lax.fori_loop(1, count, one, [jnp.broadcast_to(a, (count, *a.shape)) for a in compute(0)])

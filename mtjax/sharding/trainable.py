@@ -1,7 +1,7 @@
-"""Parameters that are not trained: apart from those that are, and together with them again where the model runs.
+"""Separates trainable from frozen parameters, and merges both where the model runs.
 
-A tree of parameters is a dict of dicts; those that learn are the same tree without the others. Only they are
-differentiated, and have gradients, moments and sums over ranks.
+A tree of parameters is a dict of dicts; the trainable ones are the same tree without the frozen leaves. Only they are
+differentiated, and have gradients, reductions and moments.
 """
 
 from dataclasses import dataclass
@@ -19,83 +19,85 @@ Tree = Any
 
 
 def select_trainable(records: Tree, tree: Tree) -> Tree:
-    """What a tree like the parameters' has for those that are trained."""
-    return _pruned(records, tree, is_learnt=True)
+    """Selects the leaves of trainable parameters from a tree like the parameters'."""
+    return _select(records, tree, is_trainable=True)
 
 
 def select_frozen(records: Tree, tree: Tree) -> Tree:
-    """What it has for the others; empty where all are trained."""
-    return _pruned(records, tree, is_learnt=False)
+    """Selects the leaves of frozen parameters from a tree like the parameters'; empty where all are trainable."""
+    return _select(records, tree, is_trainable=False)
 
 
-def _pruned(records: Tree, tree: Tree, is_learnt: bool) -> Tree:
-    kept = {}
+def _select(records: Tree, tree: Tree, is_trainable: bool) -> Tree:
+    """Returns `tree` without the leaves of other parameters, and without dicts that become empty."""
+    selected = {}
     for name, below in records.items():
         if isinstance(below, ParamSpec):
-            if below.is_trainable == is_learnt:
-                kept[name] = tree[name]
-        elif part := _pruned(below, tree[name], is_learnt):
-            kept[name] = part
-    return kept
+            if below.is_trainable == is_trainable:
+                selected[name] = tree[name]
+        elif subtree := _select(below, tree[name], is_trainable):
+            selected[name] = subtree
+    return selected
 
 
-def merge_trees(learnt: Tree, frozen: Tree) -> Tree:
-    """The whole tree of two of its parts, which have no leaf in common."""
-    both = {name: merge_trees(learnt[name], frozen[name]) for name in learnt if name in frozen}
-    return {**learnt, **frozen, **both}
+def merge_trees(trainable: Tree, frozen: Tree) -> Tree:
+    """Merges two trees that have no leaf in common."""
+    both = {name: merge_trees(trainable[name], frozen[name]) for name in trainable if name in frozen}
+    return {**trainable, **frozen, **both}
 
 
 @dataclass(frozen=True)
 class WithFrozen:
-    """A model some of whose parameters are not trained, as a schedule sees it: by the others alone."""
+    """A `PipelineModel` as a function of its trainable parameters alone; it holds the frozen ones."""
 
     model: PipelineModel
     frozen: Tree
 
     @classmethod
     def of(cls, model: PipelineModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> PipelineModel:
-        """The model with its frozen parameters, as they are used; itself where it has none.
+        """Binds the frozen parameters of a model, ready for use; returns the model itself where it has none.
 
         Args:
-          model: by all parameters.
+          model: a function of all parameters.
           records: of all parameters.
-          parameters: all of a rank's.
-          schedule: how layers take those of stacks.
+          parameters: all of them, this rank's shards.
+          schedule: decides whether layers read stacked or unstacked parameters.
         """
-        own = select_frozen(records, records)
-        if not own:
+        frozen = select_frozen(records, records)
+        if not frozen:
             return model
-        used = materialize_outside_stacks(own, wrap_for_inference(own, select_frozen(records, parameters)))
+        used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
         mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
-        return cls(model, schedule.unstack_parameters(own, jax.tree.map(mark, own, used)))
+        return cls(model, schedule.unstack_parameters(frozen, jax.tree.map(mark, frozen, used)))
 
     @property
     def sections(self) -> Any:
-        """As `CutModel.sections` says; so do the others."""
+        """See `PipelineModel.sections`."""
         return self.model.sections
 
     def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
-        """The losses of the whole model."""
+        """See `PipelineModel.loss_sums`."""
         return self.model.loss_sums(merge_trees(parameters, self.frozen), microbatch)
 
     def final_boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """The wire behind the last section of the whole model."""
+        """See `PipelineModel.final_boundary`."""
         return self.model.final_boundary(merge_trees(parameters, self.frozen), microbatch)
 
     def boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """Arrays like those that pass between the cuts."""
+        """See `PipelineModel.boundary`."""
         return self.model.boundary(merge_trees(parameters, self.frozen), microbatch)
 
-    def embed(self, section: int, parameters: Tree, wire: Tree, microbatch: Tree) -> Tree:
-        """What the first layer of a section reads."""
-        return self.model.embed(section, merge_trees(parameters, self.frozen), wire, microbatch)
+    def embed(self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree) -> Tree:
+        """See `PipelineModel.embed`."""
+        return self.model.embed(section, merge_trees(parameters, self.frozen), boundary, microbatch)
 
     def forward_layers(
-        self, section: int, parameters: Tree, wire: Tree, microbatch: Tree, stage: Array, chunk: Array
+        self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree, stage: Array, chunk: Array
     ) -> tuple[Tree, Sums]:
-        """Runs the layers of a chunk."""
-        return self.model.forward_layers(section, merge_trees(parameters, self.frozen), wire, microbatch, stage, chunk)
+        """See `PipelineModel.forward_layers`."""
+        merged = merge_trees(parameters, self.frozen)
+        return self.model.forward_layers(section, merged, boundary, microbatch, stage, chunk)
 
-    def head_losses(self, parameters: Tree, wire: Tree, microbatch: Tree) -> Sums:
-        """The losses of the head, from the wire behind the last section."""
-        return self.model.head_losses(merge_trees(parameters, self.frozen), wire, microbatch)
+    def head_losses(self, parameters: Tree, boundary: Tree, microbatch: Tree) -> Sums:
+        """See `PipelineModel.head_losses`."""
+        return self.model.head_losses(merge_trees(parameters, self.frozen), boundary, microbatch)

@@ -1,8 +1,8 @@
-"""Stacks of parameters taken apart, an array for each layer: for layers that run one after the other without a loop.
+"""Unstacks parameters, [layers, ...], into an array per layer, for layers that are unrolled instead of scanned.
 
-A loop over layers writes what each keeps for its backward pass into stacks, and copies it out of them again. Without a
-loop every array is where it was made. Stacks of parameters stay what they are between steps: they are taken apart
-once, before the first microbatch, matrices in the compute type, so that no microbatch casts them again.
+A `lax.scan` over layers copies each layer's residuals into stacked arrays, and out of them in the backward pass.
+Unrolled layers save no copies. Between steps parameters stay stacked: they are unstacked once per step, before the
+first microbatch, matrices in the compute type, so that no microbatch casts them again.
 """
 
 from dataclasses import dataclass, replace
@@ -23,16 +23,22 @@ T = TypeVar("T")
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
 @dataclass(frozen=True)
 class LayerList:
-    """A stack's parameter, layer by layer."""
+    """An unstacked parameter."""
 
     layers: tuple[Any, ...]
-    """Of each layer an array, or what stands for one: `mtjax.sharding.param_comm`."""
+    """An array of each layer, or a wrapped parameter of `mtjax.sharding.param_comm`."""
 
 
 def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
-    """A stack of arrays, or of what stands for them, layer by layer; matrices in `dtype`, as products take them."""
+    """Unstacks a parameter.
 
-    def row(stack: Any, i: int) -> Array:
+    Args:
+      record: of the parameter.
+      stack: [layers, ...], an array or a wrapped parameter.
+      dtype: compute type, to which matrices are cast.
+    """
+
+    def take(stack: Any, i: int) -> Array:
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, GatherOnUse):
             return materialize(layer)  # pyright: ignore[reportReturnType]
@@ -40,40 +46,41 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
 
     def layer(i: int) -> Any:
         if isinstance(stack, NoGrad):
-            return NoGrad(row(stack.parameter, i))
+            return NoGrad(take(stack.parameter, i))
         if isinstance(stack, ReduceGradOnUse):
-            part = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
-            return replace(stack, array=row(stack.array, i), shard=part)
+            shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
+            return replace(stack, array=take(stack.array, i), shard=shard)
         if isinstance(stack, GatherOnUse) and stack.keep_for_backward:
-            own = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
-            return own.with_gathered(row(stack, i))
-        return row(stack, i)
+            taken = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
+            return taken.with_gathered(take(stack, i))
+        return take(stack, i)
 
     with jax.named_scope("parameters"):
         return LayerList(tuple(layer(i) for i in range(record.shape[0])))
 
 
 def restack(tree: Tree) -> Tree:
-    """A tree of gradients in which those of parameters that were taken apart are stacked again."""
+    """Stacks the gradients of unstacked parameters: `LayerList` -> [layers, ...]; other gradients are unchanged."""
 
     def one(leaf: Any) -> Any:
-        if not _is_rows(leaf):
+        if not _is_layer_list(leaf):
             return leaf
         with jax.named_scope("gradients"):
             return jnp.stack(leaf.layers)
 
-    return jax.tree.map(one, tree, is_leaf=_is_rows)
+    return jax.tree.map(one, tree, is_leaf=_is_layer_list)
 
 
 def unstacked_layers(layers: T) -> list[T] | None:
-    """The parameters of each layer, where they have been taken apart; None where they are stacked."""
-    rows = [leaf for leaf in jax.tree.leaves(layers, is_leaf=_is_rows) if _is_rows(leaf)]
-    if not rows:
+    """Returns the parameters of each layer if they are unstacked; None if they are stacked."""
+    lists = [leaf for leaf in jax.tree.leaves(layers, is_leaf=_is_layer_list) if _is_layer_list(leaf)]
+    if not lists:
         return None
     return [
-        jax.tree.map(lambda leaf, i=i: leaf.layers[i], layers, is_leaf=_is_rows) for i in range(len(rows[0].layers))
+        jax.tree.map(lambda leaf, i=i: leaf.layers[i], layers, is_leaf=_is_layer_list)
+        for i in range(len(lists[0].layers))
     ]
 
 
-def _is_rows(leaf: Any) -> bool:
+def _is_layer_list(leaf: Any) -> bool:
     return isinstance(leaf, LayerList)

@@ -1,9 +1,8 @@
-"""Vocabulary-parallel embedding and the cross-entropy fused with its projection (section 3 of the paper).
+"""Vocabulary-parallel embedding, and the cross-entropy fused with its projection (section 3 of the paper).
 
-Each model rank owns a slice of the table's rows. A lookup yields zeros for rows that a rank doesn't own and is summed
-over `model`; logits never leave the rank that computed them: only a maximum, a sum of exponentials and the target's
-logit are sent per token. Logits exist for one chunk of tokens at a time, in the forward pass and again in the backward
-pass.
+The rows of the table are sharded over `model`. A lookup yields zeros for rows of other ranks, and is all-reduced over
+`model`; logits stay on the rank that computed them: per token only a maximum, a sum of exponentials and the target's
+logit are reduced. Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass.
 
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
@@ -29,7 +28,7 @@ NEVER = -1e30
 
 @dataclass(frozen=True)
 class VocabSpecs:
-    """Where the arguments live, read off the rules once: a `custom_vjp` is traced at times of jax's choosing."""
+    """Shardings of the arguments, read from the rules once: jax may trace a `custom_vjp` later, without the rules."""
 
     table: PartitionSpec
     bias: PartitionSpec
@@ -38,46 +37,44 @@ class VocabSpecs:
 
     @classmethod
     def in_force(cls, sequence: str = "act_seq") -> "VocabSpecs":
-        """By the rules in force; `sequence` is the logical name of the second dimension of hidden states."""
+        """Reads the rules in force; `sequence` is the logical name of the second dimension of hidden states."""
         return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, "embed"))
 
     @property
     def rows(self) -> Axes:
-        """Axes that split the table's rows; over these, lookups and logits are partial."""
+        """Axes over which the table's rows are sharded; over these, lookups are partial sums."""
         return dimension_axes(self.table, 0)
 
     @property
     def sequence(self) -> Axes:
-        """Axes that split the residual stream's sequence beyond what ranks have of the tokens, some of `rows`."""
-        shared = dimension_axes(self.tokens, 1)
-        return tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in shared)
+        """Axes over which sequence parallelism shards hidden states more than tokens; some of `rows`."""
+        of_tokens = dimension_axes(self.tokens, 1)
+        return tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in of_tokens)
 
     @property
     def samples(self) -> Axes:
-        """Axes that split the samples at this point, over which a table's gradient is summed."""
+        """Axes that are explicit here and shard samples, over which a table's gradient is all-reduced."""
         return dimension_axes(self.tokens, 0)
 
     def gather_sequence(self, x: Array) -> Array:
-        """Unsplit sequences of an array that is split like the residual stream."""
+        """All-gathers the sequences of an array [B, S, ...] that is sharded like hidden states."""
         return lax.all_gather(x, self.sequence, axis=1, tiled=True) if self.sequence else x
 
     def sum_into_residual(self, x: Array) -> Array:
-        """Sums an array that is partial over `rows`, and splits its sequences like the residual stream's."""
-        rest = tuple(axis for axis in self.rows if axis not in self.sequence)
-        x = lax.psum(x, rest) if rest else x
+        """Reduces an array [B, S, H] of partial sums over `rows`; a reduce-scatter where sequences are sharded."""
+        all_reduced = tuple(axis for axis in self.rows if axis not in self.sequence)
+        x = lax.psum(x, all_reduced) if all_reduced else x
         return lax.psum_scatter(x, self.sequence, scatter_dimension=1, tiled=True) if self.sequence else x
 
     def first_row(self, rows: int) -> Array:
-        """The number, in the entire table, of the first of this rank's `rows`."""
+        """Returns the index, in the entire table, of the first of this rank's `rows`."""
         return lax.axis_index(self.rows) * rows
 
 
 def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`shard_map` over all axes that are still explicit.
-
-    Differentiating through a map inside a manual region does not lower, so every map below stands inside one side of a
-    `custom_vjp`.
-    """
+    """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
+    # Autodiff of a `shard_map` inside the manual region does not lower, so every map below is inside the forward or the
+    # backward function of a `custom_vjp`.
     return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
 
 
@@ -87,72 +84,94 @@ def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
 def vocab_parallel_embedding(
     table: Float[Array, "vocab embed"] | Int8Matrix, tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
-    """Rows of a table that is split by rows: one all-reduce over `model`, or one reduce-scatter into a split sequence.
+    """Looks up rows of a table whose rows are sharded.
+
+    Communication: one all-reduce over `model`, or with sequence parallelism one reduce-scatter.
 
     Args:
-      table: [vocab, embed], float32; or in 8 bits with a scale a row, through which no gradient goes.
-      tokens: ids in [0, vocab); others give zeros.
-      dtype: type of the result and of what is summed.
+      table: [vocab, embed], float32; or 8 bits with a scale per row, which has no gradient.
+      tokens: ids in [0, vocab); other ids give zeros.
+      dtype: type of the result and of the communication.
 
     Returns:
-      [batch, act_seq, embed], placed as the residual stream.
+      [batch, act_seq, embed], sharded like hidden states.
     """
-    places, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
+    specs, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
     if isinstance(table, Int8Matrix):
-        return _int8_embedding(places, dtype, table, tokens)
-    return _embedding(places, dtype, table, tokens)
+        return _int8_embedding(specs, dtype, table, tokens)
+    return _embedding(specs, dtype, table, tokens)
 
 
-def _int8_embedding(places: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tokens: Array) -> Array:
+def _int8_embedding(specs: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tokens: Array) -> Array:
+    """Looks up rows of an 8-bit table: [batch, seq] -> [batch, act_seq, embed]."""
+
     def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
-        row, owned = local_rows(places, tokens_BS, len(table_VH.values))
+        row, owned = local_rows(specs, tokens_BS, len(table_VH.values))
         vectors = table_VH.values[row] * table_VH.scales[row][..., None]
-        return places.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
+        return specs.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
 
     with jax.named_scope("embedding"):
-        arguments = (Int8Matrix(places.table, places.bias), places.tokens)  # pyright: ignore[reportArgumentType]
-        return map_ranks(local, arguments, places.hidden)(table, tokens)
+        arguments = (Int8Matrix(specs.table, specs.bias), specs.tokens)  # pyright: ignore[reportArgumentType]
+        return map_ranks(local, arguments, specs.hidden)(table, tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _embedding(places: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+def _embedding(specs: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+    """Looks up rows of a float32 table: [batch, seq] -> [batch, act_seq, embed]."""
+
     def local(table_VH: Array, tokens_BS: Array) -> Array:
-        row, owned = local_rows(places, tokens_BS, table_VH.shape[0])
+        row, owned = local_rows(specs, tokens_BS, table_VH.shape[0])
         vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
-        return places.sum_into_residual(vectors)
+        return specs.sum_into_residual(vectors)
 
     with jax.named_scope("embedding"):
-        return map_ranks(local, (places.table, places.tokens), places.hidden)(table, tokens)
+        return map_ranks(local, (specs.table, specs.tokens), specs.hidden)(table, tokens)
 
 
-def _embedding_forward(places: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
-    return _embedding(places, dtype, table, tokens), (table, tokens)
+def _embedding_forward(specs: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
+    return _embedding(specs, dtype, table, tokens), (table, tokens)
 
 
-def _embedding_backward(places: VocabSpecs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
+def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
+    """Scatter-adds the gradient to the rows of the table, in float32.
+
+    Args:
+      specs: shardings.
+      dtype: of the embedding's result.
+      saved: table [vocab, embed] and tokens [batch, seq].
+      gradient: [batch, act_seq, embed]; all-gathered along the sequence with sequence parallelism.
+
+    Returns:
+      The table's gradient, [vocab, embed].
+    """
+
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
-        gradient_BSH = places.gather_sequence(gradient_BSH)
+        gradient_BSH = specs.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
-        row, owned = local_rows(places, tokens_BS, rows)
-        row = jnp.where(owned, row, rows)  # one past the end: dropped
+        row, owned = local_rows(specs, tokens_BS, rows)
+        row = jnp.where(owned, row, rows)  # one past the end: dropped by the scatter
         flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
-        # Zeros that wait for the gradient: XLA would lay out others at the beginning of the step, and keep them.
+        # XLA: constant zeros would be allocated at the beginning of the step. These depend on the gradient.
         late_zero = 0 * jnp.abs(flat[0, 0])
         zeros = varying_like(jnp.full((rows, width), late_zero), table_VH, gradient_BSH, tokens_BS)
-        return psum_varying(zeros.at[row.reshape(-1)].add(flat, mode="drop"), places.samples)
+        return psum_varying(zeros.at[row.reshape(-1)].add(flat, mode="drop"), specs.samples)
 
     with jax.named_scope("embedding"):
         table, tokens = saved
-        mapped = map_ranks(local, (places.table, places.tokens, places.hidden), places.table)
+        mapped = map_ranks(local, (specs.table, specs.tokens, specs.hidden), specs.table)
         return mapped(table, tokens, gradient), None
 
 
 _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
-def local_rows(places: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
-    """Row of each token in this rank's slice, 0 where the slice doesn't have it, and whether it does."""
-    row = tokens - places.first_row(rows)
+def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
+    """Finds tokens in this rank's `rows` rows of the table.
+
+    Returns:
+      Each token's row in this rank's shard, 0 where another rank has it; and whether this rank has it.
+    """
+    row = tokens - specs.first_row(rows)
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
 
@@ -162,18 +181,18 @@ def local_rows(places: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Arr
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the cross-entropy computes."""
+    """Options of the cross-entropy."""
 
     vocab_size: int
-    """Tokens of the vocabulary; rows of the table from here on are padding and never win."""
+    """Tokens of the vocabulary; later rows of the table are padding, with probability 0."""
     chunk: int = 1024
     """Tokens whose logits are alive at a time."""
     label_smoothing: float = 0.0
-    """Share of the target spread evenly over the vocabulary."""
+    """Fraction of the target that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2."""
     temperature: float = 1.0
-    """By which logits are divided where those of a teacher are learnt (`mtjax.sharding.distillation`)."""
+    """Divisor of the logits in distillation (`mtjax.sharding.distillation`)."""
 
 
 def vocab_parallel_cross_entropy(
@@ -184,64 +203,81 @@ def vocab_parallel_cross_entropy(
     bias: Float[Array, " vocab"] | None = None,
     sequence: str = "act_seq",
 ) -> Float[Array, "batch seq"]:
-    """Cross-entropy of `hidden @ table.T + bias` against `labels`, token by token, without gathering logits.
+    """Computes the cross-entropy of `hidden @ table.T + bias` with `labels`, per token, without gathering logits.
 
     With e = label_smoothing and Z = sum(exp(logits)):
     `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
 
     Args:
       hidden: [batch, act_seq, embed] in the compute type; products accumulate in float32.
-      table: [vocab, embed], float32, rows split over `model`.
+      table: [vocab, embed], float32, rows sharded over `model`.
       labels: ids in [0, vocab_size).
       options: vocabulary size, chunk length, smoothing and z-loss.
-      bias: [vocab], float32, split like the table's rows, if any.
-      sequence: logical name of `hidden`'s second dimension: `act_seq` where it is split like the residual stream,
-        `seq` where every model rank has all of it.
+      bias: [vocab], float32, sharded like the table's rows, if any.
+      sequence: logical name of `hidden`'s second dimension: `act_seq` where it is sharded like hidden states between
+        layers, `seq` where it is replicated over `model`.
 
     Returns:
-      Losses in float32. Weight and sum them; a token of weight 0 has no gradient.
+      Losses, float32 [batch, seq], to be weighted and summed; a token of weight 0 has no gradient.
     """
     return _cross_entropy(VocabSpecs.in_force(sequence), options, hidden, table, bias, labels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
-    places: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
+    specs: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> Array:
-    return _cross_entropy_forward(places, options, hidden, table, bias, labels)[0]
+    return _cross_entropy_forward(specs, options, hidden, table, bias, labels)[0]
 
 
 def _cross_entropy_forward(
-    places: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
+    specs: VocabSpecs, options: LossOptions, hidden: Array, table: Array, bias: Array | None, labels: Array
 ) -> tuple[Array, Any]:
+    """Computes losses [batch, seq]; the residuals are the arguments and log Z, not logits."""
+
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
-        top, scale, target, *rest = _summaries(places, options, hidden_BSH, table_VH, bias_V, labels_BS)
+        top, scale, target, *logit_sum = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
         log_z = jnp.log(scale) + top
-        mean = rest[0] / options.vocab_size if rest else 0.0
+        mean = logit_sum[0] / options.vocab_size if logit_sum else 0.0
         loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean
         return loss + options.z_loss * log_z**2, log_z
 
     with jax.named_scope("loss"):
-        arguments = (places.hidden, places.table, places.bias, places.tokens)
-        mapped = map_ranks(local, arguments, (places.tokens, places.tokens))
+        arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)
+        mapped = map_ranks(local, arguments, (specs.tokens, specs.tokens))
         loss, log_z = mapped(hidden, table, bias, labels)
         return loss, (hidden, table, bias, labels, log_z)
 
 
 def _cross_entropy_backward(
-    places: VocabSpecs, options: LossOptions, saved: Any, gradient: Array
+    specs: VocabSpecs, options: LossOptions, saved: Any, gradient: Array
 ) -> tuple[Array, Array, Array | None, None]:
+    """Recomputes logits chunk by chunk, and from them the gradients of hidden states, table and bias.
+
+    With e = label_smoothing, p = softmax(logits), g the gradient of a token's loss:
+    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`.
+
+    Args:
+      specs: shardings.
+      options: of the loss.
+      saved: hidden [batch, act_seq, embed], table [vocab, embed], bias [vocab] or None, labels and log Z [batch, seq].
+      gradient: float32 [batch, seq].
+
+    Returns:
+      Gradients of hidden, table and bias, in their shapes; None for labels.
+    """
+
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
-        hidden_BSH = places.gather_sequence(hidden_BSH)  # again: only the split one is kept
+        hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = local_logits(places, hidden_CH, cast_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options.vocab_size)
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -259,12 +295,12 @@ def _cross_entropy_backward(
         bias_zeros = None if bias_V is None else varying_like(jnp.zeros(bias_V.shape, jnp.float32), *like)
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
-        hidden_gradient = places.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
-        bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, places.samples)
-        return hidden_gradient, psum_varying(table_gradient, places.samples), bias_gradient
+        hidden_gradient = specs.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
+        bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, specs.samples)
+        return hidden_gradient, psum_varying(table_gradient, specs.samples), bias_gradient
 
     with jax.named_scope("loss"):
-        parameters, tokens = (places.hidden, places.table, places.bias), places.tokens
+        parameters, tokens = (specs.hidden, specs.table, specs.bias), specs.tokens
         mapped = map_ranks(local, (*parameters, tokens, tokens, tokens), parameters)
         return *mapped(*saved, gradient), None
 
@@ -273,31 +309,36 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _summaries(
-    places: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
+    specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
 ) -> tuple[Array, ...]:
-    """What is known of each token's logits without gathering them, inside the map.
+    """Summarizes each token's logits, inside the map.
 
-    The largest of all ranks, the sum of exponentials below it, the label's, and with label smoothing their sum.
+    Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks that share the rows.
+
+    Returns:
+      float32 [B, S] each: the maximum, the sum of exp(logit - maximum), the label's logit, and with label smoothing the
+      sum of logits.
     """
-    hidden_BSH = places.gather_sequence(hidden_BSH)
+    hidden_BSH = specs.gather_sequence(hidden_BSH)
     chunks = Chunks.of(hidden_BSH, options.chunk)
     table_VH = table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         hidden_CH, labels_C = chunk
-        logits_CV, column_V = local_logits(places, hidden_CH, table_VH, bias_V, options.vocab_size)
+        logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options.vocab_size)
         highest = logits_CV.max(-1)
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-        row, owned = local_rows(places, labels_C, table_VH.shape[0])
+        row, owned = local_rows(specs, labels_C, table_VH.shape[0])
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
 
-    _, parts = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
-    highest, scale, target, total = (chunks.join(p, labels_BS.shape) for p in parts)
-    top = lax.pmax(highest, places.rows)
+    _, summaries = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
+    highest, scale, target, total = (chunks.join(a, labels_BS.shape) for a in summaries)
+    # sum exp(z - top) = sum over ranks of exp(highest - top) * (their sum exp(z - highest))
+    top = lax.pmax(highest, specs.rows)
     sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
-    # As one array: otherwise the compiler may sum one of them after the mean over tokens, not where expected.
-    return top, *lax.psum(jnp.stack(sums), places.rows)
+    # XLA: separate all-reduces may be moved behind the mean over tokens. One array is reduced here.
+    return top, *lax.psum(jnp.stack(sums), specs.rows)
 
 
 def vocab_parallel_scores(
@@ -306,23 +347,23 @@ def vocab_parallel_scores(
     labels: Int[Array, "batch seq"],
     options: LossOptions,
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """The log-probability of each label, float32, and whether no token is more likely; sends what the loss sends.
+    """Computes the log-probability of each label, float32, and whether no token is more likely.
 
-    Arguments are those of `vocab_parallel_cross_entropy`; smoothing and z-loss don't matter.
+    Arguments and communication are those of `vocab_parallel_cross_entropy`; smoothing and z-loss don't matter.
     """
-    places, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
+    specs, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
 
     def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
-        top, scale, target = _summaries(places, plain, hidden_BSH, table_VH, None, labels_BS)
+        top, scale, target = _summaries(specs, plain, hidden_BSH, table_VH, None, labels_BS)
         return target - top - jnp.log(scale), target == top
 
     with jax.named_scope("loss"):
-        arguments = (places.hidden, places.table, places.tokens)
-        return map_ranks(local, arguments, (places.tokens, places.tokens))(hidden, table, labels)
+        arguments = (specs.hidden, specs.table, specs.tokens)
+        return map_ranks(local, arguments, (specs.tokens, specs.tokens))(hidden, table, labels)
 
 
 def local_logits(
-    places: VocabSpecs,
+    specs: VocabSpecs,
     hidden_CH: Array,
     table_VH: Array,
     bias_V: Array | None,
@@ -337,9 +378,9 @@ def local_logits(
     logits = logits if scales_V is None else logits * scales_V
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
-    column = places.first_row(rows) + jnp.arange(rows)
+    column = specs.first_row(rows) + jnp.arange(rows)
     # Padding comes last: only columns that may be padding are overwritten, else XLA on CPUs writes all logits twice.
-    start = max(0, vocab_size - (lax.axis_size(places.rows) - 1) * rows)
+    start = max(0, vocab_size - (lax.axis_size(specs.rows) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
         logits = lax.dynamic_update_slice_in_dim(logits, tail, start, axis=1)
@@ -355,14 +396,14 @@ def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Arr
 
 @dataclass(frozen=True)
 class Chunks:
-    """A rank's tokens in equal chunks of at most `size`, the last one filled up with zeros."""
+    """Divides a rank's tokens into chunks of equal length, the last one padded with zeros."""
 
     tokens: int
     count: int
 
     @classmethod
     def of(cls, hidden_BSH: Array, size: int) -> "Chunks":
-        """Those of [B, S, ...]."""
+        """Divides the tokens of an array [B, S, ...] into chunks of at most `size`."""
         tokens = hidden_BSH.shape[0] * hidden_BSH.shape[1]
         return cls(tokens, -(-tokens // size))
 
@@ -374,11 +415,11 @@ class Chunks:
     def split(self, a: Array) -> Array:
         """[B, S, ...] -> [chunks, C, ...]."""
         flat = a.reshape(self.tokens, *a.shape[2:])
-        fill = self.count * self.length - self.tokens
-        if fill:
-            flat = jnp.pad(flat, [(0, fill)] + [(0, 0)] * (flat.ndim - 1))
+        padding = self.count * self.length - self.tokens
+        if padding:
+            flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
         return flat.reshape(self.count, self.length, *a.shape[2:])
 
     def join(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """[chunks, C, ...] -> [B, S, ...], without the filling."""
+        """[chunks, C, ...] -> [B, S, ...], without the padding."""
         return a.reshape(-1, *a.shape[2:])[: self.tokens].reshape(shape)

@@ -1,9 +1,9 @@
-"""ZeRO (arXiv 1910.02054): data that every rank would hold a copy of, split over ranks.
+"""ZeRO (arXiv 1910.02054): shards parameters, gradients and optimizer state over the data-parallel ranks.
 
-Stage 1 splits the optimizer's state and, as they are their own masters, the float32 parameters; 2 also the gradients;
-3 gathers each layer's parameters for each use, where 1 and 2 gather all of them once a step. A parameter is split along
-one of its dimensions, which its record names. This module says how a split parameter is used;
-`mtjax.sharding.reduction` says how its gradient is summed.
+Stage 1 shards the optimizer state and the float32 parameters, which are the master copy; stage 2 also the gradients.
+Stage 3 (FSDP) all-gathers each layer's parameters for each use, where 1 and 2 gather all of them once per step. A
+parameter is sharded along one of its dimensions, which its `ParamSpec` names. This module gathers sharded parameters;
+`mtjax.sharding.reduction` reduces their gradients.
 """
 
 from dataclasses import replace
@@ -20,36 +20,44 @@ Tree = Any
 
 
 def gather_for_inference(records: Tree, parameters: Tree) -> Tree:
-    """Parameters for a model without gradients; those of stacks are left for `materialize` to gather layer by layer.
+    """Gathers parameters for a model that is not differentiated; those of stacks stay wrapped, for `materialize`.
 
     Args:
       records: of each parameter.
-      parameters: placed as `stored`.
+      parameters: sharded as `storage_spec`.
     """
     return materialize_outside_stacks(records, wrap_for_inference(records, parameters))
 
 
 def wrap_for_inference(records: Tree, parameters: Tree) -> Tree:
-    """Parameters without gradients, of which some are still to be gathered: `materialize` does it."""
+    """Wraps sharded parameters, without gradients, in `GatherOnUse`; `materialize` gathers them."""
     return jax.tree.map(
         lambda r, array: array if r.gather_dtype is None else gather_on_use(r, array), records, parameters
     )
 
 
-def gather_on_use(record: ParamSpec, part: Array) -> GatherOnUse | Array:
-    """A parameter of which ranks have parts, to be gathered where it is used; gathered, where that takes all layers."""
+def gather_on_use(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
+    """Wraps a sharded parameter, so that it is gathered where it is used.
+
+    Args:
+      record: of the parameter.
+      shard: this rank's, [layers, ...] for one of a stack.
+
+    Returns:
+      The wrapped parameter; the gathered array where ranks hold different layers, as each use would need all of them.
+    """
     assert record.gather_dtype is not None
     dtype = record.gather_dtype if record.is_stacked else "float32"
     if record.is_stacked and not record.is_sharded_within_layers:
-        return _all_layers(record, part)
-    return GatherOnUse(part, record.layer_axes, record.layer_grad_reduction, record.gather_dtype, dtype)
+        return _gather_all_layers(record, shard)
+    return GatherOnUse(shard, record.layer_axes, record.layer_grad_reduction, record.gather_dtype, dtype)
 
 
-def gather_and_keep(record: ParamSpec, part: Array) -> GatherOnUse:
-    """A parameter of layers, of which ranks have parts, for the loop over the layers to gather once for both passes."""
+def gather_and_keep(record: ParamSpec, shard: Array) -> GatherOnUse:
+    """Wraps a sharded parameter of a stack, so that the loop over layers gathers it once for both passes."""
     assert record.gather_dtype is not None
     return GatherOnUse(
-        part,
+        shard,
         record.layer_axes,
         record.layer_grad_reduction,
         record.gather_dtype,
@@ -58,43 +66,50 @@ def gather_and_keep(record: ParamSpec, part: Array) -> GatherOnUse:
     )
 
 
-def wrap_for_step(record: ParamSpec, part: Array) -> GatherOnUse | Array:
-    """A parameter of which ranks have parts, whole for all microbatches of a step: gathered here, or, layers' matrices,
-    left for `gather_once` to gather layer by layer, or for `take_apart`."""
+def wrap_for_step(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
+    """Gathers a sharded parameter for all microbatches of a step.
+
+    Layers' matrices stay wrapped: `gather_for_step` gathers them layer by layer, or `unstack` does.
+    """
     if record.is_stacked and not record.is_matrix:
-        return _all_layers(record, part)
-    parameter = gather_on_use(record, part)
+        return _gather_all_layers(record, shard)
+    parameter = gather_on_use(record, shard)
     return parameter if record.is_stacked else materialize(parameter)
 
 
-def _all_layers(record: ParamSpec, part: Array) -> Array:
-    """A stack gathered in one go."""
+def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
+    """Gathers a stack in one collective."""
     assert record.gather_dtype is not None
-    return materialize(GatherOnUse(part, record.axes, record.grad_reduction, record.gather_dtype, record.gather_dtype))  # pyright: ignore[reportReturnType]
+    return materialize(GatherOnUse(shard, record.axes, record.grad_reduction, record.gather_dtype, record.gather_dtype))  # pyright: ignore[reportReturnType]
 
 
 def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
-    """Wrapped parameters with those of ZeRO-1 and 2 gathered that still are to be, stacks one layer after the other.
+    """All-gathers the parameters of ZeRO-1 and 2 once, for all microbatches of a step.
 
-    Those that are left to the loop over the layers stay as they are.
+    Args:
+      records: of each parameter.
+      wrapped: parameters as `Reduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
 
-    All at once, every gather would need a buffer of its own besides the parameters: its result comes with the split
-    dimension outermost, and is transposed.
+    Returns:
+      The same tree; each `GatherOnUse` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
+      layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     table = jax.tree.leaves(records)
     stacks = sharded_stacks(table)
-    waiting = {i for i, r in enumerate(table) if r.is_gathered_per_step and _waits(_parameter(leaves[i]))}
+    pending = {i for i, r in enumerate(table) if r.is_gathered_per_step and _is_pending(_parameter(leaves[i]))}
+    # XLA: an all-gather returns its sharded dimension outermost and then transposes, in another buffer. Layer by layer
+    # that buffer is of one layer.
     for members in stacks:
-        if own := [i for i in members if i in waiting]:
-            for i, array in zip(own, gather_layers([_parameter(leaves[i]) for i in own]), strict=True):
+        if sharded := [i for i in members if i in pending]:
+            for i, array in zip(sharded, gather_layers([_parameter(leaves[i]) for i in sharded]), strict=True):
                 leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], ReduceGradOnUse) else array
-    for i in waiting.difference(*stacks):
+    for i in pending.difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
 
 
-def _waits(parameter: Any) -> bool:
+def _is_pending(parameter: Any) -> bool:
     return isinstance(parameter, GatherOnUse) and not parameter.keep_for_backward
 
 
@@ -103,5 +118,5 @@ def _parameter(leaf: Any) -> Any:
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
-    """Wrapped parameters outside the stacks as arrays; a stack's are resolved where the model scans over its layers."""
+    """Materializes wrapped parameters outside the stacks; those of stacks are where the model scans over layers."""
     return jax.tree.map(lambda record, leaf: leaf if record.is_stacked else materialize(leaf), records, wrapped)

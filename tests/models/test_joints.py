@@ -130,7 +130,7 @@ def test_sections_have_the_names_of_their_stacks_parameters(fields: dict[str, An
     is_names = lambda x: isinstance(x, tuple)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(program.axes, is_leaf=is_names)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, axes in leaves if axes[0] == "layers"]
-    stacks = {name for section, own in model.sections.items() for name in (section, *own.others)}
+    stacks = {name for section, own in model.sections.items() for name in (section, *own.other_stacks)}
     assert {name.partition(".layers.")[0] for name in names} == stacks
 
 

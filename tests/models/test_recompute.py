@@ -157,5 +157,5 @@ def test_what_cannot_be_is_refused(fields, words):
 
 
 def test_offload_needs_a_gpu():
-    with pytest.raises(UserError, match="the mesh is of CPUs"):
+    with pytest.raises(UserError, match="the mesh consists of CPUs"):
         program_of("1x1", recompute="full", recompute_offload=True)

@@ -23,7 +23,7 @@ def test_too_few_devices_offers_inspect():
 
 
 def test_places_must_divide_over_processes():
-    with pytest.raises(UserError, match="8 devices, which don't divide over 3 processes"):
+    with pytest.raises(UserError, match="8 devices, which is not a multiple of 3 processes"):
         attach_devices(parse_mesh("2x4"), num_processes=3)
 
 

@@ -75,13 +75,21 @@ def test_the_command_line_comes_first():
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        (JAX | {"JAX_NUM_PROCESSES": "4"} | TORCHRUN, {}, "JAX_NUM_PROCESSES.* 4 processes, and .*WORLD_SIZE.* says 8"),
-        (JAX | {"JAX_PROCESS_ID": "4"} | TORCHRUN, {}, "JAX_PROCESS_ID.* process 4, and .*WORLD_SIZE.* says 3"),
-        (JAX | {"JAX_NUM_PROCESSES": "4"} | SLURM, {}, "JAX_NUM_PROCESSES.* 4 processes, and Slurm .* says 8"),
-        (TORCHRUN | SLURM | {"RANK": "0"}, {}, "RANK.* process 0, and Slurm .* says 3"),
-        (SLURM | OPEN_MPI, {}, "Open MPI .* 4 processes, and Slurm .* says 8"),
+        (
+            JAX | {"JAX_NUM_PROCESSES": "4"} | TORCHRUN,
+            {},
+            "JAX_NUM_PROCESSES.* 4 processes, and by .*WORLD_SIZE.* 8: make",
+        ),
+        (JAX | {"JAX_PROCESS_ID": "4"} | TORCHRUN, {}, "JAX_PROCESS_ID.* process 4, and by .*WORLD_SIZE.* 3: make"),
+        (JAX | {"JAX_NUM_PROCESSES": "4"} | SLURM, {}, "JAX_NUM_PROCESSES.* 4 processes, and by Slurm .* 8: make"),
+        (TORCHRUN | SLURM | {"RANK": "0"}, {}, "RANK.* process 0, and by Slurm .* 3: make"),
+        (SLURM | OPEN_MPI, {}, "Open MPI .* 4 processes, and by Slurm .* 8: make"),
         (SLURM | {"SLURM_NTASKS": "16"}, {}, "SLURM_STEP_NUM_TASKS is 8 and SLURM_NTASKS is 16"),
-        (JAX, {"coordinator": "h:1", "num_processes": 2, "process_id": 0}, "--num-processes.* 2 processes, and JAX's"),
+        (
+            JAX,
+            {"coordinator": "h:1", "num_processes": 2, "process_id": 0},
+            "--num-processes.* 2 processes, and by JAX's",
+        ),
         # in part
         ({"WORLD_SIZE": "2", "RANK": "1"}, {}, "has RANK, WORLD_SIZE, but not MASTER_ADDR or MASTER_PORT"),
         ({"RANK": "1"}, {}, "has RANK, but not MASTER_ADDR"),
@@ -90,11 +98,11 @@ def test_the_command_line_comes_first():
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, {}, "SLURM_STEP_NUM_TASKS=2, but not SLURM_JOB_ID"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, "OMPI_COMM_WORLD_SIZE=2, but not OMPI_COMM_WORLD_RANK"),
         # impossible
-        (TORCHRUN | {"RANK": "8"}, {}, "process 8 of 8: it counts from 0"),
-        (TORCHRUN | {"WORLD_SIZE": "two"}, {}, "WORLD_SIZE is 'two', and should be a whole number from 1"),
-        ({}, {"coordinator": "localhost:1"}, "give all three"),
-        ({}, {"coordinator": "localhost:1", "num_processes": 2}, "give all three"),
-        ({}, {"num_processes": 2, "process_id": 0}, "give all three"),
+        (TORCHRUN | {"RANK": "8"}, {}, "process 8 of 8: processes count from 0"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, {}, "WORLD_SIZE is 'two', and should be an integer of at least 1"),
+        ({}, {"coordinator": "localhost:1"}, "set all three"),
+        ({}, {"coordinator": "localhost:1", "num_processes": 2}, "set all three"),
+        ({}, {"num_processes": 2, "process_id": 0}, "set all three"),
         ({}, {"coordinator": "h:1", "num_processes": 2, "process_id": 2}, "--process-id 2 is not one of"),
     ],
 )

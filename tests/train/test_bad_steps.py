@@ -35,8 +35,8 @@ class SpoiltCut(TrunkPipeline):
     def loss_sums(self, parameters, microbatch):
         return self.spoilt(super().loss_sums(parameters, microbatch), microbatch)
 
-    def head_losses(self, parameters, wire, microbatch):
-        return self.spoilt(super().head_losses(parameters, wire, microbatch), microbatch)
+    def head_losses(self, parameters, boundary, microbatch):
+        return self.spoilt(super().head_losses(parameters, boundary, microbatch), microbatch)
 
     def spoilt(self, sums, microbatch):
         here = (microbatch[0]["sample_index"] == self.sample).any()

@@ -28,11 +28,11 @@ from mtjax.sharding.context.zigzag import from_first_context_rank, local_positio
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 KEYS = 7
-"""Parts of an encoder and its heads that draw parameters."""
+"""Number of random keys from which an encoder and its heads draw parameters."""
 
 
 class Encoder(nnx.Module):
-    """Everything but a head."""
+    """An encoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
@@ -58,7 +58,7 @@ class Encoder(nnx.Module):
         padding_mask: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Final hidden states.
+        """Computes the final hidden states.
 
         Args:
           tokens: ids.
@@ -77,21 +77,23 @@ class Encoder(nnx.Module):
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         tokens, types = batch["tokens"], batch["token_types"]
         with jax.named_scope("embedding"):
-            places = local_positions(tokens.shape[1])
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, places=places)
+            positions = local_positions(tokens.shape[1])
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, local_positions=positions)
             if self.token_types is not None:
                 x = x + embed_types(self.token_types, jnp.zeros_like(tokens) if types is None else types, self.dtype)
             return HiddenStates(
-                dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places)
+                dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions)
             )
 
-    def _context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
-        places = local_positions(batch["tokens"].shape[1])
-        return LayerContext(keys, batch["padding_mask"], is_causal=False, positions=places, context_method=self.method)
+    def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        positions = local_positions(batch["tokens"].shape[1])
+        return LayerContext(
+            keys, batch["padding_mask"], is_causal=False, positions=positions, context_method=self.method
+        )
 
 
 class BERT(Encoder, WithVocabulary):
-    """An encoder with the two heads of its pretraining.
+    """An encoder with the two heads of pretraining.
 
     Parameters count those of a GPT of the same size, `h (h + 3) + V` of the masked-LM head, `h (h + 1) + 2 (h + 1)` of
     the sentence-order head and `h` for each token type.
@@ -104,28 +106,31 @@ class BERT(Encoder, WithVocabulary):
         self.order = PoolerHead(model, 2, key=order_key) if model.sentence_order else None
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
 
-    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Cross-entropy of each masked token, 0 of the others, and of each sample's sentence order."""
-        hidden = self.final_norm(stream.x)
+    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Computes the cross-entropy of masked tokens, [batch, seq], 0 at others, and of sentence order, [batch]."""
+        hidden = self.final_norm(trunk_output.x)
         with jax.named_scope("loss"):
             masked = MaskedPositions.of(batch["loss_mask"])
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
-            parts = {"masked_lm": masked.put(losses)}
+            by_name = {"masked_lm": masked.put(losses)}
             if self.order is not None:
                 losses = class_losses(self.order(hidden), batch["sentence_order"])
-                parts["sentence_order"] = from_first_context_rank(losses, hidden.shape[1])
-            return parts
+                by_name["sentence_order"] = from_first_context_rank(losses, hidden.shape[1])
+            return by_name
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Of final hidden states: float32 over the padded vocabulary, split over the mesh."""
+        """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states."""
         features = self.head(reshard_sequence(hidden, "seq"))
         return super().logits(features) + self.head.bias[...]
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Masked sentence pairs, or masked text without the sentence-order loss: `mtjax.data.samples.bert`."""
+        """Returns the arrays of masked sentence pairs, or of masked text without the sentence-order loss.
+
+        See `mtjax.data.samples.bert`.
+        """
         names = {"tokens": jnp.int32, "token_types": jnp.int32, "padding_mask": jnp.int32}
         names |= {"labels": jnp.int32, "loss_mask": jnp.float32}
         arrays = {name: jax.ShapeDtypeStruct((config.model.sequence_length,), kind) for name, kind in names.items()}
@@ -134,7 +139,7 @@ class BERT(Encoder, WithVocabulary):
 
     @staticmethod
     def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Each masked token counts once in the masked-LM loss, each sample in the sentence-order loss, if there is
+        """Returns a weight of 1 for each masked token, and for each sample in the sentence-order loss if there is
         one."""
         weights = {"masked_lm": batch["loss_mask"]}
         if "sentence_order" in batch:
@@ -143,7 +148,7 @@ class BERT(Encoder, WithVocabulary):
 
     @staticmethod
     def num_tokens(batch: Mapping[str, Array]) -> Array:
-        """Tokens that are not padding."""
+        """Counts tokens that are not padding."""
         return batch["padding_mask"].sum().astype(jnp.float32)
 
 

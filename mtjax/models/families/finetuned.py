@@ -1,4 +1,4 @@
-"""Pretrained trunks with the head of another task: logits or a number for each text, or logits for each token.
+"""Pretrained trunks with another head: logits or a number for each text, or logits for each token.
 
 The heads are transformers': `...ForSequenceClassification` is BERT's pooler, dropout and a linear layer on the first
 token, for decoders a linear layer without bias on the last one; `BertForMultipleChoice` is the same with one logit for
@@ -23,55 +23,55 @@ from mtjax.models.trunk import HARD, SOFT, TEACHER, Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
 RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]
-"""From a loss of logits and labels, outputs, and labels or a teacher's outputs, to a loss for each row."""
+"""(loss of logits and labels, outputs, labels or a teacher's outputs) -> a loss for each row of the batch."""
 
 
 class GivesOutputs(Protocol):
-    """A model that gives numbers for a text."""
+    """A model with a head that returns logits or numbers."""
 
     row_losses: RowLosses
 
-    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
-        """float32 logits, or the number that a regression predicts, from the output of the last section."""
+    def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
+        """Computes float32 logits, or the number that a regression predicts, from the output of the last section."""
         ...
 
 
 def squared_errors(loss: Any, outputs: Float[Array, "batch 1"], labels: Float[Array, " batch"]) -> Array:
-    """Of a regression, which has no other `loss`: [batch]."""
+    """Computes a regression's loss, [batch]; `loss` is not used."""
     return jnp.square(outputs[:, 0] - labels)
 
 
-def of_choices(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, choices: int) -> Float[Array, " batch"]:
-    """Over the choices of each question, whose rows lie side by side, at each of them."""
+def choice_losses(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, choices: int) -> Float[Array, " batch"]:
+    """Computes the loss over the choices of each question, which are consecutive rows, repeated for each of them."""
     of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
     return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
 
 
-def of_spans(loss: Any, outputs: Float[Array, "batch seq 2"], labels: Array) -> Float[Array, " batch"]:
-    """The mean of the first and the last token of each answer."""
+def span_losses(loss: Any, outputs: Float[Array, "batch seq 2"], labels: Array) -> Float[Array, " batch"]:
+    """Computes the mean of the losses of each answer's first and last token."""
     return loss(outputs.swapaxes(1, 2), labels.swapaxes(1, 2) if labels.ndim > 2 else labels).mean(-1)
 
 
 def row_losses_of(model: Model) -> RowLosses:
-    """The losses of a head."""
+    """Returns the losses of the model's head."""
     heads: dict[str, RowLosses] = {
         "classification": lambda loss, outputs, labels: loss(outputs, labels),
         "regression": squared_errors,
-        "choices": partial(of_choices, choices=model.num_labels),
-        "spans": of_spans,
+        "choices": partial(choice_losses, choices=model.num_labels),
+        "spans": span_losses,
     }
     return heads[model.head]
 
 
 class _Finetuned:
-    """What the loss of a text is, whatever the trunk."""
+    """The loss of a text, for any trunk."""
 
     def losses(
-        self: GivesOutputs, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions
+        self: GivesOutputs, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions
     ) -> dict[str, Array]:
-        """Of each row, by its label; beside a teacher's outputs also by its probabilities."""
+        """Computes the loss of each row, [batch], by its label, and with a teacher also by its probabilities."""
         with jax.named_scope("loss"):
-            outputs = self.outputs(stream, batch, keys)
+            outputs = self.outputs(trunk_output, batch, keys)
             hard = self.row_losses(class_losses, outputs, batch["label"])
             if TEACHER not in batch:
                 return {"loss": hard}
@@ -80,7 +80,7 @@ class _Finetuned:
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Texts, their labels and the weights of these: `mtjax.finetune.samples`."""
+        """Returns the arrays of texts, labels and their weights: `mtjax.finetune.samples`."""
         length, kind = (config.model.sequence_length,), config.model.head
         names = ["tokens", "padding_mask", *(["token_types"] if config.model.family == "bert" else [])]
         arrays = {name: jax.ShapeDtypeStruct(length, jnp.int32) for name in names}
@@ -91,12 +91,12 @@ class _Finetuned:
 
     @staticmethod
     def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Each text counts by the weight of its class."""
+        """Returns the weight of each text's class."""
         return {"loss": batch["weight"]}
 
     @staticmethod
     def num_tokens(batch: Mapping[str, Array]) -> Array:
-        """Tokens that are not padding."""
+        """Counts tokens that are not padding."""
         return batch["padding_mask"].sum().astype(jnp.float32)
 
 
@@ -112,9 +112,9 @@ class FinetunedEncoder(_Finetuned, Encoder):
         else:
             self.head = PoolerHead(model, num_outputs(model), rate=model.hidden_dropout, key=head_key)
 
-    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
-        """float32 logits, or the number that a regression predicts."""
-        hidden = self.final_norm(stream.x)
+    def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
+        """See `GivesOutputs.outputs`."""
+        hidden = self.final_norm(trunk_output.x)
         return self.head(hidden, batch["padding_mask"]) if isinstance(self.head, SpanHead) else self.head(hidden, keys)
 
 
@@ -126,6 +126,6 @@ class FinetunedDecoder(_Finetuned, Decoder):
         self.row_losses = row_losses_of(config.model)
         self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))
 
-    def outputs(self, stream: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
-        """float32 logits, or the number that a regression predicts."""
-        return self.head(self.final_norm(stream.x), batch["padding_mask"])
+    def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
+        """See `GivesOutputs.outputs`."""
+        return self.head(self.final_norm(trunk_output.x), batch["padding_mask"])

@@ -1,6 +1,7 @@
 """GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper).
 
-Settings also allow rotary positions, other norms and activations, grouped-query attention and an untied output.
+Other settings choose rotary positions, other norms and activations, grouped-query attention, an untied output, and
+experts.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ from mtjax.theory.plan import ExpertDispatch
 
 
 class Decoder(nnx.Module):
-    """Everything but a head."""
+    """A decoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
@@ -58,7 +59,7 @@ class Decoder(nnx.Module):
         dense = dense_layers(model)
         self.dense = stack(kind="transformer", layers=dense) if dense else None
         self.stack = stack(kind=kind, layers=main_layers(model))
-        self.takes_turns = model.moe_every > 1
+        self.is_interleaved = model.moe_every > 1
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
@@ -72,12 +73,12 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Final hidden states, normalised.
+        """Computes the final hidden states, normalized.
 
         Args:
           tokens: ids.
           position_ids: of each token in its document; 0, 1, ... when None.
-          segment_ids: when given, tokens attend within their own segment only.
+          segment_ids: when given, tokens attend within their segment only.
           keys: one dropout key per sample; None turns dropout off.
         """
         batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
@@ -85,25 +86,25 @@ class Decoder(nnx.Module):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """One, of a stack or two: the second has the layers without experts where others have some."""
+        """One section, of one stack, or of two where only some layers have experts."""
         if self.dense is None:
             return {STACK: Section(self.stack, self._embed, self._context)}
-        mixed = InterleavedStacks(self.dense, self.stack, self.takes_turns)
-        return {STACK: Section(mixed, self._embed, self._context, (DENSE,))}
+        stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
+        return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         with jax.named_scope("embedding"):
-            tokens, places = batch["tokens"], local_positions(batch["tokens"].shape[1])
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), places)
-            return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, places=places))
+            tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions)
+            return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
-    def _context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
+    def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
-        places = local_positions(length)
+        positions = local_positions(length)
         context = LayerContext(
             keys,
             batch.get("segment_ids"),
-            positions=places,
+            positions=positions,
             context_method=self.method,
             expert_dispatch=self.expert_dispatch,
             padding=Padding.of(batch),
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         if self.rotary is None:
             return context
         if ids is None:
-            ids = (jnp.arange(length) if places is None else places)[None]
+            ids = (jnp.arange(length) if positions is None else positions)[None]
         return dataclasses.replace(context, rotation=self.rotary(ids))
 
 
@@ -128,35 +129,38 @@ class GPT(Decoder, WithVocabulary):
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The layers that read what is written."""
+        """The stacks whose layers generate text, in their order."""
         return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
     def embed_new(
-        self, tokens: Int[Array, "batch seq"], reading: CachePositions, length: int
+        self, tokens: Int[Array, "batch seq"], cache_positions: CachePositions, length: int
     ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
-        """What layers read of new tokens of sequences in caches with room for `length` tokens."""
+        """Embeds new tokens of sequences in KV caches of `length` tokens; returns the layers' inputs."""
         del length
-        batch = {"tokens": tokens, "position_ids": in_table(self.positions, reading.positions)}
-        stream = self._embed(batch, None, None)
-        return stream.x, dataclasses.replace(self._context(batch, None, stream), cache_positions=reading)
+        batch = {"tokens": tokens, "position_ids": in_table(self.positions, cache_positions.positions)}
+        hidden = self._embed(batch, None, None)
+        return hidden.x, dataclasses.replace(self._context(batch, None, hidden), cache_positions=cache_positions)
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Hidden states behind the last layer as the output table reads them."""
+        """Normalizes the hidden states behind the last layer, for the output table."""
         return self.final_norm(x)
 
-    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Cross-entropy of each next token; beside a teacher's hidden states also by its probabilities."""
-        hidden = self.final_norm(stream.x)
+    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
+        hidden = self.final_norm(trunk_output.x)
         if TEACHER in batch:
-            taught = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
-            hard, soft = vocab_parallel_distillation(hidden, self.output_table[...], *taught, options)
+            targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
+            hard, soft = vocab_parallel_distillation(hidden, self.output_table[...], *targets, options)
             return {HARD: hard, SOFT: soft}
         return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Next-token batches; positions and segments where the data resets them at document ends, and a padding mask
-        for the packed sequences of chats."""
+        """Returns the arrays of next-token prediction.
+
+        They include positions and segments where the data resets them at document ends, and a padding mask for the
+        packed sequences of chats.
+        """
         names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
         names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
         names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}
@@ -165,10 +169,10 @@ class GPT(Decoder, WithVocabulary):
 
     @staticmethod
     def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Each unmasked token counts once."""
+        """Returns a weight of 1 for each unmasked token."""
         return {"loss": batch["loss_mask"]}
 
     @staticmethod
     def num_tokens(batch: Mapping[str, Array]) -> Array:
-        """Unmasked tokens."""
+        """Counts unmasked tokens."""
         return batch["loss_mask"].sum()

@@ -1,4 +1,4 @@
-"""Families of models by name, and what a train step asks of each."""
+"""Families of models by name, and the interface that a train step requires of each."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -20,10 +20,10 @@ from mtjax.models.trunk import Batch, Trunk
 
 
 class LanguageModel(Trunk, Protocol):
-    """A model that a train step can train: of language, or of what finetuning makes of one.
+    """A model that a train step can train: a language model, or one with another head for finetuning.
 
     It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by
-    `loss_weights`; the sum of the losses is minimised.
+    `loss_weights`; the sum of the losses is minimized.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
@@ -31,26 +31,26 @@ class LanguageModel(Trunk, Protocol):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a batch that the model reads, each for one sample: without the batch dimension."""
+        """Returns the arrays of a batch that the model reads, each for one sample: without the batch dimension."""
         ...
 
     @staticmethod
     def loss_weights(batch: Batch) -> dict[str, Array]:
-        """The weight of each value of each loss: float32 [batch] or [batch, seq], shaped as `losses` gives them."""
+        """Returns the weight of each value of each loss: float32 [batch] or [batch, seq], in the shapes of `losses`."""
         ...
 
     @staticmethod
     def num_tokens(batch: Batch) -> Array:
-        """Tokens of the batch, without padding, as tokens per second count them."""
+        """Counts tokens of the batch without padding, for tokens per second."""
         ...
 
 
 class Writer(LanguageModel, Protocol):
-    """A model that writes text, token by token."""
+    """A model that generates text, token by token."""
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The layers that read what is written, in the order in which they run."""
+        """The stacks whose layers generate text, in their order."""
         ...
 
     @property
@@ -58,17 +58,21 @@ class Writer(LanguageModel, Protocol):
         """[vocab, embed]"""
         ...
 
-    def embed_new(self, tokens: Array, reading: CachePositions, length: int) -> tuple[Array, LayerContext]:
-        """The stream of new tokens of sequences in caches with room for `length`, and what layers read besides it."""
+    def embed_new(self, tokens: Array, cache_positions: CachePositions, length: int) -> tuple[Array, LayerContext]:
+        """Embeds new tokens of sequences in KV caches of `length` tokens.
+
+        Returns:
+          Hidden states [batch, act_seq, embed], and the layers' other inputs.
+        """
         ...
 
     def final_hidden(self, x: Array) -> Array:
-        """Hidden states behind the last layer as the output table reads them."""
+        """Prepares the hidden states behind the last layer, [batch, act_seq, embed], for the output table."""
         ...
 
 
 WRITERS: tuple[type[Writer], ...] = (GPT, T5)
-"""A T5 reads a text before (`T5.encoded`), and writes another."""
+"""Families that generate text. T5 first encodes the prompt (`T5.encoded`)."""
 
 MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT, "t5": T5}
 
@@ -77,9 +81,9 @@ FINETUNED: Mapping[str, type[LanguageModel]] = {
     "llama": FinetunedDecoder,
     "bert": FinetunedEncoder,
 }
-"""Those that can have another head than that of pretraining, with it."""
+"""Families with a head for finetuning."""
 
 
 def model_class(config: Config) -> type[LanguageModel]:
-    """The class of a config's family, with its head."""
+    """Returns the class of a config's family with its head."""
     return (MODEL_CLASSES if config.model.head == "language" else FINETUNED)[config.model.family]

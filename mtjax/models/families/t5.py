@@ -1,8 +1,8 @@
-"""T5 (arXiv 1910.10683): an encoder reads text with gaps, a decoder writes the text that fills them.
+"""T5 (arXiv 1910.10683): an encoder reads text with masked spans, a decoder generates the spans.
 
-Depending on its settings it is T5's own - relative positions, RMS norm, no biases, ReLU or gated GELU, tied or untied
-output - or Megatron-LM's: learned positions, layer norm, biases. A decoder layer has three sublayers, each with its
-all-reduce.
+Depending on its settings it is the original T5 (relative positions, RMS norm, no biases, ReLU or gated GELU, tied or
+untied output) or Megatron-LM's (learned positions, layer norm, biases). A decoder layer has three sublayers, each with
+an all-reduce over `model`.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2
-"""Sets the decoder's dropout keys apart from the encoder's."""
+"""Folded into the dropout keys, so that the decoder's differ from the encoder's."""
 FINAL_SITE = 2**31 - 3
-"""Dropout site behind a stack's final norm."""
+"""Dropout site after a stack's final norm."""
 
 
 class T5Stack(nnx.Module):
@@ -49,19 +49,19 @@ class T5Stack(nnx.Module):
         self.is_causal = is_causal
 
     def context(self, length: int, keys: Keys) -> LayerContext:
-        """What all its layers read, for sequences of this length."""
+        """Computes the other inputs of all layers, for sequences of this length."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative(length)
         return LayerContext(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
 
-    def reading_context(self, reading: CachePositions, length: int) -> LayerContext:
-        """Likewise for new tokens of sequences in caches with room for `length` tokens."""
+    def decode_context(self, cache_positions: CachePositions, length: int) -> LayerContext:
+        """Computes the same for new tokens of sequences in KV caches of `length` tokens."""
         with jax.named_scope("embedding"):
-            bias = None if self.relative is None else self.relative.at(reading.positions, length)
-        return LayerContext(bias=bias, scale=self.scale, cache_positions=reading)
+            bias = None if self.relative is None else self.relative.at(cache_positions.positions, length)
+        return LayerContext(bias=bias, scale=self.scale, cache_positions=cache_positions)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
-        """Hidden states as the decoder, or the output table, reads them."""
+        """Applies the final norm and dropout to the hidden states behind the last layer."""
         return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
 
 
@@ -71,13 +71,13 @@ class T5(WithVocabulary):
     def __init__(self, config: Config, *, key: Array) -> None:
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
-        writer = dataclasses.replace(model, num_layers=decoder_layers(model))
+        decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and model.position != "learned"
-        # A scaled output needs a table of unit variance (T5's own); else logits start tiny, and stay so for long.
+        # A scaled output needs a table of unit variance, as in T5's code; else logits start tiny, and stay so for long.
         self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
         self.encoder = T5Stack(config, model, "transformer", is_causal=False, key=encoder_key)
-        self.decoder = T5Stack(config, writer, "transformer with cross-attention", is_causal=True, key=decoder_key)
+        self.decoder = T5Stack(config, decoder, "transformer with cross-attention", is_causal=True, key=decoder_key)
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
         self.output_scale = model.hidden_size**-0.5 if is_scaled else 1.0
         self.rate = model.hidden_dropout
@@ -90,7 +90,7 @@ class T5(WithVocabulary):
         encoder_mask: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """The decoder's final hidden states, as the output table reads them.
+        """Computes the decoder's final hidden states, scaled for the output table.
 
         Args:
           encoder_tokens: ids of the text.
@@ -99,7 +99,7 @@ class T5(WithVocabulary):
           keys: one dropout key per sample; None turns dropout off.
         """
         batch = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens, "encoder_mask": encoder_mask}
-        return self._written(run_sections(self, batch, keys)[0], keys)
+        return self._finish_decoder(run_sections(self, batch, keys)[0], keys)
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -112,7 +112,7 @@ class T5(WithVocabulary):
     def _embed_text(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         return HiddenStates(self._embed(batch["encoder_tokens"], keys, batch.get("position_ids")))
 
-    def _text_context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
+    def _text_context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         context = self.encoder.context(batch["encoder_tokens"].shape[1], keys)
         return dataclasses.replace(context, segment_ids=batch["encoder_mask"])
 
@@ -121,69 +121,69 @@ class T5(WithVocabulary):
         encoded = self.encoder.finish(before.x, keys)
         return HiddenStates(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
 
-    def _answer_context(self, batch: Batch, keys: Keys, stream: HiddenStates) -> LayerContext:
+    def _answer_context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         context = self.decoder.context(batch["decoder_tokens"].shape[1], _decoder_keys(keys))
-        return dataclasses.replace(context, encoded=stream.encoded, encoded_mask=batch["encoder_mask"])
+        return dataclasses.replace(context, encoded=hidden.encoded, encoded_mask=batch["encoder_mask"])
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The layers that read what is written."""
+        """The decoder's stack."""
         return (self.decoder.stack,)
 
     def encoded(
         self, tokens: Int[Array, "batch seq"], mask: Int[Array, "batch seq"]
     ) -> Float[Array, "batch act_seq embed"]:
-        """The encoder's hidden states as the decoder reads them, of texts of any length; `mask` is 1 on tokens."""
-        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        batch = {"encoder_tokens": tokens, "encoder_mask": mask, "position_ids": in_table(self.positions, places)}
+        """Computes the encoder's hidden states of texts of any length, for the decoder; `mask` is 1 on tokens."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        batch = {"encoder_tokens": tokens, "encoder_mask": mask, "position_ids": in_table(self.positions, positions)}
         section = self.sections["encoder.stack"]
-        stream = section.embed(batch, None, None)
-        return self.encoder.finish(section.stack(stream.x, section.context(batch, None, stream))[0], None)
+        hidden = section.embed(batch, None, None)
+        return self.encoder.finish(section.stack(hidden.x, section.context(batch, None, hidden))[0], None)
 
     def embed_new(
-        self, tokens: Int[Array, "batch seq"], reading: CachePositions, length: int
+        self, tokens: Int[Array, "batch seq"], cache_positions: CachePositions, length: int
     ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
-        """What the decoder's layers read of new tokens of sequences in caches with room for `length` tokens."""
-        x = self._embed(tokens, None, in_table(self.positions, reading.positions))
-        return x, self.decoder.reading_context(reading, length)
+        """Embeds new tokens of sequences in KV caches of `length` tokens; returns the decoder layers' inputs."""
+        x = self._embed(tokens, None, in_table(self.positions, cache_positions.positions))
+        return x, self.decoder.decode_context(cache_positions, length)
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Hidden states behind the decoder's last layer as the output table reads them."""
-        return self._written(HiddenStates(x), None)
+        """Prepares the hidden states behind the decoder's last layer for the output table."""
+        return self._finish_decoder(HiddenStates(x), None)
 
     def _embed(self, tokens: Array, keys: Keys, position_ids: Array | None = None) -> Array:
         with jax.named_scope("embedding"):
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, position_ids)
             return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
 
-    def losses(self, stream: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Cross-entropy of each token that the decoder writes."""
-        hidden = self._written(stream, keys)
+    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Computes the cross-entropy of each token of the decoder, [batch, seq]."""
+        hidden = self._finish_decoder(trunk_output, keys)
         return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
-    def _written(self, stream: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
-        return self.decoder.finish(stream.x, _decoder_keys(keys)) * self.output_scale
+    def _finish_decoder(self, trunk_output: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
+        return self.decoder.finish(trunk_output.x, _decoder_keys(keys)) * self.output_scale
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Corrupted text and its spans: `mtjax.data.samples.t5`."""
-        reads, writes = (config.model.sequence_length,), (decoder_length(config.model),)
+        """Returns the arrays of text with masked spans, and of the spans: `mtjax.data.samples.t5`."""
+        encoder, decoder = (config.model.sequence_length,), (decoder_length(config.model),)
         return {
-            "encoder_tokens": jax.ShapeDtypeStruct(reads, jnp.int32),
-            "encoder_mask": jax.ShapeDtypeStruct(reads, jnp.int32),
-            "decoder_tokens": jax.ShapeDtypeStruct(writes, jnp.int32),
-            "labels": jax.ShapeDtypeStruct(writes, jnp.int32),
-            "loss_mask": jax.ShapeDtypeStruct(writes, jnp.float32),
+            "encoder_tokens": jax.ShapeDtypeStruct(encoder, jnp.int32),
+            "encoder_mask": jax.ShapeDtypeStruct(encoder, jnp.int32),
+            "decoder_tokens": jax.ShapeDtypeStruct(decoder, jnp.int32),
+            "labels": jax.ShapeDtypeStruct(decoder, jnp.int32),
+            "loss_mask": jax.ShapeDtypeStruct(decoder, jnp.float32),
         }
 
     @staticmethod
     def loss_weights(batch: Mapping[str, Array]) -> dict[str, Array]:
-        """Each token that the decoder must write counts once."""
+        """Returns a weight of 1 for each target token of the decoder."""
         return {"loss": batch["loss_mask"]}
 
     @staticmethod
     def num_tokens(batch: Mapping[str, Array]) -> Array:
-        """The encoder's tokens that are not padding."""
+        """Counts the encoder's tokens that are not padding."""
         return batch["encoder_mask"].sum().astype(jnp.float32)
 
 

@@ -1,1 +1,1 @@
-"""Attention between queries, keys and values: one file per implementation."""
+"""Kernels of attention, one file per implementation, and of experts."""

@@ -1,4 +1,4 @@
-"""Attention where ranks share the tokens of a sample: XLA's and cuDNN's kernels for a block of queries and keys."""
+"""Kernels of context parallel attention, for a block of queries and a block of keys: XLA's and cuDNN's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from mtjax.sharding.flash import residual_index
 from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
 
 Attend = Callable[..., Array]
-"""(query, key, value, scale=, is_causal=) -> the mixed values."""
+"""(query, key, value, scale=, is_causal=) -> output."""
 
 cudnn: Attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
 """cuDNN's attention, in 16 bits, on one GPU."""
@@ -36,75 +36,81 @@ def attend_across(
     context: LayerContext,
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Self-attention to the tokens of all ranks that share the samples; `rate` is that of dropout."""
+    """Computes self-attention to the tokens of all context parallel ranks; `rate` is that of dropout."""
     assert context.bias is None and context.positions is not None
     scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
-    drops = None
+    dropout = None
     if rate and context.dropout_keys is not None:
-        own = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
-        drops = DropoutState(own, jnp.arange(query.shape[2]))
+        key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
+        dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = XlaBlocks(scale, rate, length) if kernel == "xla" else CudnnBlocks(scale)
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     queries = QueryBlock(query, context.positions, context.segment_ids)
-    return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, drops, names)
+    return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)
 
 
 @dataclass(frozen=True)
 class XlaBlocks:
-    """XLA's, on any device: masks, segments and dropout; scores of a few queries at a time."""
+    """XLA's kernel, for any device: masks, segments and dropout; scores of a few queries at a time."""
 
     scale: float
     """Of the scores."""
     rate: float = 0.0
     """Of the dropout on probabilities."""
     length: int = 0
-    """Tokens of a sample, by which dropout counts."""
+    """Tokens of a sample, from which the indices of dropout's random bits are computed."""
 
     def forward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array]:
-        """See `BlockKernel`."""
+        """See `BlockKernel.forward`."""
 
-        def some(_: None, part: QueryBlock) -> tuple[None, tuple[Array, Array]]:
-            scores, kept = self._scores(part, keys, drops, is_causal)
+        # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
+        def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
+            scores, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
-            shares = (jnp.exp(scores - log_sums[..., None]) * kept).astype(keys.value.dtype)
-            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", shares, keys.value).reshape(part.query.shape)
+            probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
+            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value).reshape(chunk.query.shape)
             return None, (mixed, log_sums.reshape(log_sums.shape[0], -1, log_sums.shape[-1]).swapaxes(1, 2))
 
-        return _in_parts(some, None, queries)[1]
+        return _scan_queries(one, None, queries)[1]
 
     def backward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array, Array]:
-        """See `BlockKernel`; gradients of keys and values are float32."""
+        """See `BlockKernel.backward`; gradients of keys and values are float32."""
         grouped = partial(_grouped, groups=keys.key.shape[2])
-        wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
+        einsum_float32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-        def some(sums: tuple[Array, Array], part: QueryBlock) -> tuple[tuple[Array, Array], Array]:
-            assert part.mixed is not None and part.log_sums is not None and part.gradient is not None
-            scores, kept = self._scores(part, keys, drops, is_causal)
-            shares = jnp.exp(scores - grouped(part.log_sums).transpose(0, 2, 3, 1)[..., None])
-            gradient = grouped(part.gradient)
-            own = (grouped(part.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
-            of_shares = wide("bqgmd,bkgd->bgmqk", gradient, keys.value) * kept
-            of_scores = shares * (of_shares - own.transpose(0, 2, 3, 1)[..., None]) * self.scale
-            of_scores = of_scores.astype(keys.key.dtype)
-            of_keys = wide("bgmqk,bqgmd->bkgd", of_scores, grouped(part.query))
-            of_values = wide("bgmqk,bqgmd->bkgd", (shares * kept).astype(gradient.dtype), gradient)
-            of_queries = jnp.einsum("bgmqk,bkgd->bqgmd", of_scores, keys.key).reshape(part.query.shape)
-            return (sums[0] + of_keys, sums[1] + of_values), of_queries
+        # With S = Q K' scale, P = exp(S - log_sums), D dropout's factors, O = (P D) V and dO its gradient:
+        # dP = (dO V') D, dS = P (dP - rowsum(dO O)), dQ = dS K scale, dK = dS' Q scale, dV = (P D)' dO.
+        def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
+            assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
+            scores, factors = self._scores(chunk, keys, dropout, is_causal)
+            probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
+            gradient = grouped(chunk.gradient)
+            row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+            d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
+            d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
+            d_scores = d_scores.astype(keys.key.dtype)
+            d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
+            d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
+            d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
+            return (sums[0] + d_key, sums[1] + d_value), d_query
 
-        zeros = varying_like(jnp.zeros(keys.key.shape, jnp.float32), *jax.tree.leaves((queries, keys, drops)))
-        (of_keys, of_values), of_queries = _in_parts(some, (zeros, zeros), queries)
-        return of_queries, of_keys, of_values
+        zeros = varying_like(jnp.zeros(keys.key.shape, jnp.float32), *jax.tree.leaves((queries, keys, dropout)))
+        (d_key, d_value), d_query = _scan_queries(one, (zeros, zeros), queries)
+        return d_query, d_key, d_value
 
     def _scores(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Any]:
-        """float32 scores [batch, groups, heads / groups, seq, key_seq], and by what dropout multiplies probabilities:
-        nothing but 0 or 1 / (1 - rate)."""
+        """Computes masked scores, and the factors 0 or 1 / (1 - rate) by which dropout multiplies probabilities.
+
+        Returns:
+          float32 [batch, groups, heads / groups, seq, key_seq] each; the factors are 1.0 without dropout.
+        """
         query = _grouped(queries.query * self.scale, keys.key.shape[2])
         scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
         seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
@@ -113,14 +119,15 @@ class XlaBlocks:
             seen = same if seen is None else seen & same
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
-        if drops is None:
+        if dropout is None:
             return scores, 1.0
-        return scores, self._kept(queries, keys, drops).reshape(scores.shape)
+        return scores, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
 
-    def _kept(self, queries: QueryBlock, keys: KVBlock, drops: DropoutState) -> Array:
-        """[batch, heads, seq, key_seq]; by the bits that `random_bits` has for all heads, queries and keys of a sample,
-        at the places of these."""
-        rows = drops.heads[:, None].astype(jnp.uint32) * np.uint32(self.length)
+    def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
+        """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""
+        # The bits are those of `random_bits` for all heads, queries and keys of a sample, so that the mask does not
+        # depend on the context parallel degree.
+        rows = dropout.heads[:, None].astype(jnp.uint32) * np.uint32(self.length)
         rows = rows + queries.positions[:, None].astype(jnp.uint32)
         columns = keys.positions[:, None, None].astype(jnp.uint32)
 
@@ -128,58 +135,69 @@ class XlaBlocks:
             first, second = threefry(key, rows[:, :, None], columns)
             return first ^ second
 
-        copies = queries.query.shape[0] // drops.keys.shape[0]
-        drawn = jax.vmap(bits)(jnp.tile(drops.keys, (copies, 1)), rows, columns)
+        copies = queries.query.shape[0] // dropout.keys.shape[0]
+        drawn = jax.vmap(bits)(jnp.tile(dropout.keys, (copies, 1)), rows, columns)
         return (drawn >= keep_threshold(self.rate)) / np.float32(1 - self.rate)
 
 
 def _grouped(a: Array, groups: int) -> Array:
-    """[batch, seq, heads, ...] by groups of heads that share a key: [batch, seq, groups, heads / groups, ...]."""
+    """Groups heads that share a key: [batch, seq, heads, ...] -> [batch, seq, groups, heads / groups, ...]."""
     return a.reshape(*a.shape[:2], groups, -1, *a.shape[3:])
 
 
-def _in_parts(some: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock) -> tuple[Any, Any]:
-    """`some` of a few queries after the other, as `lax.scan` calls it; what it returns of them joined again."""
+def _scan_queries(
+    one: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock
+) -> tuple[Any, Any]:
+    """Scans over chunks of queries, so that scores of one chunk are alive at a time.
+
+    Args:
+      one: (carry, chunk) -> (carry, arrays [batch, chunk, ...]).
+      carry: of the first chunk.
+      queries: [batch, seq, ...].
+
+    Returns:
+      The carry, and the arrays concatenated, [batch, seq, ...].
+    """
     length = queries.query.shape[1]
-    parts = next(n for n in range(-(-length // QUERIES_AT_A_TIME), length + 1) if length % n == 0)
-    if parts == 1:
-        return some(carry, queries)
-    split = jax.tree.map(lambda a: a.reshape(a.shape[0], parts, -1, *a.shape[2:]).swapaxes(0, 1), queries)
-    carry, results = lax.scan(some, carry, split)
+    count = next(n for n in range(-(-length // QUERIES_AT_A_TIME), length + 1) if length % n == 0)
+    if count == 1:
+        return one(carry, queries)
+    chunks = jax.tree.map(lambda a: a.reshape(a.shape[0], count, -1, *a.shape[2:]).swapaxes(0, 1), queries)
+    carry, results = lax.scan(one, carry, chunks)
     return carry, jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(a.shape[1], length, *a.shape[3:]), results)
 
 
 @dataclass(frozen=True)
 class CudnnBlocks:
-    """cuDNN's, in 16 bits on GPUs: no segments and no dropout (`mtjax.theory.attention`)."""
+    """cuDNN's kernel, in 16 bits on GPUs: no segments and no dropout (`mtjax.theory.attention`)."""
 
     scale: float
     """Of the scores."""
     attend: Attend = cudnn
-    """The kernel for whole rows, whose derivative saves what cuDNN's does."""
+    """The kernel for entire rows; its residuals are those of cuDNN's."""
 
     def forward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array]:
-        """See `BlockKernel`.
-
-        Log-sums in float32 are among what the kernel saves for its backward pass; `return_residual=True` would round
-        them to 16 bits.
-        """
-        assert drops is None and queries.segments is None
+        """See `BlockKernel.forward`."""
+        # The log-sums are the kernel's residual in float32; `return_residual=True` would round them to 16 bits.
+        assert dropout is None and queries.segments is None
         inputs = (queries.query, keys.key, keys.value)
-        mixed, pull = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
-        leaves = jax.tree.leaves(pull)
+        mixed, vjp = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
+        leaves = jax.tree.leaves(vjp)
         return mixed, leaves[residual_index(leaves, (*inputs, mixed))].swapaxes(1, 2)
 
     def backward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array, Array]:
-        """See `BlockKernel`: the kernel's own derivative, with the entire row's output and log-sums in the place of the
-        block's. Nobody reads those then, so that the block's forward kernel is not compiled."""
-        assert drops is None and queries.log_sums is not None
+        """See `BlockKernel.backward`."""
+        # The kernel's vjp function, with the entire row's output and log-sums in place of the block's. Nothing reads
+        # the block's then, so its forward kernel is not compiled.
+        assert dropout is None and queries.log_sums is not None
         inputs = (queries.query, keys.key, keys.value)
-        again, pull = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
-        leaves, tree = jax.tree.flatten(pull)
-        leaves[residual_index(leaves, (*inputs, again))] = queries.log_sums.swapaxes(1, 2)
-        return jax.tree.unflatten(tree, [queries.mixed if leaf is again else leaf for leaf in leaves])(queries.gradient)
+        recomputed, vjp = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
+        leaves, tree = jax.tree.flatten(vjp)
+        leaves[residual_index(leaves, (*inputs, recomputed))] = queries.log_sums.swapaxes(1, 2)
+        return jax.tree.unflatten(tree, [queries.mixed if leaf is recomputed else leaf for leaf in leaves])(
+            queries.gradient
+        )

@@ -1,4 +1,4 @@
-"""Attention to a cache of keys and values."""
+"""Attention to a KV cache."""
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +13,32 @@ from mtjax.sharding.axes import spec
 def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
     cache: KVCache,
-    reading: CachePositions,
+    cache_positions: CachePositions,
     bias: Float[Array, "#batch heads seq key_seq"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Softmax attention from new tokens to all that the cache holds up to each of them, normalised in float32."""
-    keys, values = cache.read_by(reading)
-    seen = jnp.arange(cache.length) <= reading.positions[:, :, None]
-    return attend_grouped(query, keys, values, seen, bias, scale)
+    """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
+    keys, values = cache.read_by(cache_positions)
+    is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
+    return attend_grouped(query, keys, values, is_visible, bias, scale)
 
 
 def attend_grouped(
     query: Float[Array, "batch seq heads head_dim"],
     keys: Float[Array, "batch groups length head_dim"],
     values: Float[Array, "batch groups length head_dim"],
-    seen: Bool[Array, "#batch #seq length"],
+    is_visible: Bool[Array, "#batch #seq length"],
     bias: Float[Array, "#batch heads seq length"] | None,
     scale: float | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention to keys that lie by groups. All queries of a group are rows of one product with its keys.
+    """Computes attention to keys in the layout of a cache. All queries of a group are rows of one product with its
+    keys.
 
     Args:
-      query: heads / groups queries in turn share a group.
-      keys: as many as values.
-      values: what is mixed.
-      seen: [#batch, #seq, length], True where a query sees a key.
+      query: heads / groups consecutive query heads share a group.
+      keys: keys.
+      values: values.
+      is_visible: [#batch, #seq, length], True where a query attends to a key.
       bias: [#batch, heads, seq, length], added to the scores.
       scale: of the scores; head_dim^-0.5 when None.
     """
@@ -50,7 +51,7 @@ def attend_grouped(
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
-    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN_SCORE), axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE), axis=-1)
     probabilities = probabilities.astype(values.dtype)
     probabilities = probabilities.reshape(
         batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")

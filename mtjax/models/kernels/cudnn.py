@@ -1,4 +1,4 @@
-"""cuDNN's flash attention: causal, in 16 bits, on GPUs; probabilities are never written out."""
+"""cuDNN's flash attention: causal, in 16 bits, on GPUs; probabilities are not materialized."""
 
 from jax import Array
 from jaxtyping import Float
@@ -16,9 +16,9 @@ def attend(
     context: LayerContext,
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal self-attention.
+    """Computes causal self-attention.
 
-    It has no mask, bias, scale or dropout: `mtjax.theory.attention` chooses it only for models that need none of these.
+    It has no mask, bias, scale or dropout: `mtjax.theory.attention` chooses it only for models without these.
     """
     assert context.is_causal and context.segment_ids is None and rate == 0
     assert context.bias is None and context.scale is None

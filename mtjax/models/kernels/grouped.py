@@ -1,9 +1,9 @@
-"""Experts' products: pairs of a token and an expert, sorted by expert and cut into blocks of one expert each.
+"""Grouped products of experts: pairs of a token and an expert, sorted by expert, in blocks of one expert each.
 
-A loop over the blocks, as many as there are pairs for, gathers a block's tokens, runs its expert on them and adds what
-comes out to the tokens' sums: no product is computed that no token asked for, but for the rest of each expert's last
-block, and nothing that is as wide as an expert's inner layer is ever longer than a block. Forward and backward are
-loops of a length known at run time, which autodiff could not turn round.
+A loop over the blocks gathers a block's tokens, applies its expert, and scatter-adds the outputs to the tokens' sums.
+The number of blocks is known at run time. No product is computed for no token, except in the padding of each expert's
+last block, and no array is both as wide as an expert's inner layer and longer than a block. Loops of dynamic length
+have no transpose in autodiff, so the backward pass is a second loop.
 """
 
 from collections.abc import Callable
@@ -21,74 +21,89 @@ from mtjax.sharding.axes import varying_like
 LONGEST, SHORTEST = 1024, 8
 """Rows of a block, at most and at least."""
 BLOCKS_OF_AN_EXPERT = 8
-"""Into which the pairs of an expert with the mean load are cut at least, if blocks are not the shortest."""
+"""Minimum number of blocks of an expert with the mean load, if blocks are not the shortest."""
 
 
 class Blocks(NamedTuple):
-    """`mtjax.sharding.experts.Product`, block by block."""
+    """`mtjax.sharding.experts.ExpertCompute`, block by block."""
 
     activation: str
     num_experts: int
-    """Of the model, from which the mean load follows."""
+    """Of the model, for the mean load."""
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
-        """As `Product` says."""
-        here = (experts >= 0) & (experts < up.shape[0])
-        owners = jnp.where(here, experts, up.shape[0]).reshape(-1)
+        """See `ExpertCompute`."""
+        is_here = (experts >= 0) & (experts < up.shape[0])
+        owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
         run = _Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down)
 
     def rows(self, pairs: int) -> int:
-        """Of a block, a power of two."""
-        share = pairs // (self.num_experts * BLOCKS_OF_AN_EXPERT)
-        return min(max(1 << max(share.bit_length() - 1, 0), SHORTEST), LONGEST)
+        """Returns the rows of a block, a power of two."""
+        mean = pairs // (self.num_experts * BLOCKS_OF_AN_EXPERT)
+        return min(max(1 << max(mean.bit_length() - 1, 0), SHORTEST), LONGEST)
 
 
 class _Run(NamedTuple):
+    """Static arguments of `_blocked`."""
+
     activation: Callable[[Array], Array]
     rows: int
     """Of a block."""
     chosen: int
-    """Pairs of a token, which stand together."""
+    """Pairs of a token, which are consecutive."""
 
     def hidden(self, x: Array, up: Array) -> Array:
-        """[rows, embed] and one expert's [embed, ...] -> [rows, mlp]."""
+        """Applies one expert's first layer: [rows, embed], [embed, ...] -> [rows, mlp]."""
         return self.activation(jnp.tensordot(x, up, 1)[None])[0]
 
 
 class _Block(NamedTuple):
+    """Pairs of one expert."""
+
     expert: Int[Array, ""]
     pairs: Int[Array, " rows"]
+    """Indices of pairs."""
     tokens: Int[Array, " rows"]
-    """As many as there are, a number behind the last, where the block has no pair."""
+    """Indices of their tokens; past the last token in the padding."""
     is_pair: Bool[Array, " rows"]
+    """False in the padding."""
 
 
-class _Cut(NamedTuple):
-    """All pairs, cut into blocks."""
+class _Division(NamedTuple):
+    """All pairs, divided into blocks."""
 
     run: _Run
     order: Int[Array, " pairs"]
-    """Pairs sorted by their experts; those of experts that are not here last. Filled up by a block."""
+    """Indices of pairs sorted by expert, those of other ranks' experts last; padded by a block."""
     counts: Int[Array, " expert"]
+    """Pairs of each expert."""
     ends: Int[Array, " expert"]
-    """Blocks up to the last of each expert."""
+    """Number of blocks of each expert and all before it."""
     tokens: int
+    """Their number."""
 
     @classmethod
-    def of(cls, run: _Run, owners: Array, experts: int) -> "_Cut":
+    def of(cls, run: _Run, owners: Array, experts: int) -> "_Division":
+        """Sorts pairs by expert.
+
+        Args:
+          run: static arguments.
+          owners: int32 [pairs], the expert of each pair; `experts` for those of other ranks.
+          experts: of this rank.
+        """
         order = jnp.argsort(owners, stable=True).astype(jnp.int32)
         counts = jnp.zeros(experts, jnp.int32).at[owners].add(1, mode="drop")
-        filled = jnp.concatenate([order, jnp.zeros(run.rows, jnp.int32)])
-        return cls(run, filled, counts, jnp.cumsum(-(-counts // run.rows)), owners.size // run.chosen)
+        padded = jnp.concatenate([order, jnp.zeros(run.rows, jnp.int32)])
+        return cls(run, padded, counts, jnp.cumsum(-(-counts // run.rows)), owners.size // run.chosen)
 
     @property
-    def number(self) -> Array:
-        """Of blocks."""
+    def num_blocks(self) -> Array:
+        """Number of blocks."""
         return self.ends[-1]
 
     def block(self, i: Array) -> _Block:
-        """The i-th."""
+        """Returns the i-th block."""
         size = self.run.rows
         expert = jnp.searchsorted(self.ends, i, side="right")
         count = self.counts[expert]
@@ -99,11 +114,11 @@ class _Cut(NamedTuple):
         return _Block(expert, pairs, jnp.where(is_pair, pairs // self.run.chosen, self.tokens), is_pair)
 
 
-def _taken(x: Array, rows: Array) -> Array:
+def _take(x: Array, rows: Array) -> Array:
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def _added(x: Array, rows: Array, values: Array) -> Array:
+def _add(x: Array, rows: Array, values: Array) -> Array:
     return x.at[rows].add(values, mode="drop", unique_indices=True)
 
 
@@ -116,16 +131,19 @@ def _blocked(
     up: Array,
     down: Array,
 ) -> Float[Array, "tokens embed"]:
-    cut = _Cut.of(run, owners, up.shape[0])
+    """Computes each token's sum over its pairs of gate times expert output, accumulated in float32."""
+    blocks = _Division.of(run, owners, up.shape[0])
 
     def one(i: Array, y: Array) -> Array:
-        block = cut.block(i)
-        hidden = run.hidden(_taken(x, block.tokens), up[block.expert])
+        block = blocks.block(i)
+        hidden = run.hidden(_take(x, block.tokens), up[block.expert])
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
-        return _added(y, block.tokens, out * gates[block.pairs][:, None])
+        return _add(y, block.tokens, out * gates[block.pairs][:, None])
 
     zeros = varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates)
-    return lax.fori_loop(0, cut.number, one, zeros).astype(x.dtype)  # here: else its gradient would come as wide
+    return lax.fori_loop(0, blocks.num_blocks, one, zeros).astype(
+        x.dtype
+    )  # cast inside the custom_vjp, so that the gradient has this type too
 
 
 def _blocked_forward(run: _Run, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -133,33 +151,45 @@ def _blocked_forward(run: _Run, *arrays: Array) -> tuple[Array, tuple[Array, ...
 
 
 def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Sums in float32; an expert's matrices get theirs block by block."""
+    """Recomputes each block's inner layer, and accumulates all gradients in float32.
+
+    With h the expert's inner layer and y = gate (h down): d gate = h . (dy down'), d h = gate (dy down'), d down = h'
+    (gate dy).
+
+    Args:
+      run: static arguments.
+      saved: x [tokens, embed], gates and owners [pairs], up [experts, embed, ...] and down [experts, mlp, embed].
+      gradient: [tokens, embed].
+
+    Returns:
+      Gradients of x, gates, up and down, in their shapes and types; None for owners.
+    """
     x, gates, owners, up, down = saved
-    cut = _Cut.of(run, owners, up.shape[0])
-    wide = partial(jnp.dot, preferred_element_type=jnp.float32)
+    blocks = _Division.of(run, owners, up.shape[0])
+    dot_float32 = partial(jnp.dot, preferred_element_type=jnp.float32)
 
     def one(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        of_x, of_gates, of_up, of_down = sums
-        block = cut.block(i)
+        d_x, d_gates, d_up, d_down = sums
+        block = blocks.block(i)
         expert, gate = block.expert, gates[block.pairs][:, None]
-        rows, of_out = _taken(x, block.tokens), _taken(gradient, block.tokens)
-        hidden, pull = jax.vjp(run.hidden, rows, up[expert])
-        of_hidden = wide(of_out, down[expert].T)  # before the gate
-        of_gate = (hidden.astype(jnp.float32) * of_hidden).sum(-1)
-        of_rows, of_this_up = pull((of_hidden * gate).astype(x.dtype))
-        of_this_down = wide(hidden.T, (of_out * gate).astype(x.dtype))
+        rows, d_out = _take(x, block.tokens), _take(gradient, block.tokens)
+        hidden, vjp = jax.vjp(run.hidden, rows, up[expert])
+        d_hidden = dot_float32(d_out, down[expert].T)  # without the gate
+        d_gate = (hidden.astype(jnp.float32) * d_hidden).sum(-1)
+        d_rows, block_d_up = vjp((d_hidden * gate).astype(x.dtype))
+        block_d_down = dot_float32(hidden.T, (d_out * gate).astype(x.dtype))
         pairs = jnp.where(block.is_pair, block.pairs, len(gates))
         return (
-            _added(of_x, block.tokens, of_rows.astype(jnp.float32)),
-            of_gates.at[pairs].set(of_gate, mode="drop", unique_indices=True),
-            of_up.at[expert].add(of_this_up.astype(jnp.float32)),
-            of_down.at[expert].add(of_this_down),
+            _add(d_x, block.tokens, d_rows.astype(jnp.float32)),
+            d_gates.at[pairs].set(d_gate, mode="drop", unique_indices=True),
+            d_up.at[expert].add(block_d_up.astype(jnp.float32)),
+            d_down.at[expert].add(block_d_down),
         )
 
     zeros = tuple(varying_like(jnp.zeros(a.shape, jnp.float32), x, up, gradient) for a in (x, gates, up, down))
-    sums = lax.fori_loop(0, cut.number, one, zeros)
-    of_x, of_gates, of_up, of_down = (a.astype(b.dtype) for a, b in zip(sums, (x, gates, up, down), strict=True))
-    return of_x, of_gates, None, of_up, of_down
+    sums = lax.fori_loop(0, blocks.num_blocks, one, zeros)
+    d_x, d_gates, d_up, d_down = (a.astype(b.dtype) for a, b in zip(sums, (x, gates, up, down), strict=True))
+    return d_x, d_gates, None, d_up, d_down
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

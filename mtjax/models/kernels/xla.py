@@ -1,4 +1,4 @@
-"""Softmax attention with the probabilities written out: on any device, with dropout, masks and biases."""
+"""Softmax attention with materialized probabilities: on any device, with dropout, masks and biases."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ def attend(
     context: LayerContext,
     rate: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Self-attention with the mask, bias and scale of a context; `rate` is that of the dropout on probabilities."""
+    """Computes self-attention with the mask, bias and scale of a context; `rate` is that of dropout on
+    probabilities."""
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, rate)
     mask = attention_mask(query.shape[1], context)
@@ -46,26 +47,26 @@ def softmax_attention(
     scale: float | None = None,
     site: int = 0,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention from each query to the keys that it sees, normalised in float32.
+    """Computes attention from each query to the keys of its mask, normalized in float32.
 
     Args:
-      query: heads / groups queries in turn share a key and a value head.
-      key: as many as values.
-      value: what is mixed.
-      mask: True where a query sees a key.
+      query: heads / groups consecutive query heads share a key and a value head.
+      key: keys.
+      value: values.
+      mask: True where a query attends to a key.
       rate: of the dropout on probabilities.
       dropout_keys: one per sample; None turns dropout off.
       bias: added to the scores.
       scale: of the scores; head_dim^-0.5 when None.
       site: of the dropout.
     """
-    shape, place = query.shape, spec(*HEADS)
+    shape, output_spec = query.shape, spec(*HEADS)
     query = query * (shape[-1] ** -0.5 if scale is None else scale)
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
     )
-    # Both products come out as einsum has them, batch, left and right: in another order it would turn them around, and
-    # XLA transpose what is seq x key_seq.
+    # XLA: the results of both products have einsum's natural order of dimensions: batch, left, right. Any other order
+    # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     probabilities = _softmax(where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE))
@@ -75,11 +76,12 @@ def softmax_attention(
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
     mixed = _mixed(probabilities, value)
-    return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=place), ATTENTION_OUTPUT)
+    return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=output_spec), ATTENTION_OUTPUT)
 
 
 def attention_mask(length: int, context: LayerContext) -> Bool[Array, "#batch 1 seq key_seq"]:
-    """True where a query (third dimension) may look at a key (fourth) of the same `length` tokens."""
+    """Returns the mask of self-attention over `length` tokens: True where a query (dimension 2) attends to a key
+    (3)."""
     if context.is_causal:
         return causal_mask(length, context.segment_ids)
     if context.segment_ids is None:
@@ -88,7 +90,7 @@ def attention_mask(length: int, context: LayerContext) -> Bool[Array, "#batch 1 
 
 
 def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq key_seq"]:
-    """True where a query (third dimension) may look at a key (fourth): at itself and those before it."""
+    """Returns the causal mask: True where a query (dimension 2) attends to a key (3), itself or one before it."""
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is None:
         return causal
@@ -103,10 +105,9 @@ def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 
 def _scores(
     query: Float[Array, "batch groups heads seq head_dim"], key: Float[Array, "batch key_seq groups head_dim"]
 ) -> Float[Array, "batch groups heads seq key_seq"]:
-    """Products of queries and keys, in float32; their gradients are of the compute type, as flash attention's are.
-
-    Autodiff would have products with float32 gradients, in float32.
-    """
+    """Computes products of queries and keys in float32."""
+    # A custom vjp, because autodiff would multiply float32 gradients in float32. These are in the compute type, as in
+    # flash attention.
     return jnp.einsum("bgnqd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
 
 
@@ -115,10 +116,11 @@ def _scores_forward(query: Array, key: Array) -> tuple[Array, tuple[Array, Array
 
 
 def _scores_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Computes gradients of query and key from that of the scores [batch, groups, heads, seq, key_seq]."""
     query, key = saved
     gradient = gradient.astype(query.dtype)
-    of_queries = jnp.einsum("bgnqk,bkgd->bgnqd", gradient, key)
-    return of_queries, jnp.einsum("bgnqk,bgnqd->bkgd", gradient, query)
+    d_query = jnp.einsum("bgnqk,bkgd->bgnqd", gradient, key)
+    return d_query, jnp.einsum("bgnqk,bgnqd->bkgd", gradient, query)
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
@@ -128,8 +130,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 def _mixed(
     probabilities: Float[Array, "batch groups heads seq key_seq"], value: Float[Array, "batch key_seq groups head_dim"]
 ) -> Float[Array, "batch groups heads seq head_dim"]:
-    """Values mixed by probabilities; the gradients of both are there before either is used, so that the probabilities
-    make room for the gradients of the scores."""
+    """Computes the values weighted by probabilities."""
     return jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
 
 
@@ -138,10 +139,13 @@ def _mixed_forward(probabilities: Array, value: Array) -> tuple[Array, tuple[Arr
 
 
 def _mixed_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Computes gradients of probabilities and value from that of the output [batch, groups, heads, seq, head_dim]."""
     probabilities, value = saved
-    of_values = jnp.einsum("bgnqk,bgnqd->bkgd", probabilities, gradient)
-    of_probabilities = jnp.einsum("bgnqd,bkgd->bgnqk", gradient, value)
-    return lax.optimization_barrier((of_probabilities, of_values))
+    d_value = jnp.einsum("bgnqk,bgnqd->bkgd", probabilities, gradient)
+    d_probabilities = jnp.einsum("bgnqd,bkgd->bgnqk", gradient, value)
+    # XLA: with the barrier both are computed before either is used. The probabilities, which only `d_value` reads, can
+    # then be freed before the gradients of the scores are allocated.
+    return lax.optimization_barrier((d_probabilities, d_value))
 
 
 _mixed.defvjp(_mixed_forward, _mixed_backward)
@@ -149,10 +153,9 @@ _mixed.defvjp(_mixed_forward, _mixed_backward)
 
 @jax.custom_jvp
 def _softmax(scores: Float[Array, "batch heads seq key_seq"]) -> Float[Array, "batch heads seq key_seq"]:
-    """Softmax over keys whose result, unrounded, is what the backward pass is given.
-
-    jax's own has a derivative that asks for the result before it has a name, and so computes the scores again.
-    """
+    """Computes softmax over keys; its named, unrounded result is what the backward pass reads."""
+    # The derivative of `jax.nn.softmax` reads the result before it has a name for the recompute policy, so the scores
+    # would be recomputed.
     return _named_softmax(scores)
 
 

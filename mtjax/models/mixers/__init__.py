@@ -1,1 +1,1 @@
-"""Mixers, the sublayers of a layer: one file each. A mixer reads the residual stream and adds to it."""
+"""Mixers, the sublayers of a layer: one file each. A mixer reads hidden states, and its output is added to them."""

@@ -1,4 +1,5 @@
-"""Multi-head self-attention, split by heads: no communication between its two projections (Figure 3b of the paper)."""
+"""Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
+paper)."""
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -27,10 +28,10 @@ from mtjax.sharding.kv_heads import heads_in_use
 from mtjax.theory.adapters import adapters_of
 
 Kernel = Callable[[Array, Array, Array, LayerContext, float], Array]
-"""(query, key, value, context, dropout on probabilities) -> each query's weighted mean of the values."""
+"""(query, key, value, context, dropout rate of probabilities) -> output."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
-"""By `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all of them."""
+"""By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
 
 QKV_SITE, OUTPUT_SITE = 5, 6
 """Dropout sites of the adapters' inputs."""
@@ -59,7 +60,16 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to those that the context lets it see, or to what a cache holds up to it."""
+        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
+
+        Args:
+          x: the input.
+          context: mask, rotation, dropout keys, cache positions.
+          state: None, or a `KVCache`, to which the tokens are appended.
+
+        Returns:
+          The output, and the new state.
+        """
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -74,7 +84,7 @@ class SelfAttention(nnx.Module):
 
 
 class FusedQKV(nnx.Module):
-    """One product for query, key and value, with equally many heads of each."""
+    """One product for query, key and value, with the same number of heads each."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
@@ -88,7 +98,7 @@ class FusedQKV(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """Query, key and value, each [batch, seq, heads, head_dim]; adapters have their own x, the same."""
+        """Computes query, key and value, each [batch, seq, heads, head_dim]; `for_adapter` is the adapter's input."""
         bias = None if self.bias is None else self.bias[...]
         product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), by_sample=True)
         if self.lora is not None and for_adapter is not None:
@@ -101,7 +111,7 @@ class GroupedQKV(nnx.Module):
     """Groups of query heads that share a key and a value head (arXiv 2305.13245), in one product.
 
     The product's weight is assembled by groups, each with its queries, its key and its value, so that a rank computes
-    entire groups and the backward pass sums one cotangent of `x`.
+    entire groups, and the backward pass reduces one cotangent of `x`.
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
@@ -115,9 +125,10 @@ class GroupedQKV(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
+        """Computes query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
-        Groups are the key and value heads, or the model ways where those are more. Adapters have their own x, the same.
+        The number of groups is that of KV heads, or the tensor parallel degree if that is larger. `for_adapter` is the
+        adapters' input.
         """
         query, key, value = _grouped_product(x, *self._assembled())
         lora = self.key_value.lora
@@ -127,17 +138,18 @@ class GroupedQKV(nnx.Module):
         return query + self.query.lora(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
 
     def assembled(self) -> "AssembledQKV":
-        """The same, its parameters assembled once: for many products with few tokens."""
+        """Assembles the parameters once, for many products with few tokens (generation)."""
         return AssembledQKV(*self._assembled())
 
     def _assembled(self) -> tuple[Array, Array | None]:
+        """Returns weight [embed, groups, heads / groups + 2, head_dim], and bias without the first dimension."""
         weight = _by_groups(self.query.weight[...], self.key_value.weight[...])
         biases = (self.query.bias, self.key_value.bias)
         return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
 
 
 class AssembledQKV(nnx.Module):
-    """`GroupedQKV` with its parameters by groups: [embed, groups, heads / groups + 2, head_dim]; not for training."""
+    """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
     def __init__(self, weight: Array, bias: Array | None) -> None:
         names = ("heads", None, "head_dim")
@@ -145,11 +157,12 @@ class AssembledQKV(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias, axes=names)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
-        """As `GroupedQKV`."""
+        """See `GroupedQKV.__call__`."""
         return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
 def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+    """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
     product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
@@ -157,14 +170,15 @@ def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array
 
 
 def _by_groups(query: Array, key_value: Array) -> Array:
-    """[..., heads, head_dim] and [..., 2, kv_heads, head_dim] -> [..., groups, heads / groups + 2, head_dim]."""
+    """Assembles [..., heads, head_dim] and [..., 2, kv_heads, head_dim] to [..., groups, heads / groups + 2,
+    head_dim]."""
     used = jnp.swapaxes(heads_in_use(key_value), -2, -3)
     groups, width = used.shape[-3], used.shape[-1]
-    place = spec(*(None,) * (query.ndim - 2), "heads", None, None)
-    grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=place)
+    sharding = spec(*(None,) * (query.ndim - 2), "heads", None, None)
+    grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=sharding)
     return jnp.concatenate([grouped, used], axis=-2)
 
 
 def initial_query_scale(model: Model) -> float:
-    """Factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5."""
+    """Returns the factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5, else 1."""
     return head_dim(model) ** -0.5 if model.position == "relative" else 1.0

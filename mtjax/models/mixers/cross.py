@@ -23,7 +23,7 @@ PROBABILITIES_SITE = 3
 
 
 class CrossAttention(nnx.Module):
-    """Attention from the decoder's tokens to the encoder's, split by heads."""
+    """Attention from the decoder's tokens to the encoder's, sharded by heads."""
 
     scope: ClassVar[str] = "attention"
     init_number: ClassVar[int] = 2
@@ -41,24 +41,34 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to those of the encoder that are not padding, or to what is kept of them."""
+        """Attends from each token to the encoder's tokens that are not padding, or to their cached keys and values.
+
+        Args:
+          x: the decoder's hidden states.
+          context: with the encoder's hidden states and mask, or cache positions.
+          state: None, or a `CrossKVCache`.
+
+        Returns:
+          The output, and `state`.
+        """
         query = self.query(reshard_sequence(x, "seq"))
         if state is None:
             mixed = self._to_encoded(query, context)
         else:
             assert isinstance(state, CrossKVCache) and context.cache_positions is not None
             keys, values, lengths = state.read_by(context.cache_positions)
-            seen = (jnp.arange(state.length) < lengths[:, None])[:, None]
-            mixed = attend_grouped(query, keys, values, seen, None, context.scale)
+            is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
+            mixed = attend_grouped(query, keys, values, is_visible, None, context.scale)
         return self.output(mixed), state
 
     def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
-        """Of the encoder's hidden states, each [batch, seq, heads, head_dim]."""
+        """Computes keys and values of the encoder's hidden states, each [batch, seq, heads, head_dim]."""
         key_value = self.key_value(reshard_sequence(encoded, "seq"))
         key, value = (a.squeeze(2) for a in jnp.split(key_value, 2, axis=2))
         return key, value
 
     def _to_encoded(self, query: Array, context: LayerContext) -> Array:
+        """Attends from query [batch, seq, heads, head_dim] to the encoder's hidden states."""
         assert context.encoded is not None
         key, value = self.keys_and_values(context.encoded)
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)

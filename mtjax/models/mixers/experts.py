@@ -1,4 +1,4 @@
-"""A mixture of experts (arXiv 1701.06538): MLPs of which a router chooses some for each token."""
+"""A mixture of experts (arXiv 1701.06538): a router chooses some of many MLPs for each token."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -27,28 +27,28 @@ from mtjax.sharding.experts import apply_experts
 
 JITTER_SITE = 5
 EPSILON = 1e-20
-"""Added to sums of scores that others are divided by."""
+"""Added to sums of scores before division by them."""
 
 ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST = "router_aux_loss", "router_z_loss", "expert_load", "lost_choices"
-"""What routers report, by the names that a step's metrics have."""
+"""Losses and counters of routers, by their names in a step's metrics."""
 REPORTED = (ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST)
 COUNTS = (LOAD, LOST)
-"""What of this is counted for each layer."""
+"""Those that are counters, of each layer separately."""
 
 ROUTER_BIAS = "experts.router.bias"
-"""What the names of routers' biases end with."""
+"""Suffix of the names of routers' biases."""
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """The experts of tokens, and the router's losses and counters."""
 
     experts: Int[Array, "batch act_seq chosen"]
-    """Numbers of experts; for padding, numbers past the last one."""
+    """Indices of experts; for padding, an index past the last one."""
     gates: Float[Array, "batch act_seq chosen"]
     """Weights of the experts' outputs, float32."""
     report: dict[str, Array]
-    """Of each sample: the two losses, float32 [batch], and the tokens of each expert, [batch, routes]; where experts
-    have a capacity, also by how many choices it was exceeded, [batch]."""
+    """Of each sample: the two losses, float32 [batch], and the number of tokens of each expert, [batch, routes]; where
+    experts have a capacity, also the number of choices beyond it, [batch]."""
 
 
 class Router(nnx.Module):
@@ -60,35 +60,36 @@ class Router(nnx.Module):
         self.model = model
 
     def __call__(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> Routes:
-        """The experts of each token.
+        """Chooses the experts of each token.
 
-        The losses are means over a sample's tokens: E sum(f P) with f an expert's share of the chosen and P its mean
-        share of the scores (arXiv 2101.03961, section 2.2), and the squares of the logits' log-sums (arXiv 2202.08906).
-        Of ranks that share a sample each reports its own tokens' part of both, by the load of all of them.
+        The losses are of a sample: E sum(f P), with f an expert's fraction of the choices and P its mean fraction of
+        the scores (load balancing: arXiv 2101.03961, section 2.2), and the mean square of the logits' log-sum-exp
+        (z-loss: arXiv 2202.08906). Of ranks that share a sample each reports its own tokens' part of both, by the load
+        of all of them.
 
         Padding counts in neither, nor in the load, and goes to no expert: its numbers are past the last expert.
         """
-        model, place = self.model, spec("batch", "act_seq", None)
+        model, sharding = self.model, spec("batch", "act_seq", None)
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.positions)
         weight = varying_like(self.weight[...], x)
         wide = x.astype(jnp.float32)
-        logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=place, precision=lax.Precision.HIGHEST)
+        logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         logits = checkpoint_name(logits, PRODUCT)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
         ranked = lax.stop_gradient(scores)
         if self.bias is not None:
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
         ranked = within_groups(ranked, model)
-        # On each device by itself: XLA's partitioner would gather the scores of some shapes.
-        chosen = fully_manual(lambda own: lax.top_k(own, model.experts_top_k)[1], place)(ranked)
-        # By a product: a gather would not stay on its shard.
+        # XLA: the partitioner would all-gather scores of some shapes for a top-k, so it is computed on each shard.
+        chosen = fully_manual(lambda shard: lax.top_k(shard, model.experts_top_k)[1], sharding)(ranked)
+        # A product with one-hot vectors, because a gather would communicate between shards.
         hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
-        gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=place)
+        gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=sharding)
         if model.router_normalize:
             gates = gates / (gates.sum(-1, keepdims=True) + EPSILON)
         report = self._report(logits, scores, hot, context.padding, x.shape[1])
         if context.padding is not None:
-            # Only here: dividing gates by a sum of none would have no gradient.
+            # Only here: normalizing gates of padding, whose sum would be 0, has no gradient.
             is_text = reshard(context.padding.is_text, spec("batch", "act_seq"))
             chosen = jnp.where(is_text[..., None], chosen, model.num_experts)
         return Routes(chosen, gates * model.router_scale, report)
@@ -101,7 +102,7 @@ class Router(nnx.Module):
         padding: Padding | None,
         tokens: int,
     ) -> dict[str, Array]:
-        """`Routes.report`; this rank has `tokens` of each sample's tokens."""
+        """Computes `Routes.report`; this rank has `tokens` of each sample's tokens."""
         model, length = self.model, sample_length(tokens)
         shares, squares = scores / (scores.sum(-1, keepdims=True) + EPSILON), jnp.square(jax.nn.logsumexp(logits, -1))
         count: Any = length
@@ -110,47 +111,57 @@ class Router(nnx.Module):
             shares, hot = jnp.where(is_text[..., None], shares, 0), jnp.where(is_text[..., None, None], hot, 0)
             squares, count = jnp.where(is_text, squares, 0), jnp.maximum(padding.length, 1).astype(jnp.float32)
         load = hot.sum((1, 2))
-        share = shares.sum(1) / (count if padding is None else count[:, None])
-        whole = varying_like(sum_over_context(load), load)
-        balance = model.num_experts * (whole * share).sum(-1) / (count * model.experts_top_k)
+        mean_share = shares.sum(1) / (count if padding is None else count[:, None])
+        sample_load = varying_like(sum_over_context(load), load)
+        balance = model.num_experts * (sample_load * mean_share).sum(-1) / (count * model.experts_top_k)
         z = squares.sum(1) / count
         report = {ROUTER_AUX_LOSS: balance, Z_LOSS: z, LOAD: load}
         if (capacity := sample_capacity(model, length, padding)) is not None:
-            most = capacity if padding is None else capacity[:, None]
-            report[LOST] = from_first_context_rank(jnp.maximum(whole - most, 0).sum(-1), tokens)
+            limit = capacity if padding is None else capacity[:, None]
+            report[LOST] = from_first_context_rank(jnp.maximum(sample_load - limit, 0).sum(-1), tokens)
         return report
 
 
 def sample_capacity(model: Model, length: int, padding: Padding | None) -> Any:
-    """Tokens of a sample that an expert takes at most: an integer for samples of `length` tokens, or, where some tokens
-    are padding, an int32 [batch] by the text lengths; None where experts take all."""
-    most = expert_capacity(model, length)
-    if most is None or padding is None:
-        return most
-    # Looked up, not computed again: float32 would round some products up that Python's numbers do not.
+    """Returns the maximum number of tokens of a sample per expert.
+
+    Args:
+      model: with the capacity factor.
+      length: tokens of a sample.
+      padding: of the samples, if any.
+
+    Returns:
+      An integer; with padding int32 [batch], by the text lengths; None without a capacity.
+    """
+    capacity = expert_capacity(model, length)
+    if capacity is None or padding is None:
+        return capacity
+    # A lookup table instead of arithmetic: float32 would round some products up that Python's floats do not.
     by_length = np.array([expert_capacity(model, n) for n in range(length + 1)], np.int32)
     return jnp.asarray(by_length).at[padding.length].get(out_sharding=spec("batch"))
 
 
 def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Float[Array, "batch seq routes"]:
-    """What experts are chosen by: that of those outside the best groups is -inf (arXiv 2405.04434, section 2.2.2).
+    """Masks experts outside the best groups with -inf (node-limited routing: arXiv 2405.04434, section 2.2.2).
 
-    Groups are compared pair by pair: unlike a sort, that needs no rank's tokens but its own. Of groups alike the first
-    are kept.
+    Args:
+      ranked: scores by which experts are chosen.
+      model: with the number of groups and of those to choose from; of equal groups the first are chosen.
     """
-    groups, kept = model.expert_groups, model.expert_groups_top_k
-    if kept == groups:
+    groups, top_k = model.expert_groups, model.expert_groups_top_k
+    if top_k == groups:
         return ranked
+    # Groups are compared pairwise, because a sort would communicate between shards.
     grouped = ranked.reshape(*ranked.shape[:-1], groups, -1)
     best = grouped.max(-1)
     if model.router_score == "sigmoid":
         is_best = grouped == best[..., None]
         second = jnp.where(is_best, -jnp.inf, grouped).max(-1)
         best += jnp.where(is_best.sum(-1) > 1, best, second)
-    theirs, own = best[..., None, :], best[..., :, None]
-    earlier = jnp.arange(groups) < jnp.arange(groups)[:, None]
-    ahead = ((theirs > own) | ((theirs == own) & earlier)).sum(-1)
-    return jnp.where(ahead[..., None] < kept, grouped, -jnp.inf).reshape(ranked.shape)
+    other, this = best[..., None, :], best[..., :, None]
+    is_earlier = jnp.arange(groups) < jnp.arange(groups)[:, None]
+    num_better = ((other > this) | ((other == this) & is_earlier)).sum(-1)
+    return jnp.where(num_better[..., None] < top_k, grouped, -jnp.inf).reshape(ranked.shape)
 
 
 class Matrices(nnx.Module):
@@ -160,12 +171,12 @@ class Matrices(nnx.Module):
         self.weight = normal(key, sizes, std)
 
     def cast(self, dtype: Any) -> tuple[Array, tuple[str, ...]]:
-        """With the logical names of its dimensions."""
+        """Casts the matrices; returns them with the logical names of their dimensions."""
         return self.weight[...].astype(dtype), self.weight.get_metadata()["axes"]
 
 
 class Experts(nnx.Module):
-    """A router, experts, and perhaps an expert that all tokens go to; no biases."""
+    """A router, experts, and perhaps a shared expert for all tokens; no biases."""
 
     scope: ClassVar[str] = "mlp"
     init_number: ClassVar[int] = 1
@@ -185,28 +196,33 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Applies to each token; the state is what the router reports. While texts are written nothing is reported, and
-        experts take all tokens."""
+        """Applies to each token; the returned state is the router's report.
+
+        In generation there is no report, and no token is dropped.
+        """
         with jax.named_scope("router"):
             routes = self.router(x, context)
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
-        writes = context.cache_positions is not None
+        generates = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
-        capacity = None if writes else expert_capacity(model, length)
-        limits = None if writes or context.padding is None else sample_capacity(model, length, context.padding)
+        capacity = None if generates else expert_capacity(model, length)
+        limits = None if generates or context.padding is None else sample_capacity(model, length, context.padding)
         chosen = routes.experts, limits
         out = apply_experts(self.blocks, x, routes.gates, chosen, up, down, capacity, context.expert_dispatch)
         if self.shared is not None:
             out = out + self.shared(x, context, None)[0]
-        return out, None if writes else routes.report
+        return out, None if generates else routes.report
 
 
 def router_reports(states: list[Any]) -> dict[str, Array]:
-    """What the routers of stacks' layers report, by names: each loss of a sample summed over layers, [batch], and what
-    is counted, [batch, layers] and [batch, layers, routes]; {} without experts.
+    """Combines the reports of all routers.
 
     Args:
       states: of each stack's layers, stacked.
+
+    Returns:
+      By name, losses summed over layers, [batch], and counters, [batch, layers] or [batch, layers, routes]; {} without
+      experts.
     """
     reports = [state["experts"] for state in states if state is not None and "experts" in state]
     if not reports:
@@ -216,8 +232,11 @@ def router_reports(states: list[Any]) -> dict[str, Array]:
 
 
 def report_weights(model: Model, num_samples: int) -> dict[str, Array]:
-    """The weight in a step of what routers report of each of its samples, by names, float32 [batch]: those losses that
-    count, by the settings, and what is counted; {} without experts."""
+    """Returns the weights of routers' losses and counters in a step.
+
+    Returns:
+      By name, float32 [batch]: the losses with a weight in the settings, and the counters; {} without experts.
+    """
     if not model.num_experts:
         return {}
     each = jnp.ones(num_samples, jnp.float32)

@@ -1,4 +1,4 @@
-"""The interface of a mixer."""
+"""The interface of a mixer: a sublayer such as attention or the MLP."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -9,20 +9,20 @@ from mtjax.config import Model
 from mtjax.models.layer_context import LayerContext
 
 State = Any
-"""A tree of arrays that a mixer reads and returns besides the stream, such as a cache of keys and values; None where
-there is none, as in training."""
+"""A tree of arrays that a mixer reads and returns in addition to hidden states, such as a KV cache; None where there is
+none, as in training."""
 
 
 class Mixer(Protocol):
-    """A sublayer. Its name in `MIXERS` is that of its parameters, NAME, and of its norm's, NAME_norm."""
+    """A sublayer. Its name in `MIXERS` is the name of its parameters, NAME, and of its norm's, NAME_norm."""
 
     scope: ClassVar[str]
     """Named scope of its operations in profiles and compiled programs."""
     init_number: ClassVar[int]
     """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
     dropout_site: ClassVar[int]
-    """Site, within the layer, of the dropout on what it adds to the residual stream. Dropouts inside a mixer have sites
-    too; all sites of a layer differ."""
+    """Site, within the layer, of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a
+    layer differ."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
@@ -30,5 +30,5 @@ class Mixer(Protocol):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """What is added to the residual stream, and the state for the next run of the layer."""
+        """Computes the output, which is added to the residual stream, and the state for the layer's next call."""
         ...

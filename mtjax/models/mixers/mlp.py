@@ -40,6 +40,6 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Applies to each token."""
+        """Applies to each token; there is no state."""
         inner = self.activation(self.up(*gather_sequence_shared(x, self.low, context, UP_SITE)))
         return self.down(inner, lora_input_dropout(inner, self.low, context, DOWN_SITE, "mlp")), state

@@ -1,4 +1,4 @@
-"""Mixers by name, and kinds of layers as rows of mixers."""
+"""Mixers by name, and kinds of layers as sequences of mixers."""
 
 from collections.abc import Mapping
 

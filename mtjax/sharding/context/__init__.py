@@ -1,1 +1,1 @@
-"""Context parallelism: ranks that share the tokens of a sample, and attention across them."""
+"""Context parallelism: the tokens of each sample are sharded over ranks; attention across these ranks."""

@@ -1,4 +1,4 @@
-"""Attention across the ranks that share the tokens of samples: each runs `Turns` for its heads, forward and back."""
+"""Attention across context parallel ranks: each runs `RingAttention` for its heads, forward and backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,31 +27,31 @@ def context_attention(
     queries: QueryBlock,
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
-    drops: DropoutState | None,
+    dropout: DropoutState | None,
     names: tuple[str, str],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Softmax attention to the tokens of all ranks that share samples.
+    """Computes softmax attention to the tokens of all context parallel ranks.
 
     Args:
-      kernel: for blocks of queries and keys.
-      method: how keys and values come to the queries.
-      is_causal: whether tokens attend to those before them only.
-      queries: this rank's; places are [seq], alike in all samples.
-      key: this rank's; heads / groups queries in turn share a key and a value head.
-      value: what is mixed.
-      drops: of dropout on probabilities, with all heads' numbers; None turns it off.
-      names: of what is saved for the backward pass: the mixed values, and float32 statistics [batch, seq, heads].
+      kernel: for a block of queries and a block of keys.
+      method: how keys and values are sent to the queries.
+      is_causal: whether tokens attend only to themselves and those before them.
+      queries: this rank's; positions are [seq], equal in all samples.
+      key: this rank's; heads / groups consecutive query heads share a key and a value head.
+      value: this rank's, likewise.
+      dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
+      names: of the arrays saved for the backward pass: the output, and float32 log-sums [batch, seq, heads].
     """
     (axis,) = context_axes()
-    if drops is not None:
-        drops = drops._replace(heads=reshard(drops.heads, spec("heads")))
+    if dropout is not None:
+        dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
-    across = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
-    return _attend(across, queries.query, key, value, (queries.positions, queries.segments, drops))
+    parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
+    return _attend(parallel, queries.query, key, value, (queries.positions, queries.segments, dropout))
 
 
 class _ContextParallel(NamedTuple):
-    """What `_attend` runs where."""
+    """Static arguments of `_attend`: kernel, mesh axis and shardings."""
 
     kernel: BlockKernel
     method: Method
@@ -60,61 +60,78 @@ class _ContextParallel(NamedTuple):
     heads: PartitionSpec
     statistics: PartitionSpec
     numbers: PartitionSpec
-    """Of the heads' numbers."""
+    """Of the heads' indices."""
     names: tuple[str, str]
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Every rank runs `body` on its own samples and heads: (query, key, value, rest, ...)."""
+        """Maps `body` over the shards of (query, key, value, (positions, segments, drops), ...)."""
 
-        def place(a: Array) -> PartitionSpec:
+        def spec_of(a: Array) -> PartitionSpec:
+            """[batch, seq, heads, head_dim] or [batch, seq, heads]; others are replicated over `model`."""
             return {4: self.heads, 3: self.statistics}.get(a.ndim, PartitionSpec())
 
-        def mapped(query: Array, key: Array, value: Array, rest: Tree, *more: Array) -> Any:
-            of_rest = jax.tree.map(lambda a: PartitionSpec(), rest)
-            if of_rest[-1] is not None:
-                of_rest = (*of_rest[:-1], of_rest[-1]._replace(heads=self.numbers))
-            specs = (*map(place, (query, key, value)), of_rest, *map(place, more))
+        def mapped(query: Array, key: Array, value: Array, metadata: Tree, *more: Array) -> Any:
+            metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
+            if metadata_specs[-1] is not None:
+                metadata_specs = (*metadata_specs[:-1], metadata_specs[-1]._replace(heads=self.numbers))
+            specs = (*map(spec_of, (query, key, value)), metadata_specs, *map(spec_of, more))
             local = jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)
             with jax.named_scope("context"):
-                return local(query, key, value, rest, *more)
+                return local(query, key, value, metadata, *more)
 
         return mapped
 
-    def turns(self, query: Array, key: Array, value: Array, rest: Tree) -> tuple[RingAttention, QueryBlock, KVBlock]:
-        """What a rank has and does, inside the map."""
-        places, segments, drops = rest
-        rank = places[0] // (len(places) // 2)  # its first chunk's number
-        of_samples = jnp.broadcast_to(places, query.shape[:2])
-        turns = RingAttention(self.kernel, self.method, self.is_causal, self.axis, rank, drops)
-        return turns, QueryBlock(query, of_samples, segments), KVBlock(key, value, of_samples, segments)
+    def ring(self, query: Array, key: Array, value: Array, metadata: Tree) -> tuple[RingAttention, QueryBlock, KVBlock]:
+        """Builds a rank's ring attention, queries and keys, inside the map."""
+        positions, segments, dropout = metadata
+        # The index of its first chunk; `lax.axis_index` would be hoisted out of the scan over layers.
+        rank = positions[0] // (len(positions) // 2)
+        batch_positions = jnp.broadcast_to(positions, query.shape[:2])
+        ring = RingAttention(self.kernel, self.method, self.is_causal, self.axis, rank, dropout)
+        return ring, QueryBlock(query, batch_positions, segments), KVBlock(key, value, batch_positions, segments)
 
 
-def _forward(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Array]:
+def _forward(parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree) -> tuple[Array, Array]:
+    """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads]."""
+
     def local(*arrays: Any) -> tuple[Array, Array]:
-        turns, queries, keys = across.turns(*arrays)
-        return turns.forward(queries, keys)
+        ring, queries, keys = parallel.ring(*arrays)
+        return ring.forward(queries, keys)
 
-    return no_hoist(across.map(local, (across.heads, across.statistics)), query, key, value, rest)
+    return no_hoist(parallel.map(local, (parallel.heads, parallel.statistics)), query, key, value, metadata)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> Array:
-    return _forward(across, query, key, value, rest)[0]
+def _attend(parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree) -> Array:
+    return _forward(parallel, query, key, value, metadata)[0]
 
 
-def _attend_forward(across: _ContextParallel, query: Array, key: Array, value: Array, rest: Tree) -> tuple[Array, Tree]:
-    arrays = _forward(across, query, key, value, rest)
-    mixed, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, across.names, strict=True))
-    return mixed, (query, key, value, rest, mixed, log_sums)
+def _attend_forward(
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
+) -> tuple[Array, Tree]:
+    arrays = _forward(parallel, query, key, value, metadata)
+    output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
+    return output, (query, key, value, metadata, output, log_sums)
 
 
-def _attend_backward(across: _ContextParallel, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _attend_backward(parallel: _ContextParallel, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
+    """Runs the ring once more, for the gradients of query, key and value.
+
+    Args:
+      parallel: static arguments.
+      saved: query, key, value, (positions, segments, drops), output and log-sums.
+      gradient: of the output, [batch, seq, heads, head_dim].
+
+    Returns:
+      Gradients of query, key and value, in their shapes.
+    """
+
     def local(*arrays: Any) -> tuple[Array, Array, Array]:
-        *inputs, mixed, log_sums, gradient = arrays
-        turns, queries, keys = across.turns(*inputs)
-        return turns.backward(queries._replace(mixed=mixed, log_sums=log_sums, gradient=gradient), keys)
+        *inputs, output, log_sums, gradient = arrays
+        ring, queries, keys = parallel.ring(*inputs)
+        return ring.backward(queries._replace(mixed=output, log_sums=log_sums, gradient=gradient), keys)
 
-    return *across.map(local, (across.heads,) * 3)(*saved, gradient), None
+    return *parallel.map(local, (parallel.heads,) * 3)(*saved, gradient), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

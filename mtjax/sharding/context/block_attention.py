@@ -1,7 +1,7 @@
-"""What attention across ranks is made of: blocks of queries and keys, and the kernel that a caller hands over.
+"""Blocks of queries and keys, and the kernel interface of attention between them.
 
-Forward, a kernel gives a block's own normalised output and the logarithm of its softmax's denominator, by which blocks
-can be merged. Backward, it is given both for the entire row and gives what this block adds to the gradients.
+Forward, a kernel returns the block's normalized output and its log-sum-exp, by which outputs of several key blocks can
+be merged. Backward, it receives both for the entire row, and returns the block's contribution to the gradients.
 """
 
 from typing import NamedTuple, Protocol
@@ -10,23 +10,24 @@ from jax import Array
 from jaxtyping import Float, Int, UInt32
 
 NEVER = -1e30
-"""Score of a key that a query does not see, and log-sum of a row without any: its exponential is 0."""
+"""Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
 
 
 class QueryBlock(NamedTuple):
-    """Queries of some tokens, and what a backward pass knows of the entire rows of their scores.
+    """Queries of some tokens, and in the backward pass the results of their entire rows of scores.
 
-    Dimension 0 of every array is the batch and 1 the sequence, here and in `Keys`: all are cut and joined alike.
+    Dimension 0 of every array is the batch and 1 the sequence, here and in `KVBlock`, so that all can be sliced alike.
     """
 
     query: Float[Array, "batch seq heads head_dim"]
     positions: Int[Array, "batch seq"]
     """Of the tokens in their samples."""
     segments: Int[Array, "batch seq"] | None = None
-    """When given, tokens see those of their own segment only."""
+    """When given, tokens attend within their segment only."""
     mixed: Float[Array, "batch seq heads head_dim"] | None = None
+    """Output of attention: the values weighted by probabilities."""
     log_sums: Float[Array, "batch seq heads"] | None = None
-    """Logarithms of the sums of the exponentials of a row's scores, float32."""
+    """Log-sum-exp of each row of scores, float32."""
     gradient: Float[Array, "batch seq heads head_dim"] | None = None
     """Of `mixed`."""
 
@@ -41,26 +42,28 @@ class KVBlock(NamedTuple):
 
 
 class DropoutState(NamedTuple):
-    """What dropout on probabilities derives from."""
+    """Inputs of dropout on probabilities."""
 
     keys: UInt32[Array, "samples 2"]
-    """The samples' own, as data; where a batch has several blocks of each sample, samples vary fastest."""
+    """Key data of each sample; where a batch has several blocks of each sample, samples vary fastest."""
     heads: Int[Array, " heads"]
-    """Numbers, in the model, of the heads of queries."""
+    """Indices of the query heads in the model."""
 
 
 class BlockKernel(Protocol):
     """Attention between a block of queries and a block of keys, on one device."""
 
     def forward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array]:
-        """`mixed` and `log_sums` of the block; where `is_causal`, queries see keys up to their own place only."""
+        """Computes `mixed` and `log_sums` of the block; if `is_causal`, queries attend to keys up to their position."""
         ...
 
     def backward(
-        self, queries: QueryBlock, keys: KVBlock, drops: DropoutState | None, is_causal: bool
+        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Array, Array]:
-        """What the block adds to the gradients of queries, keys and values, given the entire row's `mixed`,
-        `log_sums` and `gradient`."""
+        """Computes the block's contribution to the gradients of query, key and value.
+
+        `queries` have the `mixed`, `log_sums` and `gradient` of their entire rows.
+        """
         ...

@@ -1,15 +1,15 @@
-"""Attention to the keys of all ranks that share samples, in turns; where all mesh axes are manual.
+"""Ring attention: context parallel attention to the keys of all ranks; runs where all mesh axes are manual.
 
-In turn r, a rank's queries meet the keys of the rank r places before it.
+In ring step r, a rank's queries attend to the keys of the rank r positions before it.
 
-Ring: keys and values go from rank to rank while a turn computes, and so do their gradients, back to where they belong
-in the end (arXiv 2310.01889). Gather: each rank has all keys and values at once.
+Ring (arXiv 2310.01889): collective-permutes send keys and values to the next rank while a step computes; in the
+backward pass their gradients are sent along, and arrive at the keys' rank in the end. All-gather: each rank gathers all
+keys and values at once.
 
-Where tokens attend to all others, a turn computes all that there is. Because of how samples are cut
-(`mtjax.sharding.context.zigzag`), a rank with causal queries and the keys of another has
-two of four pairs of chunks to compute, whatever the ranks: its second chunk sees the other's first; and its first chunk
-does too where the other rank stands before it, else its second chunk sees the other's second. No branch, no mask, and
-all ranks compute as much.
+Without a causal mask, each step computes all pairs of chunks. With one, samples are sharded in zig-zag order
+(`mtjax.sharding.context.zigzag`): each rank has an early and a late chunk. Of the four pairs of its chunks and another
+rank's, two are visible, whatever the ranks: (late, early) always; and (early, early) if the other rank is before it,
+else (late, late). So every step is the same two unmasked blocks: no branch, no mask, and equal work for all ranks.
 """
 
 from collections.abc import Callable
@@ -26,164 +26,202 @@ from mtjax.sharding.context.zigzag import rank_positions
 Tree = Any
 T = TypeVar("T")
 Method = Literal["ring", "all-gather"]
-Turn = Callable[[Tree, KVBlock, Array], Tree]
-"""(state, another rank's keys, its number) -> state."""
+RingStep = Callable[[Tree, KVBlock, Array], Tree]
+"""(state, another rank's keys, that rank) -> state."""
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """The turns of a rank."""
+    """The ring steps of a rank."""
 
     kernel: BlockKernel
     method: Method
     is_causal: bool
     axis: str
-    """The mesh axis whose ranks share samples."""
+    """The mesh axis of context parallelism."""
     rank: Array
-    """This one's number."""
-    drops: DropoutState | None
+    """This rank's index along it."""
+    dropout: DropoutState | None
 
     @property
-    def ways(self) -> int:
-        """Ranks that share samples."""
+    def degree(self) -> int:
+        """Context parallel degree."""
         return lax.axis_size(self.axis)
 
     def forward(self, queries: QueryBlock, keys: KVBlock) -> tuple[Array, Array]:
-        """Output, and float32 log-sums, of entire rows."""
-        mixed, log_sums = self.kernel.forward(queries, keys, self.drops, self.is_causal)
+        """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads] of entire rows."""
+        mixed, log_sums = self.kernel.forward(queries, keys, self.dropout, self.is_causal)
 
-        def turn(state: Tree, keys: KVBlock, other: Array) -> Tree:
+        def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
             if not self.is_causal:
-                return _merge(state, *self.kernel.forward(queries, keys, self.drops, False))
-            before = other < self.rank
-            pairs = _pairs(before, queries), _pairs_of_keys(before, keys)
-            return _merge_pairs(before, state, self.kernel.forward(*pairs, self.drops, False))
+                return _merge(state, *self.kernel.forward(queries, keys, self.dropout, False))
+            is_before = other < self.rank
+            pairs = _query_pairs(is_before, queries), _key_pairs(is_before, keys)
+            return _merge_pairs(is_before, state, self.kernel.forward(*pairs, self.dropout, False))
 
         state = (mixed.astype(jnp.float32), log_sums)
-        mixed, log_sums = self._take(keys, state, turn)
+        mixed, log_sums = self._run_steps(keys, state, step)
         return mixed.astype(queries.query.dtype), log_sums
 
     def backward(self, queries: QueryBlock, keys: KVBlock) -> tuple[Array, Array, Array]:
-        """Gradients of the rank's queries, keys and values."""
-        of_queries, *own = _wide(self.kernel.backward(queries, keys, self.drops, self.is_causal))
-        gathers, place = self.method == "all-gather", self.rank
-
-        def turn(state: Tree, keys: KVBlock, other: Array) -> Tree:
-            of_queries, of_keys = state
-            more, *others = self._backward_of_others(queries, keys, other)
-            if gathers:
-                of_keys = [total.at[other].add(a) for total, a in zip(of_keys, others, strict=True)]
-            else:
-                of_keys = [total + a for total, a in zip(of_keys, others, strict=True)]
-            return of_queries + more, of_keys
-
-        if gathers:
-            own = [jnp.zeros_like(a, shape=(self.ways, *a.shape)).at[place].set(a) for a in own]
-            of_queries, of_keys = self._take(keys, (of_queries, own), turn)
-            of_keys = [lax.psum_scatter(a, self.axis) for a in of_keys]
-            of_keys = [a.astype(keys.key.dtype) for a in of_keys]
-        else:
-            of_queries, of_keys = self._take(keys, (of_queries, own), turn, lambda s: (s[0], self._send(s[1])))
-            of_keys = self._send([a.astype(keys.key.dtype) for a in of_keys])  # home: half the bytes of float32
-        return of_queries.astype(queries.query.dtype), of_keys[0], of_keys[1]
-
-    def _backward_of_others(self, queries: QueryBlock, keys: KVBlock, other: Array) -> list[Array]:
-        """What the keys of another rank add to the gradients of queries, and of these keys and their values."""
-        if not self.is_causal:
-            return _wide(self.kernel.backward(queries, keys, self.drops, False))
-        before = other < self.rank
-        pairs = _pairs(before, queries), _pairs_of_keys(before, keys)
-        of_queries, *of_keys = _wide(self.kernel.backward(*pairs, self.drops, False))
-        return [_back_to_queries(before, of_queries), *(_back_to_keys(before, a) for a in of_keys)]
-
-    def _take(self, mine: KVBlock, state: T, turn: Turn, between: Callable[[T], T] = lambda state: state) -> T:
-        """The turns with the keys of all others; the loop is kept, or XLA would send everything before it computes.
+        """Computes the gradients of the rank's query, key and value.
 
         Args:
-          mine: this rank's keys.
-          state: of the first turn.
-          turn: one of them.
-          between: what happens to the state before each turn of a ring, while its keys are on their way.
+          queries: this rank's, with `mixed`, `log_sums` and `gradient`.
+          keys: this rank's.
+
+        Returns:
+          [batch, seq, heads, head_dim], and twice [batch, seq, groups, head_dim].
         """
-        ways, rank = self.ways, self.rank
-        moving = mine._replace(positions=None)  # which follow from the rank  # pyright: ignore[reportArgumentType]
+        query_grad, *local_grads = _float32(self.kernel.backward(queries, keys, self.dropout, self.is_causal))
+        gathers, rank = self.method == "all-gather", self.rank
+
+        def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
+            query_grad, kv_grads = state
+            added, *added_kv = self._backward_step(queries, keys, other)
+            if gathers:
+                kv_grads = [total.at[other].add(a) for total, a in zip(kv_grads, added_kv, strict=True)]
+            else:
+                kv_grads = [total + a for total, a in zip(kv_grads, added_kv, strict=True)]
+            return query_grad + added, kv_grads
+
+        if gathers:
+            # Gradients of all ranks' keys, [ranks, ...], reduce-scattered at the end.
+            local_grads = [jnp.zeros_like(a, shape=(self.degree, *a.shape)).at[rank].set(a) for a in local_grads]
+            query_grad, kv_grads = self._run_steps(keys, (query_grad, local_grads), step)
+            kv_grads = [lax.psum_scatter(a, self.axis) for a in kv_grads]
+            kv_grads = [a.astype(keys.key.dtype) for a in kv_grads]
+        else:
+            # Gradients are sent along with their keys; after the last step, once more, to the keys' rank.
+            send_grads = lambda state: (state[0], self._send(state[1]))  # noqa: E731
+            query_grad, kv_grads = self._run_steps(keys, (query_grad, local_grads), step, send_grads)
+            kv_grads = self._send([a.astype(keys.key.dtype) for a in kv_grads])  # half the bytes of float32
+        return query_grad.astype(queries.query.dtype), kv_grads[0], kv_grads[1]
+
+    def _backward_step(self, queries: QueryBlock, keys: KVBlock, other: Array) -> list[Array]:
+        """Computes the contribution of another rank's keys to the gradients of query, and of these keys and values.
+
+        Args:
+          queries: this rank's.
+          keys: of rank `other`.
+          other: int32 [].
+
+        Returns:
+          float32 [batch, seq, heads, head_dim], and twice [batch, seq, groups, head_dim].
+        """
+        if not self.is_causal:
+            return _float32(self.kernel.backward(queries, keys, self.dropout, False))
+        is_before = other < self.rank
+        pairs = _query_pairs(is_before, queries), _key_pairs(is_before, keys)
+        query_grad, *kv_grads = _float32(self.kernel.backward(*pairs, self.dropout, False))
+        return [_sum_query_pairs(is_before, query_grad), *(_sum_key_pairs(is_before, a) for a in kv_grads)]
+
+    def _run_steps(
+        self, local: KVBlock, state: T, step: RingStep, between: Callable[[T], T] = lambda state: state
+    ) -> T:
+        """Runs the ring steps with the keys of all other ranks.
+
+        Args:
+          local: this rank's keys.
+          state: before the first step.
+          step: one ring step.
+          between: applied to the state before each step of a ring, while the next keys are in flight.
+
+        Returns:
+          The state after the last step.
+        """
+        degree, rank = self.degree, self.rank
+        sent = local._replace(positions=None)  # they follow from the rank  # pyright: ignore[reportArgumentType]
 
         def one(state: T, keys: Tree, other: Array) -> T:
-            length = mine.positions.shape[1] * ways
-            places = jnp.broadcast_to(rank_positions(other, ways, length), mine.positions.shape)
-            return turn(state, keys._replace(positions=places), other)
+            length = local.positions.shape[1] * degree
+            positions = jnp.broadcast_to(rank_positions(other, degree, length), local.positions.shape)
+            return step(state, keys._replace(positions=positions), other)
 
+        # XLA: it would move all sends of unrolled steps before their computation, so the steps are a `lax.scan`.
         if self.method == "all-gather":
-            every = jax.tree.map(lambda a: lax.all_gather(a, self.axis), moving)
+            gathered = jax.tree.map(lambda a: lax.all_gather(a, self.axis), sent)
 
-            def read(state: T, r: Array) -> tuple[T, None]:
-                other = (rank - r) % ways
+            def gather_step(state: T, r: Array) -> tuple[T, None]:
+                other = (rank - r) % degree
                 return one(
-                    state, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, other, 0, False), every), other
+                    state, jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, other, 0, False), gathered), other
                 ), None
 
-            return lax.scan(read, state, jnp.arange(1, ways))[0]
+            return lax.scan(gather_step, state, jnp.arange(1, degree))[0]
 
-        def pass_on(carry: tuple[T, Tree], r: Array) -> tuple[tuple[T, Tree], None]:
+        def ring_step(carry: tuple[T, Tree], r: Array) -> tuple[tuple[T, Tree], None]:
             state, keys = carry
             following = self._send(keys)
-            return (one(between(state), keys, (rank - r) % ways), following), None
+            return (one(between(state), keys, (rank - r) % degree), following), None
 
-        keys = self._send(moving)
-        if ways > 2:
-            (state, keys), _ = lax.scan(pass_on, (state, keys), jnp.arange(1, ways - 1))
-        return one(between(state), keys, (rank + 1) % ways)
+        keys = self._send(sent)
+        if degree > 2:
+            (state, keys), _ = lax.scan(ring_step, (state, keys), jnp.arange(1, degree - 1))
+        return one(between(state), keys, (rank + 1) % degree)
 
     def _send(self, tree: T) -> T:
-        """To the next rank."""
-        ring = [(i, (i + 1) % self.ways) for i in range(self.ways)]
+        """Sends arrays to the next rank, by a collective-permute each, and returns those of the rank before."""
+        ring = [(i, (i + 1) % self.degree) for i in range(self.degree)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, ring), tree)
 
 
-# --- the two pairs of chunks that causality leaves of a rank's queries and another's keys, one behind the other along
-# the batch: (second, first), and (first, first) or (second, second)
+# --- The two pairs of chunks that a causal mask leaves of a rank's queries and another rank's keys, concatenated along
+# the batch: (late, early), and (early, early) if the other rank `is_before` this one, else (late, late). Along the
+# sequence, [early, late] are the two halves of a rank's tokens.
 
 
-def _pairs(before: Array, queries: QueryBlock) -> QueryBlock:
-    return jax.tree.map(lambda a: _both(a, lambda first, second: (second, jnp.where(before, first, second))), queries)
+def _query_pairs(is_before: Array, queries: QueryBlock) -> QueryBlock:
+    """Returns the queries of both pairs: [batch, seq, ...] -> [2 batch, seq / 2, ...]."""
+    return jax.tree.map(lambda a: _pair(a, lambda early, late: (late, jnp.where(is_before, early, late))), queries)
 
 
-def _pairs_of_keys(before: Array, keys: KVBlock) -> KVBlock:
-    return jax.tree.map(lambda a: _both(a, lambda first, second: (first, jnp.where(before, first, second))), keys)
+def _key_pairs(is_before: Array, keys: KVBlock) -> KVBlock:
+    """Returns the keys of both pairs: [batch, seq, ...] -> [2 batch, seq / 2, ...]."""
+    return jax.tree.map(lambda a: _pair(a, lambda early, late: (early, jnp.where(is_before, early, late))), keys)
 
 
-def _both(a: Array, choose: Callable[[Array, Array], tuple[Array, Array]]) -> Array:
+def _pair(a: Array, choose: Callable[[Array, Array], tuple[Array, Array]]) -> Array:
     return jnp.concatenate(choose(*jnp.split(a, 2, axis=1)))
 
 
-def _back_to_queries(before: Array, pairs: Array) -> Array:
-    """What `_pairs` made two of, added up where it came from."""
-    always, other = jnp.split(pairs, 2)
-    return jnp.concatenate([jnp.where(before, other, 0), always + jnp.where(before, 0, other)], axis=1)
+def _sum_query_pairs(is_before: Array, pairs: Array) -> Array:
+    """Adds up gradients of `_query_pairs`: [2 batch, seq / 2, ...] -> [batch, seq, ...]."""
+    late, other = jnp.split(pairs, 2)
+    return jnp.concatenate([jnp.where(is_before, other, 0), late + jnp.where(is_before, 0, other)], axis=1)
 
 
-def _back_to_keys(before: Array, pairs: Array) -> Array:
-    always, other = jnp.split(pairs, 2)
-    return jnp.concatenate([always + jnp.where(before, other, 0), jnp.where(before, 0, other)], axis=1)
+def _sum_key_pairs(is_before: Array, pairs: Array) -> Array:
+    """Adds up gradients of `_key_pairs`: [2 batch, seq / 2, ...] -> [batch, seq, ...]."""
+    early, other = jnp.split(pairs, 2)
+    return jnp.concatenate([early + jnp.where(is_before, other, 0), jnp.where(is_before, 0, other)], axis=1)
 
 
-def _merge_pairs(before: Array, total: Tree, pairs: tuple[Array, Array]) -> Tree:
-    """Output and log-sums with those of the two pairs."""
-    (always, other), (always_sums, other_sums) = (jnp.split(a, 2) for a in pairs)
-    none = jnp.full_like(always_sums, NEVER)
-    first = jnp.where(before, other_sums, NEVER)
-    total = _merge(total, jnp.concatenate([other, always], 1), jnp.concatenate([first, always_sums], 1))
-    second = jnp.where(before, NEVER, other_sums)
-    return _merge(total, jnp.concatenate([other, other], 1), jnp.concatenate([none, second], 1))
+def _merge_pairs(is_before: Array, total: Tree, pairs: tuple[Array, Array]) -> Tree:
+    """Merges the output and log-sums of both pairs into those of the rank's queries.
+
+    Args:
+      is_before: whether the second pair is (early, early).
+      total: output [batch, seq, heads, head_dim] and log-sums [batch, seq, heads] so far.
+      pairs: the same of the pairs, [2 batch, seq / 2, ...].
+    """
+    (late, other), (late_sums, other_sums) = (jnp.split(a, 2) for a in pairs)
+    none = jnp.full_like(late_sums, NEVER)
+    # A log-sum of NEVER makes a half count for nothing. First [second pair if early, first pair], then [-, second pair
+    # if late].
+    early_sums = jnp.where(is_before, other_sums, NEVER)
+    total = _merge(total, jnp.concatenate([other, late], 1), jnp.concatenate([early_sums, late_sums], 1))
+    second_sums = jnp.where(is_before, NEVER, other_sums)
+    return _merge(total, jnp.concatenate([other, other], 1), jnp.concatenate([none, second_sums], 1))
 
 
 def _merge(total: Tree, mixed: Array, log_sums: Array) -> Tree:
-    """The softmax over the keys of two blocks, from that over each."""
+    """Merges the outputs of two blocks of keys: `o = o1 exp(l1 - l) + o2 exp(l2 - l)`, `l = log(exp l1 + exp l2)`."""
     before, sums_before = total
     sums = jnp.logaddexp(sums_before, log_sums)
-    share = lambda part: jnp.exp(part - sums)[..., None]  # noqa: E731
-    return before * share(sums_before) + mixed * share(log_sums), sums
+    weight = lambda of_block: jnp.exp(of_block - sums)[..., None]  # noqa: E731
+    return before * weight(sums_before) + mixed * weight(log_sums), sums
 
 
-def _wide(gradients: tuple[Array, ...]) -> list[Array]:
+def _float32(gradients: tuple[Array, ...]) -> list[Array]:
     return [a.astype(jnp.float32) for a in gradients]

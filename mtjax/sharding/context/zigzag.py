@@ -1,7 +1,8 @@
-"""Where tokens stand: ranks of `context` share every sample, so that all have as much of causal attention to compute.
+"""Zig-zag sharding of samples over context parallel ranks, which balances causal attention.
 
-A sample is cut into twice as many chunks as there are ranks, c, and rank i has chunks i and 2c-1-i: an early one, whose
-tokens see little, and a late one, whose tokens see much (zig-zag: arXiv 2405.07719, Llama 3's arXiv 2407.21783).
+At a context parallel degree of c a sample is divided into 2c chunks, and rank i has chunks i and 2c-1-i: an early one,
+whose tokens attend to few others, and a late one, whose tokens attend to many (arXiv 2405.07719; Llama 3, arXiv
+2407.21783).
 """
 
 import math
@@ -18,67 +19,72 @@ from mtjax.sharding.axes import current_rules, psum_shards
 from mtjax.theory.rules import Axes
 
 
-def rank_positions(rank: Any, ways: int, length: int, xp: ModuleType = jnp) -> Any:
-    """Where a rank's tokens stand in a sample of `length` tokens: int32 [length / ways], of `xp`: jax's numpy or numpy.
+def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) -> Any:
+    """Returns the positions of a rank's tokens in a sample of `length` tokens: int32 [length / degree].
 
     Args:
-      rank: its number, which may be traced.
-      ways: ranks that share the sample.
-      length: a multiple of 2 * ways.
-      xp: whose array it is.
+      rank: its index, which may be traced.
+      degree: of context parallelism.
+      length: a multiple of 2 * degree.
+      xp: `jax.numpy` or `numpy`, whose array is returned.
     """
-    chunk = length // (2 * ways)
-    own = xp.arange(chunk, dtype=np.int32)
-    return xp.concatenate([own + rank * chunk, own + (2 * ways - 1 - rank) * chunk])
+    chunk = length // (2 * degree)
+    offsets = xp.arange(chunk, dtype=np.int32)
+    return xp.concatenate([offsets + rank * chunk, offsets + (2 * degree - 1 - rank) * chunk])
 
 
-def token_order(ways: int, length: int) -> np.ndarray:
-    """The tokens of a sample in the order of the ranks that have them."""
-    return np.concatenate([rank_positions(rank, ways, length, np) for rank in range(ways)])
+def token_order(degree: int, length: int) -> np.ndarray:
+    """Returns the positions of a sample's tokens in the order of the ranks that have them, int32 [length]."""
+    return np.concatenate([rank_positions(rank, degree, length, np) for rank in range(degree)])
 
 
 def context_axes() -> Axes:
-    """The manual mesh axes that split samples' tokens here; () where a rank has all of them."""
+    """Returns the manual mesh axes of context parallelism; () where a rank has all tokens of its samples."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in current_rules().seq if axis in manual)
 
 
 def sum_over_context(x: Array) -> Array:
-    """The sum of what the ranks that share a sample each have of it; x itself where a rank has all of it."""
+    """All-reduces values of samples over context parallel ranks; returns x where a rank has entire samples."""
     axes = context_axes()
-    # XLA for GPUs would join a sum over `model` before with this one, wherever nobody else reads what comes between.
+    # XLA: for GPUs, it would merge an all-reduce over `model` into this one where nothing else reads its result.
     return psum_shards(lax.optimization_barrier(x), axes) if axes else x
 
 
 def sample_length(length: int) -> int:
-    """Tokens of a sample of which this rank has so many."""
+    """Returns the number of tokens of a sample of which this rank has `length`."""
     return length * math.prod(lax.axis_size(axis) for axis in context_axes())
 
 
 def from_first_context_rank(values: Float[Array, " batch"], length: int) -> Float[Array, " batch"]:
-    """Values of samples, as the rank knows them that has a sample's first tokens: zeros where a rank's own `length`
-    tokens begin later, so that the sum over the ranks that share the sample is the value."""
-    places = local_positions(length)
-    return values if places is None else jnp.where(places[0] == 0, values, 0)
-
-
-def sum_of_preceding_chunks(held: Int[Array, "2 samples experts"], axes: Axes) -> Int[Array, "2 samples experts"]:
-    """What all chunks of a sample before each of this rank's two have together.
+    """Zeroes the values of samples on all context parallel ranks but the first, so that their sum is the value.
 
     Args:
-      held: what each of its two has.
-      axes: whose ranks share the sample.
+      values: of each sample, equal on all these ranks.
+      length: tokens of a sample that a rank has.
     """
-    every, rank, ways = lax.all_gather(held, axes), lax.axis_index(axes), lax.axis_size(axes)
-    in_order = jnp.concatenate([every[:, 0], every[::-1, 1]])
+    positions = local_positions(length)
+    return values if positions is None else jnp.where(positions[0] == 0, values, 0)
+
+
+def sum_of_preceding_chunks(counts: Int[Array, "2 samples experts"], axes: Axes) -> Int[Array, "2 samples experts"]:
+    """Sums the counts of all chunks of a sample before each of this rank's two; an exclusive prefix sum over ranks.
+
+    Args:
+      counts: of the rank's early and late chunk.
+      axes: mesh axes of context parallelism.
+    """
+    gathered, rank, degree = lax.all_gather(counts, axes), lax.axis_index(axes), lax.axis_size(axes)
+    # [chunks, samples, experts]: early chunks of ranks 0, 1, ..., then late chunks of ranks ..., 1, 0.
+    in_order = jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])
     before = jnp.cumsum(in_order, 0) - in_order
-    return jnp.stack([before[rank], before[2 * ways - 1 - rank]])
+    return jnp.stack([before[rank], before[2 * degree - 1 - rank]])
 
 
 def local_positions(length: int) -> Int[Array, " seq"] | None:
-    """Where this rank's `length` tokens stand in their sample; None where they are all of it.
+    """Returns the positions of this rank's `length` tokens in their sample; None where a rank has entire samples.
 
-    Call it outside of loops over layers: `lax.scan` would take the rank's number out of them, and of the manual region.
+    Call it outside of scans over layers: `lax.scan` would hoist the rank's index out of them, and of the manual region.
     """
     axes = context_axes()
     if not axes:

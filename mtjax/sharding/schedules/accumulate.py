@@ -1,4 +1,4 @@
-"""One microbatch after the other, each through the entire model, and the sum of their gradients."""
+"""Gradient accumulation without pipeline stages: one microbatch after the other, each through the entire model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,47 +19,47 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Every rank has the entire model, and adds up the gradients of its microbatches."""
+    """Accumulates gradients over microbatches, on ranks that have all layers."""
 
     num_microbatches: int
     unrolled: bool = False
-    """Whether layers are differentiated one after the other, without a loop over them."""
+    """Whether layers are unrolled instead of scanned."""
     compute_dtype: str = "float32"
-    """In which their matrices are kept then, beside the parameters."""
+    """Type of the copy of their matrices that unrolled layers read."""
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
-        """As `Schedule.gradients` says."""
+        """See `MicrobatchSchedule.gradients`."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
-        apart = self.unstack_parameters(records, wrapped)
-        sums = self._zeros(records, differentiable_shards(wrapped), differentiable_shards(apart))
-        wrapped, parts = apart, differentiable_shards(apart)
+        unstacked = self.unstack_parameters(records, wrapped)
+        sums = self._zeros(records, differentiable_shards(wrapped), differentiable_shards(unstacked))
+        wrapped, shards = unstacked, differentiable_shards(unstacked)
         microbatches = self._microbatches(batch)
 
-        def loss_by_parts(parts: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
-            parameters = with_accumulators(records, with_shards(wrapped, parts), sums, self._adds_up)
+        def loss(shards: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
+            parameters = with_accumulators(records, with_shards(wrapped, shards), sums, self._adds_up)
             losses = model.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
             return total_loss(losses), losses
 
         def accumulate(sums: Tree, microbatch: Tree) -> tuple[Tree, Sums]:
-            gradients, losses = jax.grad(loss_by_parts, has_aux=True)(parts, sums, microbatch)
+            gradients, losses = jax.grad(loss, has_aux=True)(shards, sums, microbatch)
             return add_gradients(records, sums, gradients, self._adds_up), losses
 
         gradients, losses = lax.scan(accumulate, sums, microbatches)
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 
     def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
-        """As `Schedule.apart` says."""
+        """See `MicrobatchSchedule.unstack_parameters`."""
         if not self.unrolled:
             return gather_for_step(records, wrapped)
         one = lambda record, leaf: unstack(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
         return jax.tree.map(one, records, wrapped)
 
     def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
-        """As `Schedule.losses` says; the batch is one microbatch."""
+        """See `MicrobatchSchedule.losses`; the batch is one microbatch."""
         return model.loss_sums(gather_for_inference(records, parameters), batch)
 
     def final_boundary(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """As `Schedule.output` says."""
+        """See `MicrobatchSchedule.final_boundary`."""
         used = gather_for_inference(records, parameters)
         if self.num_microbatches == 1:
             return model.final_boundary(used, batch)
@@ -68,16 +68,23 @@ class Accumulate:
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
 
     def _microbatches(self, batch: Tree) -> Tree:
-        """Arrays [microbatches, samples, ...] of those that are [samples, ...]."""
+        """Reshapes arrays [samples, ...] to [microbatches, samples of a microbatch, ...]."""
         return jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
 
-    def _zeros(self, records: Tree, stacked: Tree, apart: Tree) -> Tree:
-        """Zeros to which gradients are added: of matrices as they are used, so that products add; of vectors stacked,
-        as each addition would be an operation of its own.
+    def _zeros(self, records: Tree, stacked: Tree, unstacked: Tree) -> Tree:
+        """Builds the gradient accumulators, float32 zeros.
+
+        Args:
+          records: of each parameter.
+          stacked: differentiable shards, [layers, ...] for those of stacks.
+          unstacked: the same, with stacks as layers use them.
         """
+        # Matrices are accumulated as they are used, so that XLA fuses the addition into the product. For vectors each
+        # addition would be a kernel, so they are accumulated stacked.
         return zeros_like_shards(
-            jax.tree.map(lambda r, whole, rows: rows if r.is_matrix else whole, records, stacked, apart)
+            jax.tree.map(lambda r, stack, layers: layers if r.is_matrix else stack, records, stacked, unstacked)
         )
 
     def _adds_up(self, record: ParamSpec) -> bool:
+        """Returns whether the backward pass adds a gradient to its accumulator layer by layer (`AccumulateInto`)."""
         return record.is_stacked and self.num_microbatches > 1 and not self.unrolled

@@ -1,4 +1,4 @@
-"""Gradients added up over microbatches: where the backward pass does it by itself, and where the schedule does."""
+"""Accumulates gradients over microbatches: inside the backward pass, layer by layer, or in the schedule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,25 +13,32 @@ from mtjax.sharding.unstack import LayerList, restack
 
 Tree = Any
 AddsUp = Callable[[ParamSpec], bool]
-"""Whether the backward pass adds a gradient to the sum layer by layer, so that no full copy of it exists."""
+"""Whether the backward pass adds a gradient to its accumulator layer by layer, so that no full copy of it exists."""
 
 
 def with_accumulators(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp) -> Tree:
-    """Wrapped parameters; some of them add their gradients to `sums` by themselves."""
+    """Wraps parameters in `AccumulateInto` where `adds_up`: their gradients come out added to `sums`."""
 
-    def one(record: ParamSpec, leaf: Any, total: Array) -> Any:
-        return AccumulateInto(leaf, total) if adds_up(record) else leaf
+    def one(record: ParamSpec, leaf: Any, accumulator: Array) -> Any:
+        return AccumulateInto(leaf, accumulator) if adds_up(record) else leaf
 
     return jax.tree.map(one, records, wrapped, sums)
 
 
 def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -> Tree:
-    """The sums with a microbatch's gradients, which `accumulating` parameters gave."""
+    """Adds a microbatch's gradients to the accumulators.
 
-    def one(record: ParamSpec, total: Any, gradient: Any) -> Any:
+    Args:
+      records: of each parameter.
+      sums: accumulators, float32.
+      gradients: with respect to parameters of `with_accumulators`, with the same `sums`.
+      adds_up: the same predicate; these gradients contain the sum already.
+    """
+
+    def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
         if adds_up(record):
             return gradient
-        own = gradient if isinstance(total, LayerList) else restack(gradient)
-        return jax.tree.map(lambda total, own: total + own.astype(jnp.float32), total, own)
+        gradient = gradient if isinstance(accumulator, LayerList) else restack(gradient)
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), accumulator, gradient)
 
     return jax.tree.map(one, records, sums, gradients)

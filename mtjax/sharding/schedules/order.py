@@ -1,13 +1,13 @@
-"""A total order of a stage's collectives by data dependencies, for devices whose runtime does not keep one.
+"""Orders a stage's collectives by data dependencies, on platforms whose runtime does not keep an order.
 
-XLA for CPUs starts a collective as soon as those before it in the schedule have started, and counts a conditional as
-started before the collectives in its branch are; a program loaded from the compilation cache does not order the
+XLA: for CPUs, it starts a collective as soon as those before it in the schedule have started, and counts a conditional
+as started before the collectives in its branch have; a program loaded from the compilation cache does not order the
 collectives in branches at all. Two devices may then start the collectives of a conditional and those outside it in
-different orders and wait for each other forever, or a collective may be matched with another one: all collectives that
-`shard_map` creates over the same devices have the same name. GPUs are not affected: every device runs its operations in
-the order of the schedule, and each conditional to its end.
+different orders and deadlock, or a collective may be matched with another one: all collectives that `shard_map` creates
+over the same devices have the same name. GPUs are not affected: every device runs its operations in the order of the
+schedule, and each conditional to its end.
 
-So on CPUs each conditional waits for the operations before it, and those after it wait for the conditional.
+So on CPUs each conditional depends on the operations before it, and those after it depend on the conditional.
 """
 
 from dataclasses import dataclass
@@ -25,34 +25,34 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Order:
-    """Makes parts of a program wait for each other, if that is needed."""
+    """Adds data dependencies between parts of a program, where they are needed."""
 
     is_needed: bool
     """Whether the runtime does not keep an order itself; if it does, no method changes the program."""
 
     def zero(self, *before: Tree) -> Array | int:
-        """A 0 that depends on the floating-point arrays of `before`."""
+        """Returns a 0 that depends on the floating-point arrays of `before`."""
         arrays = [a for a in jax.tree.leaves(before) if _is_float(a)]
         return ordering_token(arrays) if self.is_needed and arrays else 0
 
     def when(self, holds: Array, *before: Tree) -> Array:
-        """`holds`, made to depend on the floating-point arrays of `before`."""
+        """Makes the condition `holds` depend on the floating-point arrays of `before`."""
         return holds & (self.zero(*before) == 0) if self.is_needed else holds
 
     def behind(self, tree: Tree, *before: Tree) -> Tree:
-        """`tree`, whose floating-point arrays are made to depend on those of `before`."""
+        """Makes the floating-point arrays of `tree` depend on those of `before`."""
         return self.waiting(tree, self.zero(*before))
 
     def waiting(self, tree: Tree, zero: Array | int) -> Tree:
-        """`tree`, whose floating-point arrays are made to depend on a `zero`."""
+        """Makes the floating-point arrays of `tree` depend on a `zero`."""
         if isinstance(zero, int):
             return tree
         ranks = set(varying_axes(zero))
 
         def one(a: Any) -> Any:
-            # An array that is the same on all ranks was computed from constants alone: it has nothing to wait for.
+            # An array that does not vary over ranks was computed from constants alone: it has nothing to wait for.
             waits = _is_float(a) and ranks <= set(varying_axes(a))
-            # By selecting, not adding, which would turn -0 into 0.
+            # A select, because an addition of 0 would turn -0 into 0.
             return jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if waits else a
 
         return jax.tree.map(one, tree)

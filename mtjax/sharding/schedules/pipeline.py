@@ -1,13 +1,12 @@
-"""Stages of a pipeline: each rank along `stage` has some of the layers, and works by a timetable.
+"""Runs a pipeline schedule: each rank along `stage` has some of the layers, and works by a timetable.
 
-A loop over ticks takes derivatives by hand: differentiating through the loop would run all forward passes before all
-backward passes, whatever the timetable says (and does not lower on jax 0.10 to 0.12). What a forward half keeps for its
-backward half is either its input alone, from which the chunk is computed again (full recompute), or what autodiff saves
-besides the parameters.
+The loop over ticks takes derivatives explicitly, with `jax.vjp` inside a tick. Autodiff of the loop would run all
+forward passes before all backward passes, whatever the timetable (and does not lower on jax 0.10 to 0.12). For its
+backward half, a forward half saves either its input alone, from which the chunk is recomputed (full recompute), or the
+residuals of autodiff without the parameters.
 
-All stages run one program. Which work is theirs, they read off the timetable; in a half in which a stage is idle it
-works on a microbatch that does not count. Embedding and losses stand in branches that only the first or the last stage
-takes.
+All stages run one program, and read their work off the timetable; in a half in which a stage is idle, it works on a
+microbatch that does not count. The embedding and the head are in branches that only the first or the last stage takes.
 """
 
 import functools
@@ -48,38 +47,39 @@ Tree = Any
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Gradients by a training timetable, losses by a forward one."""
+    """Computes gradients by a training timetable, and losses by a forward one."""
 
     training: Timetable
     evaluation: Callable[[int], Timetable]
     """Of a number of microbatches."""
     microbatch_size: int | None
-    """Samples that a rank takes at a time in evaluation; all at once when None, or where they don't divide."""
+    """Samples per rank and microbatch in evaluation; a single microbatch when None, or where they don't divide."""
     keeps_inputs: bool
-    """Whether stages keep the input of a chunk alone, and compute it again."""
+    """Whether stages save only the input of a chunk, and recompute the chunk in its backward half."""
     order: Order
-    """Of collectives: by data dependencies where the runtime keeps none (`mtjax.sharding.schedules.order`)."""
+    """Of collectives: by data dependencies on platforms whose runtime keeps none (`mtjax.sharding.schedules.order`)."""
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
-        """As `Schedule.gradients` says."""
+        """See `MicrobatchSchedule.gradients`."""
         wrapped = self.unstack_parameters(reduction.records, reduction.wrap(parameters))
         microbatches = _microbatches(batch, self.training.microbatches)
         run = _Run(model, reduction.records, wrapped, microbatches, self.training, self.order)
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
     def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
-        """As `Schedule.apart` says: a chunk's layers are in a loop."""
+        """See `MicrobatchSchedule.unstack_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
         return gather_for_step(records, wrapped)
 
     def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
-        """As `Schedule.losses` says."""
+        """See `MicrobatchSchedule.losses`."""
         return self._evaluation_run(model, parameters, batch, records).losses()
 
     def final_boundary(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """As `Schedule.output` says."""
+        """See `MicrobatchSchedule.final_boundary`."""
         return self._evaluation_run(model, parameters, batch, records).output()
 
     def _evaluation_run(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
+        """Divides a batch, arrays [samples, ...], into microbatches, and gathers parameters for them."""
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
@@ -88,311 +88,405 @@ class PipelineSchedule:
 
 
 def _microbatches(batch: Tree, count: int) -> Tree:
+    """Reshapes arrays [samples, ...] to [count, samples / count, ...]."""
     return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
 
 
 class _TickWork(NamedTuple):
-    """What this rank does in half a tick: `Work`, traced, and a microbatch of the batch."""
+    """The work of this rank in half a tick: `Work`, traced, and the arrays of its microbatch."""
 
-    part: Tree
+    batch: Tree
+    """The microbatch, arrays [samples, ...]."""
     microbatch: Array
+    """Its index."""
     chunk: Array
     slot: Array
-    """The last one, which nothing reads, where the turn does not count."""
+    """The last one, which nothing reads, where the work does not count."""
     counts: Array
-    """Whether this stage has work in this half."""
+    """Whether this stage has work in this half; an idle stage computes the same, and its results are dropped."""
     zero: Array | int
     """A 0 (`Order.zero`) that depends on everything before this half."""
 
 
-def _with_own(losses: Sums, own: Sums, counts: Array | bool = True) -> Sums:
-    """Losses and what a part of the model adds to some of them, if it counts."""
-    return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in own.items()}
+def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
+    """Adds the losses of a part of the model to those with the same names, if they count."""
+    return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in added.items()}
 
 
-def _of_losses(own: Sums, counts: Array) -> Sums:
-    """The gradient of the loss by what a chunk adds to it: of what is counted beside the losses 0."""
-    return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in own.items()}
+def _loss_cotangents(losses: Sums, counts: Array) -> Sums:
+    """Returns the derivatives of the total loss by a chunk's losses: 1, or 0 for counters and for idle halves."""
+    return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in losses.items()}
 
 
 class _Carry(NamedTuple):
-    """What goes from one tick to the next."""
+    """The carry of the loop over ticks. Boundaries are stage-boundary activations, [batch, seq, embed] each."""
 
-    wire: Tree
-    """Arrived from the chunk before; packed."""
+    boundary: Tree
+    """Received from the chunk before; packed."""
     gradient: Tree
-    """Of the wire that came in for this rank's last backward half; packed, and not yet sent."""
-    wires: Tree
-    """By slot: each chunk's input; behind the first section, the wire from which it is made."""
-    kept: Tree
-    """By slot: what else `Kept` keeps."""
+    """Of the boundary that this rank's last backward half received; packed, and not sent yet."""
+    chunk_inputs: Tree
+    """By slot: each chunk's input; after the first section, the boundary from which it is computed."""
+    residuals: Tree
+    """By slot: what the `ResidualPolicy` saves."""
     sums: Tree
-    """Gradients."""
+    """Gradient accumulators, float32."""
     losses: Sums
 
 
 class _Run:
-    """A timetable at work on one rank's parameters and microbatches."""
+    """A timetable applied to one rank's parameters and microbatches."""
 
     def __init__(
         self, model: PipelineModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
     ) -> None:
         self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
         self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
-        self.begun = order.zero(wrapped, microbatches)
+        self.start_zero = order.zero(wrapped, microbatches)
         self.sections = len(model.sections)
         self.chunks = table.chunks // self.sections
-        self.parts = differentiable_shards(wrapped)
+        self.shards = differentiable_shards(wrapped)
         first = jax.tree.map(lambda a: a[0], microbatches)
-        self.wire = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.parts), first))
+        self.boundary = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.shards), first))
 
     # --- losses alone
 
     def losses(self) -> Sums:
-        """Of all microbatches, forward only."""
-        none = self._no_losses()
+        """Computes the losses of all microbatches, forward only."""
+        none = self._zero_losses()
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
-            (wire, losses), turn = carry, self._turn(row, carry)
-            wire, losses = self._through_chunk(self._arrived(wire, turn), turn, losses)
-            left = lambda losses: _with_own(losses, self._left(wire, turn))  # noqa: E731
-            last = self.order.when(self._leaves(turn) & turn.counts, wire, losses)
-            losses = cond_by_stage(last, left, lambda losses: losses, losses)
-            return (self._send(packed(self.order.behind(wire, losses)), 1), losses), None
+            (boundary, losses), work = carry, self._tick_work(row, carry)
+            boundary, losses = self._forward_chunk(self._received(boundary, work), work, losses)
+            with_head = lambda losses: _add_losses(losses, self._head_losses(boundary, work))  # noqa: E731
+            is_last = self.order.when(self._is_last_chunk(work) & work.counts, boundary, losses)
+            losses = cond_by_stage(is_last, with_head, lambda losses: losses, losses)
+            return (self._send(packed(self.order.behind(boundary, losses)), 1), losses), None
 
-        (_, losses), _ = lax.scan(tick, (packed(self.wire), none), self._rows(self.table.forward))
+        (_, losses), _ = lax.scan(tick, (packed(self.boundary), none), self._rows(self.table.forward))
         return losses
 
     def output(self) -> Tree:
-        """The last chunk's output of all microbatches, one after another, on every stage."""
+        """Computes the last chunk's output of all microbatches: arrays [samples, ...], on every stage."""
         count = jax.tree.leaves(self.microbatches)[0].shape[0]
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
-            (wire, out), turn = carry, self._turn(row, carry[0])
-            wire, _ = self._through_chunk(self._arrived(wire, turn), turn, {})
-            last = self._leaves(turn) & turn.counts
-            new = jax.tree.map(lambda a: a.astype(jnp.float32), wire)
-            return (self._send(packed(wire), 1), put_in_slot(out, jnp.where(last, turn.microbatch, count), new)), None
+            (boundary, out), work = carry, self._tick_work(row, carry[0])
+            boundary, _ = self._forward_chunk(self._received(boundary, work), work, {})
+            is_last = self._is_last_chunk(work) & work.counts
+            # float32, because only the last stage has an output and `joined` adds it to the others' zeros.
+            new = jax.tree.map(lambda a: a.astype(jnp.float32), boundary)
+            slot = jnp.where(is_last, work.microbatch, count)
+            return (self._send(packed(boundary), 1), put_in_slot(out, slot, new)), None
 
         def joined(slots: Array, like: Array) -> Array:
             return sum_from_owner(slots[:count].reshape(-1, *like.shape[1:])).astype(like.dtype)
 
-        nothing = jax.tree.map(lambda a: in_slots(a.astype(jnp.float32), count), self.wire)
-        (_, out), _ = lax.scan(tick, (packed(self.wire), nothing), self._rows(self.table.forward))
-        return jax.tree.map(joined, out, self.wire)
+        empty = jax.tree.map(lambda a: in_slots(a.astype(jnp.float32), count), self.boundary)
+        (_, out), _ = lax.scan(tick, (packed(self.boundary), empty), self._rows(self.table.forward))
+        return jax.tree.map(joined, out, self.boundary)
 
-    def _through_chunk(self, wire: Tree, turn: _TickWork, losses: Sums) -> tuple[Tree, Sums]:
-        """The wire behind a chunk, and losses with what its layers add to them."""
+    def _forward_chunk(self, boundary: Tree, work: _TickWork, losses: Sums) -> tuple[Tree, Sums]:
+        """Runs a chunk: the boundary behind it, and losses with those of its layers."""
 
-        def of_section(section: int, wire: Tree, losses: Sums) -> tuple[Tree, Sums]:
-            start = self._entered(section, wire, turn)
-            wire, own = self._chunk(section, self.order.behind(self.parts, start), start, turn)
-            return wire, _with_own(losses, own, turn.counts)
+        def of_section(section: int, boundary: Tree, losses: Sums) -> tuple[Tree, Sums]:
+            start = self._chunk_input(section, boundary, work)
+            boundary, added = self._run_chunk(section, self.order.behind(self.shards, start), start, work)
+            return boundary, _add_losses(losses, added, work.counts)
 
-        return self._in_section(turn, of_section, wire, losses)
+        return self._switch_section(work, of_section, boundary, losses)
 
     # --- losses and gradients
 
     def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
-        """Of all microbatches."""
-        sums = zeros_like_shards(self.parts)
-        wires = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.wire)
+        """Computes losses and gradients of all microbatches.
+
+        Args:
+          keeps_inputs: whether stages save only the input of a chunk, and recompute the chunk.
+
+        Returns:
+          The losses, summed over microbatches, and float32 gradients, both of this rank's samples.
+        """
+        sums = zeros_like_shards(self.shards)
+        chunk_inputs = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.boundary)
         forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
-        kept: ResidualPolicy = RecomputeChunk()
+        policy: ResidualPolicy = RecomputeChunk()
         if not keeps_inputs:
-            linearize = self._linearize(sums, self._turn(forward[0]), self.parts)
-            kept = SaveResiduals.of(self.sections, self.table.slots, self.wire, linearize)
-        carry = _Carry(packed(self.wire), packed(self.wire), wires, kept.empty(), sums, self._no_losses())
+            linearize = self._linearize(sums, self._tick_work(forward[0]), self.shards)
+            policy = SaveResiduals.of(self.sections, self.table.slots, self.boundary, linearize)
+        empty = packed(self.boundary), packed(self.boundary)
+        carry = _Carry(*empty, chunk_inputs, policy.empty(), sums, self._zero_losses())
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
-            carry, _ = lax.scan(partial(self._tick, kept, phase), carry, rows)
-        # Nobody reads the last gradient: whatever waited for it would have it computed.
+            carry, _ = lax.scan(partial(self._tick, policy, phase), carry, rows)
+        # Nothing reads the last gradient, so nothing may be ordered behind it: it would be computed for that alone.
         return self.order.behind((carry.losses, carry.sums), carry._replace(gradient=()))
 
     def _tick(
-        self, kept: ResidualPolicy, phase: Phase, carry: _Carry, rows: tuple[Array, Array]
+        self, policy: ResidualPolicy, phase: Phase, carry: _Carry, rows: tuple[Array, Array]
     ) -> tuple[_Carry, None]:
-        """Gradients leave at the start, to travel behind the forward half; activations travel behind the backward.
+        """Runs a forward and a backward half.
 
-        Between the halves each waits for the other, or XLA might compute the backward half first, have both under way
-        at a time, or join the gathers of what arrived, and hide neither. It costs nothing: the backward half, behind
-        which activations travel, needs the gradients.
+        Gradients are sent at the start, overlapped with the forward half; activations are sent between the halves,
+        overlapped with the backward half.
         """
         if phase.backward:
             gradient = self.order.behind(carry.gradient, carry.sums, carry.losses)
             carry = carry._replace(gradient=self._send(gradient, -1))
         if phase.forward:
-            turn = self._turn(rows[0], (carry.wire, carry.gradient))
-            forward, arrived = partial(self._forward, kept, turn, carry.sums), self._arrived(carry.wire, turn)
-            wire, wires, arrays = self._in_section(turn, forward, arrived, carry.wires, carry.kept)
-            out, gradient = lax.optimization_barrier((packed(wire), carry.gradient))
-            carry = carry._replace(gradient=gradient, wire=self._send(out, 1), wires=wires, kept=arrays)
+            work = self._tick_work(rows[0], (carry.boundary, carry.gradient))
+            forward, received = partial(self._forward, policy, work, carry.sums), self._received(carry.boundary, work)
+            boundary, chunk_inputs, residuals = self._switch_section(
+                work, forward, received, carry.chunk_inputs, carry.residuals
+            )
+            # Between the halves, the activations and the received gradients wait for each other. It costs nothing,
+            # because the backward half needs these gradients anyway.
+            # XLA: without the barrier it may compute the backward half first, have both permutes in flight at a time,
+            # or merge the all-gathers of the received arrays; then neither permute is overlapped.
+            out, gradient = lax.optimization_barrier((packed(boundary), carry.gradient))
+            carry = carry._replace(
+                gradient=gradient, boundary=self._send(out, 1), chunk_inputs=chunk_inputs, residuals=residuals
+            )
         if phase.backward:
-            turn = self._turn(rows[1], (carry.wire, carry.gradient))
-            backward = partial(self._backward, kept, turn, carry.wires, carry.kept)
-            arrived = self._arrived(carry.gradient, turn)
-            gradient, sums, losses = self._in_section(turn, backward, arrived, carry.sums, carry.losses)
+            work = self._tick_work(rows[1], (carry.boundary, carry.gradient))
+            backward = partial(self._backward, policy, work, carry.chunk_inputs, carry.residuals)
+            received = self._received(carry.gradient, work)
+            gradient, sums, losses = self._switch_section(work, backward, received, carry.sums, carry.losses)
             carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
         return carry, None
 
     def _forward(
-        self, kept: ResidualPolicy, turn: _TickWork, sums: Tree, section: int, wire: Tree, wires: Tree, arrays: Tree
+        self,
+        policy: ResidualPolicy,
+        work: _TickWork,
+        sums: Tree,
+        section: int,
+        boundary: Tree,
+        chunk_inputs: Tree,
+        residuals: Tree,
     ) -> tuple[Tree, Tree, Tree]:
-        """The forward half of a chunk: what it puts out, and what is kept."""
-        start = self._entered(section, wire, turn)
-        parts = self.order.behind(self.parts, start)
-        wires = put_in_slot(wires, turn.slot, start if section == 0 else wire)
-        skips = isinstance(kept, RecomputeChunk) and not context_axes()
-        if skips and section == self.sections - 1:
-            # The losses are computed in the backward half, from the chunk computed again: nobody needs this output.
-            # Not where ranks share samples: all devices take part in a permute, whichever of them it is between.
-            chunk = lambda: self._chunk(section, parts, start, turn)[0]  # noqa: E731
-            return cond_by_stage(self._leaves(turn), lambda: start, chunk), wires, arrays
-        (out, _), arrays = kept.put(section, arrays, turn.slot, start, self._linearize(sums, turn, parts))
-        return out, wires, arrays
+        """Runs the forward half of a chunk.
+
+        Args:
+          policy: saves residuals.
+          work: of this half.
+          sums: gradient accumulators; only their shapes matter here.
+          section: of the chunk.
+          boundary: received from the chunk before, [batch, seq, embed] arrays.
+          chunk_inputs: by slot.
+          residuals: by slot.
+
+        Returns:
+          The boundary behind the chunk, and `chunk_inputs` and `residuals` with this microbatch's in `work.slot`.
+        """
+        start = self._chunk_input(section, boundary, work)
+        shards = self.order.behind(self.shards, start)
+        chunk_inputs = put_in_slot(chunk_inputs, work.slot, start if section == 0 else boundary)
+        can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
+        if can_skip and section == self.sections - 1:
+            # The backward half recomputes the last chunk and its losses, and no stage receives its output: skip it. Not
+            # with context parallelism: a collective-permute needs all devices to take part, also the other stages'.
+            chunk = lambda: self._run_chunk(section, shards, start, work)[0]  # noqa: E731
+            return cond_by_stage(self._is_last_chunk(work), lambda: start, chunk), chunk_inputs, residuals
+        linearize = self._linearize(sums, work, shards)
+        (out, _), residuals = policy.put(section, residuals, work.slot, start, linearize)
+        return out, chunk_inputs, residuals
 
     def _backward(
         self,
-        kept: ResidualPolicy,
-        turn: _TickWork,
-        wires: Tree,
-        arrays: Tree,
+        policy: ResidualPolicy,
+        work: _TickWork,
+        chunk_inputs: Tree,
+        residuals: Tree,
         section: int,
         gradient: Tree,
         sums: Tree,
         losses: Sums,
     ) -> tuple[Tree, Tree, Sums]:
-        """The backward half of a chunk: the gradient of its input, and sums and losses with what it adds to them."""
-        wire = take_from_slot(wires, turn.slot)
-        start = wire if section == 0 else self._entered(section, wire, turn)
+        """Runs the backward half of a chunk: head (last chunk only), layers, embedding (first chunk only).
+
+        Args:
+          policy: restores residuals.
+          work: of this half.
+          chunk_inputs: by slot.
+          residuals: by slot.
+          section: of the chunk.
+          gradient: of the boundary behind the chunk, [batch, seq, embed] arrays, received from the chunk after.
+          sums: gradient accumulators, float32, like `self.shards`.
+          losses: of earlier microbatches.
+
+        Returns:
+          The gradient of the boundary before the chunk, `sums` with the chunk's gradients, and `losses` with its own.
+        """
+        boundary = take_from_slot(chunk_inputs, work.slot)
+        start = boundary if section == 0 else self._chunk_input(section, boundary, work)
         order = self.order
-        parts = order.behind(self.parts, start, gradient)
-        (out, own), pull = kept.take(section, arrays, turn.slot, start, self._linearize(sums, turn, parts))
-        losses = _with_own(losses, own, turn.counts)
-        gradient = jax.tree.map(lambda g: jnp.where(turn.counts, g, 0), gradient)
+        shards = order.behind(self.shards, start, gradient)
+        linearize = self._linearize(sums, work, shards)
+        (out, chunk_losses), vjp = policy.take(section, residuals, work.slot, start, linearize)
+        losses = _add_losses(losses, chunk_losses, work.counts)
+        # An idle half runs like any other, with a gradient of 0: it adds 0 to the accumulators.
+        gradient = jax.tree.map(lambda g: jnp.where(work.counts, g, 0), gradient)
         if section == self.sections - 1:
-            leave = partial(self._leave_backward, out, turn)
+            # Only the last chunk of the model has the head; its gradient replaces the received one.
+            head = partial(self._head_backward, out, work)
             unchanged = lambda *values: values  # noqa: E731
-            last = order.when(self._leaves(turn) & turn.counts, out, own, pull)
-            gradient, sums, losses = cond_by_stage(last, leave, unchanged, gradient, sums, losses)
-            pull = order.behind(pull, gradient, sums, losses)
-        gradients, gradient = pull((gradient, _of_losses(own, turn.counts)))
-        sums = add_gradients(self.records, sums, gradients, self._in_stack(section))
-        enter = partial(self._enter_backward, section, wire, turn)
-        # The branch waits for the gradient where it reads it, and nobody computes it for a frozen embedding otherwise.
-        first = order.when(self._enters(section, turn) & turn.counts, sums)
-        gradient, sums = cond_by_stage(first, enter, lambda *values: values, gradient, sums)
+            is_last = order.when(self._is_last_chunk(work) & work.counts, out, chunk_losses, vjp)
+            gradient, sums, losses = cond_by_stage(is_last, head, unchanged, gradient, sums, losses)
+            vjp = order.behind(vjp, gradient, sums, losses)
+        gradients, gradient = vjp((gradient, _loss_cotangents(chunk_losses, work.counts)))
+        sums = add_gradients(self.records, sums, gradients, self._is_of_section(section))
+        embed = partial(self._embed_backward, section, boundary, work)
+        # The gradient is no argument of `when`: the branch waits for it anyway where it reads it, and for a frozen
+        # embedding, whose branch does not read it, the gradient would be computed for nothing.
+        is_first = order.when(self._is_first_chunk(section, work) & work.counts, sums)
+        gradient, sums = cond_by_stage(is_first, embed, lambda *values: values, gradient, sums)
         return gradient, sums, losses
 
-    def _leave_backward(
-        self, wire: Tree, turn: _TickWork, _: Tree, sums: Tree, losses: Sums
+    def _head_backward(
+        self, boundary: Tree, work: _TickWork, _: Tree, sums: Tree, losses: Sums
     ) -> tuple[Tree, Tree, Sums]:
-        """The losses and their gradients; replaces the gradient of the last chunk's output."""
-        own, pull = jax.vjp(lambda parts, wire: self._left(wire, turn, parts), self.parts, wire)
-        gradients, gradient = pull(jax.tree.map(jnp.ones_like, own))
-        return gradient, self._with_outside(sums, gradients), _with_own(losses, own)
+        """Computes the head's losses and their gradients.
 
-    def _enter_backward(
-        self, section: int, wire: Tree, turn: _TickWork, gradient: Tree, sums: Tree
+        Args:
+          boundary: behind the last chunk.
+          work: of this half.
+          _: the received gradient, which is meaningless on the last stage.
+          sums: gradient accumulators.
+          losses: of earlier microbatches.
+
+        Returns:
+          The gradient of `boundary`, and `sums` and `losses` with the head's.
+        """
+        head = lambda shards, boundary: self._head_losses(boundary, work, shards)  # noqa: E731
+        head_losses, vjp = jax.vjp(head, self.shards, boundary)
+        gradients, gradient = vjp(jax.tree.map(jnp.ones_like, head_losses))
+        return gradient, self._add_outside_stacks(sums, gradients), _add_losses(losses, head_losses)
+
+    def _embed_backward(
+        self, section: int, boundary: Tree, work: _TickWork, gradient: Tree, sums: Tree
     ) -> tuple[Tree, Tree]:
-        """Through what makes a section's input."""
-        enter = lambda parts, wire: self.model.embed(section, self._parameters(parts), wire, turn.part)  # noqa: E731
-        _, pull = jax.vjp(enter, self.parts, wire)
-        gradients, gradient = pull(gradient)
-        return gradient, self._with_outside(sums, gradients)
+        """Differentiates the embedding of a section's input.
 
-    # --- the model's parts
+        Args:
+          section: its index.
+          boundary: behind the section before.
+          work: of this half.
+          gradient: of the section's input.
+          sums: gradient accumulators.
 
-    def _entered(self, section: int, wire: Tree, turn: _TickWork) -> Tree:
-        """The input of a chunk: the section's first makes it, the others have it from the chunk before."""
-        enter = lambda wire: self.model.embed(section, self._parameters(self.parts), wire, turn.part)  # noqa: E731
-        return cond_by_stage(self._enters(section, turn), enter, lambda wire: wire, wire)
+        Returns:
+          The gradient of `boundary`, and `sums` with the embedding's.
+        """
+        embed = lambda shards, boundary: self.model.embed(  # noqa: E731
+            section, self._parameters(shards), boundary, work.batch
+        )
+        _, vjp = jax.vjp(embed, self.shards, boundary)
+        gradients, gradient = vjp(gradient)
+        return gradient, self._add_outside_stacks(sums, gradients)
 
-    def _chunk(self, section: int, parts: Tree, start: Tree, turn: _TickWork, sums: Tree = None) -> tuple[Tree, Sums]:
-        chunk = turn.chunk - section * self.chunks
+    # --- parts of the model
+
+    def _chunk_input(self, section: int, boundary: Tree, work: _TickWork) -> Tree:
+        """Returns the input of a chunk: `embed`'s result for a section's first chunk, else the received boundary."""
+        embed = lambda boundary: self.model.embed(  # noqa: E731
+            section, self._parameters(self.shards), boundary, work.batch
+        )
+        return cond_by_stage(self._is_first_chunk(section, work), embed, lambda boundary: boundary, boundary)
+
+    def _run_chunk(
+        self, section: int, shards: Tree, start: Tree, work: _TickWork, sums: Tree = None
+    ) -> tuple[Tree, Sums]:
+        """Runs a chunk's layers: the boundary behind them, and the losses of their routers."""
+        chunk = work.chunk - section * self.chunks
         return self.model.forward_layers(
-            section, self._parameters(parts, sums, section), start, turn.part, self.stage, chunk
+            section, self._parameters(shards, sums, section), start, work.batch, self.stage, chunk
         )
 
-    def _left(self, wire: Tree, turn: _TickWork, parts: Tree = None) -> Sums:
-        return self.model.head_losses(self._parameters(self.parts if parts is None else parts), wire, turn.part)
+    def _head_losses(self, boundary: Tree, work: _TickWork, shards: Tree = None) -> Sums:
+        parameters = self._parameters(self.shards if shards is None else shards)
+        return self.model.head_losses(parameters, boundary, work.batch)
 
-    def _linearize(self, sums: Tree, turn: _TickWork, parts: Tree) -> Linearize:
-        """Of chunks with these parameters; gradients of stacks come out added to `sums`."""
-        chunk = self._chunk
+    def _linearize(self, sums: Tree, work: _TickWork, shards: Tree) -> Linearize:
+        """Returns `jax.vjp` of chunks with these parameters; gradients of stacks come out added to `sums`."""
+        chunk = self._run_chunk
         return lambda section, start: jax.vjp(
-            lambda parts, start: chunk(section, parts, start, turn, sums), parts, start
+            lambda shards, start: chunk(section, shards, start, work, sums), shards, start
         )
 
-    def _parameters(self, parts: Tree, sums: Tree = None, section: int = 0) -> Tree:
-        """Parameters that the model can use; with sums, those to which the section's gradients are added."""
-        wrapped = with_shards(self.wrapped, parts)
+    def _parameters(self, shards: Tree, sums: Tree = None, section: int = 0) -> Tree:
+        """Returns parameters for the model.
+
+        Args:
+          shards: the arrays to differentiate by.
+          sums: accumulators, to which the gradients of the section's layers are added in place; None for none.
+          section: its index.
+        """
+        wrapped = with_shards(self.wrapped, shards)
         if sums is not None:
-            wrapped = with_accumulators(self.records, wrapped, sums, self._in_stack(section))
+            wrapped = with_accumulators(self.records, wrapped, sums, self._is_of_section(section))
         return materialize_outside_stacks(self.records, wrapped)
 
-    def _in_stack(self, section: int) -> AddsUp:
-        """Whether a parameter is of a section's layers."""
+    def _is_of_section(self, section: int) -> AddsUp:
+        """Returns a predicate: whether a parameter is one of a section's layers."""
         names = tuple(f"{name}." for name in self.model.sections[section])
         return lambda record: record.is_stacked and record.name.startswith(names)
 
-    def _with_outside(self, sums: Tree, gradients: Tree) -> Tree:
-        """Sums with the gradients of what is outside the stacks."""
+    def _add_outside_stacks(self, sums: Tree, gradients: Tree) -> Tree:
+        """Adds the gradients of parameters outside the stacks to their accumulators."""
         add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
         return jax.tree.map(add, self.records, sums, gradients)
 
-    def _no_losses(self) -> Sums:
-        """Zeros."""
-        part, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.wire)[0]
+    def _zero_losses(self) -> Sums:
+        """Builds float32 zeros with the names and shapes of all losses and counters."""
+        batch, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.boundary)[0]
         zero = jnp.zeros((), jnp.int32)
-        first = _TickWork(part, zero, zero, zero, zero > 0, 0)
+        first = _TickWork(batch, zero, zero, zero, zero > 0, 0)
 
         def losses() -> Sums:
-            of_layers = [self._chunk(i, self.parts, self.wire, first)[1] for i in range(self.sections)]
-            return functools.reduce(operator.or_, of_layers, self._left(self.wire, first))
+            of_layers = [self._run_chunk(i, self.shards, self.boundary, first)[1] for i in range(self.sections)]
+            return functools.reduce(operator.or_, of_layers, self._head_losses(self.boundary, first))
 
         zeros = lambda a: varying_like(jnp.zeros(a.shape, jnp.float32), like)  # noqa: E731
         return jax.tree.map(zeros, jax.eval_shape(losses))
 
-    # --- turns
+    # --- half ticks
 
     def _rows(self, halves: tuple[Half, ...]) -> Array:
-        """int32 [tick, stage, 4]: microbatch, chunk, slot, and whether they count."""
+        """Encodes halves of a timetable as int32 [ticks, stages, 4]: microbatch, chunk, slot, whether it counts."""
         idle = (0, 0, self.table.slots, 0)
         rows = [[idle if work is None else (*work, 1) for work in half] for half in halves]
         return jnp.asarray(np.asarray(rows, np.int32))
 
-    def _turn(self, row: Array, after: Tree = None) -> _TickWork:
-        """A row of the timetable; where an order is needed, reading it depends on the arrays `after`."""
-        zero = self.begun + self.order.zero(after)
+    def _tick_work(self, row: Array, after: Tree = None) -> _TickWork:
+        """Reads this stage's work off a row [stages, 4]; where an order is needed, it depends on the arrays `after`."""
+        zero = self.start_zero + self.order.zero(after)
         microbatch, chunk, slot, counts = row[self.stage] + zero
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
         return _TickWork(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)
 
-    def _enters(self, section: int, turn: _TickWork) -> Array:
-        """Whether a turn's chunk is the first of a section."""
-        return (self.stage == 0) & (turn.chunk == section * self.chunks)
+    def _is_first_chunk(self, section: int, work: _TickWork) -> Array:
+        """Returns whether the chunk is the first of a section."""
+        return (self.stage == 0) & (work.chunk == section * self.chunks)
 
-    def _leaves(self, turn: _TickWork) -> Array:
-        """Whether a turn's chunk is the model's last."""
-        return (self.stage == self.table.stages - 1) & (turn.chunk == self.table.chunks - 1)
+    def _is_last_chunk(self, work: _TickWork) -> Array:
+        """Returns whether the chunk is the last of the model."""
+        return (self.stage == self.table.stages - 1) & (work.chunk == self.table.chunks - 1)
 
-    def _in_section(self, turn: _TickWork, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
-        """`run(section, *state)`, the state's successor, of the section to which the turn's chunk belongs.
-
-        Each section has a branch of its own, behind one that passes the state on. Of one switch over all sections XLA
-        copies what an earlier branch updates and a later one passes on: the gradients of an entire stack.
-        """
+    def _switch_section(self, work: _TickWork, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
+        """Runs `run(section, *state)`, which returns the new state, for the section to which the chunk belongs."""
         if self.sections == 1:
             return run(0, *state)
+        # XLA: of one `lax.switch` over all sections, it copies arrays that an earlier branch updates and a later one
+        # passes on, such as the gradients of an entire stack. So each section has a conditional, one after the other.
         for section in range(self.sections):
-            other = turn.chunk // self.chunks != section
-            state = cond_by_stage(other, lambda *unchanged: unchanged, partial(run, section), *state)
+            is_other = work.chunk // self.chunks != section
+            state = cond_by_stage(is_other, lambda *unchanged: unchanged, partial(run, section), *state)
         return state
 
-    def _arrived(self, wire: Tree, turn: _TickWork) -> Tree:
-        """A wire as a turn reads it."""
-        return unpacked(self.order.waiting(wire, turn.zero), self.wire)
+    def _received(self, boundary: Tree, work: _TickWork) -> Tree:
+        """Unpacks a received boundary for a half tick."""
+        return unpacked(self.order.waiting(boundary, work.zero), self.boundary)
 
-    def _send(self, wire: Tree, by: int) -> Tree:
-        return send(wire, by, wraps=self.table.chunks > 1)
+    def _send(self, boundary: Tree, by: int) -> Tree:
+        return send(boundary, by, wraps=self.table.chunks > 1)

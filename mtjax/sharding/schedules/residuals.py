@@ -1,6 +1,6 @@
-"""What a stage keeps of a forward half until its backward half, in slots: inputs alone, or what autodiff saves.
+"""Saves residuals of a pipeline stage's forward halves for its backward halves, in slots, or recomputes them.
 
-Both kinds can say what a section's chunk put out, and pull a gradient back through it.
+Both policies return a chunk's output and its vjp function in the backward half.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,128 +17,145 @@ from jax.sharding import PartitionSpec
 from mtjax.sharding.axes import fully_manual, varying_like
 
 Tree = Any
-Pull = Callable[[Tree], tuple[Tree, Tree]]
+Vjp = Callable[[Tree], tuple[Tree, Tree]]
 """Gradient of a chunk's output -> gradients of the parameters, and of the chunk's input."""
-Linearize = Callable[[int, Tree], tuple[Tree, Pull]]
-"""(section, input of a chunk) -> its output, and the pull: `jax.vjp` of the chunk."""
+Linearize = Callable[[int, Tree], tuple[Tree, Vjp]]
+"""(section, input of a chunk) -> its output, and its vjp function: `jax.vjp` of the chunk."""
 
 
 class ResidualPolicy(Protocol):
-    """A way of keeping; the arrays themselves go from tick to tick."""
+    """Decides what is saved; the saved arrays are in the carry of the loop over ticks."""
 
     def empty(self) -> Tree:
-        """Arrays with nothing in them."""
+        """Builds the arrays, without residuals."""
         ...
 
     def put(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Tree]:
-        """Runs a chunk: its output, and the arrays with what its backward half needs."""
+        """Runs a chunk in its forward half.
+
+        Args:
+          section: of the chunk.
+          arrays: with residuals by slot.
+          slot: of this microbatch's chunk.
+          start: the chunk's input, [batch, seq, embed] arrays.
+          linearize: `jax.vjp` of the chunk.
+
+        Returns:
+          The chunk's output, and `arrays` with its residuals in the slot.
+        """
         ...
 
-    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Pull]:
-        """A chunk's output, and its pull."""
+    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Vjp]:
+        """Returns a chunk's output and its vjp function in its backward half; the arguments are those of `put`."""
         ...
 
 
 @dataclass(frozen=True)
 class RecomputeChunk:
-    """Nothing but the input is kept, by the schedule: the chunk is computed again."""
+    """Saves nothing: the schedule saves the chunk's input, from which the chunk is recomputed."""
 
     def empty(self) -> Tree:
-        """None."""
+        """Returns no arrays."""
         return ()
 
     def put(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Tree]:
-        """As `Kept.put` says; the pull is dropped, and the compiler with it what only it needs."""
+        """See `ResidualPolicy.put`."""
+        # The vjp function is not used, so the compiler removes the computation of its residuals.
         return linearize(section, start)[0], arrays
 
-    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Pull]:
-        """As `Kept.take` says."""
+    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Vjp]:
+        """See `ResidualPolicy.take`."""
         return linearize(section, start)
 
 
 @dataclass(frozen=True)
 class SaveResiduals:
-    """What a chunk's pull is made of, as far as it depends on the chunk's input, and the chunk's output.
+    """Saves a chunk's output, and those residuals of its vjp function that depend on the chunk's input.
 
-    The rest - parameters, masks of dropout - comes from linearizing anew in the backward half. What of that trace only
-    the output and the kept residuals would need, the compiler drops.
+    The backward half linearizes the chunk once more for the other residuals: parameters, casts of them, dropout masks.
+    The compiler removes the part of that second trace that only the output and the saved residuals need.
     """
 
     slots: int
     like: Sequence[Sequence[Array]]
-    """By section, an array like each that is kept: output first."""
+    """By section, an array like each that is saved: the output first."""
     depends: Sequence[Sequence[bool]]
-    """By section, which of the pull's arrays depend on the chunk's input."""
+    """By section, which residuals of the vjp function depend on the chunk's input."""
 
     @classmethod
     def of(cls, sections: int, slots: int, start: Tree, linearize: Linearize) -> "SaveResiduals":
-        """What chunks of these sections leave behind, for inputs like `start`."""
+        """Finds out which residuals chunks of these sections have, for inputs like `start`.
+
+        Args:
+          sections: their number.
+          slots: of each array.
+          start: a chunk's input, [batch, seq, embed] arrays.
+          linearize: `jax.vjp` of a chunk.
+        """
 
         def leaves(section: int, start: Tree) -> list[Array]:
             return jax.tree.leaves(linearize(section, start)[1])
 
         depends = [_depending(jax.make_jaxpr(lambda x, i=i: leaves(i, x))(start)) for i in range(sections)]
         like = []
-        for section, moving in enumerate(depends):
-            out, pull = linearize(section, start)
-            own = [leaf for leaf, moves in zip(jax.tree.leaves(pull), moving, strict=True) if moves]
-            like.append([*jax.tree.leaves(out), *own])
+        for section, is_saved in enumerate(depends):
+            out, vjp = linearize(section, start)
+            saved = [leaf for leaf, keep in zip(jax.tree.leaves(vjp), is_saved, strict=True) if keep]
+            like.append([*jax.tree.leaves(out), *saved])
         return cls(slots, like, depends)
 
     def empty(self) -> Tree:
-        """Zeros by section, array and slot."""
+        """Builds zeros by section, array and slot."""
         return [[in_slots(array, self.slots) for array in arrays] for arrays in self.like]
 
     def put(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Tree]:
-        """As `Kept.put` says."""
-        out, pull = linearize(section, start)
-        moving = [a for a, moves in zip(jax.tree.leaves(pull), self.depends[section], strict=True) if moves]
-        mine = put_in_slot(arrays[section], slot, [*jax.tree.leaves(out), *moving])
-        return out, [*arrays[:section], mine, *arrays[section + 1 :]]
+        """See `ResidualPolicy.put`."""
+        out, vjp = linearize(section, start)
+        saved = [a for a, keep in zip(jax.tree.leaves(vjp), self.depends[section], strict=True) if keep]
+        updated = put_in_slot(arrays[section], slot, [*jax.tree.leaves(out), *saved])
+        return out, [*arrays[:section], updated, *arrays[section + 1 :]]
 
-    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Pull]:
-        """As `Kept.take` says; of `start` only the type matters."""
-        out, pull = linearize(section, start)
-        leaves, tree = jax.tree.flatten(pull)
-        kept = iter(take_from_slot(arrays[section], slot))
-        out = jax.tree.map(lambda _: next(kept), out)
-        leaves = [next(kept) if moves else a for a, moves in zip(leaves, self.depends[section], strict=True)]
+    def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Vjp]:
+        """See `ResidualPolicy.take`; only the type of `start` matters."""
+        out, vjp = linearize(section, start)
+        leaves, tree = jax.tree.flatten(vjp)
+        saved = iter(take_from_slot(arrays[section], slot))
+        out = jax.tree.map(lambda _: next(saved), out)
+        leaves = [next(saved) if is_saved else a for a, is_saved in zip(leaves, self.depends[section], strict=True)]
         return out, jax.tree.unflatten(tree, leaves)
 
 
 def in_slots(like: Array, count: int) -> Array:
-    """Zeros for `count` arrays like this one, and one more for halves that do not count."""
+    """Builds zeros [count + 1, ...]: slots for `count` arrays like this one, and a last one for idle halves."""
     kind = jax.typeof(like)
-    place = PartitionSpec(None, *kind.sharding.spec)
-    return varying_like(jnp.zeros((count + 1, *kind.shape), kind.dtype, out_sharding=place), like)
+    slots_spec = PartitionSpec(None, *kind.sharding.spec)
+    return varying_like(jnp.zeros((count + 1, *kind.shape), kind.dtype, out_sharding=slots_spec), like)
 
 
-def put_in_slot(rings: Tree, slot: Array, arrays: Tree) -> Tree:
-    """Arrays with slots, with one slot of each overwritten."""
-    return jax.tree.map(lambda ring, a: lax.dynamic_update_index_in_dim(ring, a, slot, 0), rings, arrays)
+def put_in_slot(buffers: Tree, slot: Array, arrays: Tree) -> Tree:
+    """Overwrites one slot of each buffer [slots, ...] with an array [...]."""
+    return jax.tree.map(lambda buffer, a: lax.dynamic_update_index_in_dim(buffer, a, slot, 0), buffers, arrays)
 
 
-def take_from_slot(rings: Tree, slot: Array) -> Tree:
-    """One slot of each array, laid out as it was put there.
+def take_from_slot(buffers: Tree, slot: Array) -> Tree:
+    """Reads one slot of each buffer, [slots, ...] -> [...], in row-major memory layout."""
 
-    In the last ticks nothing is put into slots any more, and XLA would lay them out for the products that read them:
-    between two loops it would write all slots anew, and hold both.
-    """
+    def one(buffer: Array) -> Array:
+        array = lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+        return fully_manual(row_major, jax.typeof(array).sharding.spec)(array)
 
-    def one(ring: Array) -> Array:
-        array = lax.dynamic_index_in_dim(ring, slot, keepdims=False)
-        return fully_manual(in_rows, jax.typeof(array).sharding.spec)(array)
+    # XLA: in the last ticks nothing is written to slots any more, and the layout of the buffers would be chosen for the
+    # products that read them. Between the two loops all buffers would be copied, and be alive twice.
+    def row_major(shard: Array) -> Array:
+        return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
 
-    def in_rows(part: Array) -> Array:
-        return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
-
-    return jax.tree.map(one, rings)
+    return jax.tree.map(one, buffers)
 
 
 def _depending(traced: Any) -> list[bool]:
-    """Which results of a jaxpr depend on its arguments, as far as its outermost equations say."""
-    moving = set(traced.jaxpr.invars)
+    """Returns which results of a jaxpr depend on its arguments, by its outermost equations."""
+    dependent = set(traced.jaxpr.invars)
     for equation in traced.jaxpr.eqns:
-        if any(v in moving for v in equation.invars if not isinstance(v, Literal)):
-            moving.update(equation.outvars)
-    return [not isinstance(v, Literal) and v in moving for v in traced.jaxpr.outvars]
+        if any(v in dependent for v in equation.invars if not isinstance(v, Literal)):
+            dependent.update(equation.outvars)
+    return [not isinstance(v, Literal) and v in dependent for v in traced.jaxpr.outvars]

@@ -1,4 +1,4 @@
-"""What one stage of a pipeline sends to the next: one collective-permute over `stage` for each array."""
+"""Sends stage-boundary activations and their gradients between pipeline stages, by collective-permutes."""
 
 from typing import Any
 
@@ -13,70 +13,67 @@ from mtjax.theory.rules import MODEL, STAGE
 Tree = Any
 
 
-def packed(wire: Tree) -> Tree:
-    """A wire of residual streams [batch, sequence, hidden] as it travels.
+def packed(boundary: Tree) -> Tree:
+    """Shards activations [batch, seq, embed] for sending: the scatter/gather optimization of arXiv 2104.04473, 4.1.
 
-    An array that all model ranks have is split among them along its sequence, which `unpacked` undoes: section 4.1 of
-    arXiv 2104.04473.
+    An array that is replicated over `model` is sharded along its sequence, so that each rank sends its shard alone;
+    `unpacked` gathers it.
     """
     with jax.named_scope("stages"):
-        return jax.tree.map(lambda x: reshard(x, _split(x, jax.typeof(x).sharding.spec)), wire)
+        return jax.tree.map(lambda x: reshard(x, _packed_spec(x, jax.typeof(x).sharding.spec)), boundary)
 
 
-def send(wire: Tree, by: int, *, wraps: bool) -> Tree:
-    """A wire from the stage `by` places before: 1 sends forward, -1 backward.
+def send(boundary: Tree, by: int, *, wraps: bool) -> Tree:
+    """Sends arrays to the stage `by` after this one, by a collective-permute each, and returns the received ones.
 
     Args:
-      wire: `packed`; what arrives is so too.
-      by: 1 or -1.
-      wraps: whether the last stage sends to the first, and the other way round; else they get zeros.
+      boundary: `packed` arrays; the received ones are packed too.
+      by: 1 for activations, -1 for gradients.
+      wraps: whether the last stage sends to the first, and the first to the last; if not, they receive zeros.
     """
     stages = lax.axis_size(STAGE)
     pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
 
     def one(x: Array) -> Array:
-        return fully_manual(lambda part: lax.ppermute(part, STAGE, pairs), jax.typeof(x).sharding.spec)(x)
+        return fully_manual(lambda shard: lax.ppermute(shard, STAGE, pairs), jax.typeof(x).sharding.spec)(x)
 
     with jax.named_scope("stages"):
-        return jax.tree.map(one, wire)
+        return jax.tree.map(one, boundary)
 
 
-def unpacked(wire: Tree, like: Tree) -> Tree:
-    """A `packed` wire as layers read it: placed as `like`.
-
-    Without the barrier XLA for CPUs drops the gather of the zeros that arrive before anything was sent.
-    """
+def unpacked(boundary: Tree, like: Tree) -> Tree:
+    """Gathers `packed` arrays for layers: resharded as `like`."""
     with jax.named_scope("stages"):
-        wire = lax.optimization_barrier(wire)
-        return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), wire, like)
+        # XLA: on CPUs, without the barrier, the gather of the zeros that are received before the first send is removed.
+        boundary = lax.optimization_barrier(boundary)
+        return jax.tree.map(lambda x, like: reshard(x, jax.typeof(like).sharding.spec), boundary, like)
 
 
-def ordering_token(wire: Tree) -> Array:
-    """0, an int32 that nobody knows before the arrays of a wire are there: what reads it comes behind them."""
+def ordering_token(tree: Tree) -> Array:
+    """Returns an int32 0 that XLA cannot know before all arrays of a tree exist: its readers run after them."""
 
-    def local(*parts: Array) -> Array:
-        firsts = [part.ravel()[0] for part in parts]
+    def local(*shards: Array) -> Array:
+        firsts = [shard.ravel()[0] for shard in shards]
+        # Never true, also of NaN, but too difficult for constant folding.
         never = jnp.stack([(a != a) & (a == a) for a in firsts]).any().astype(jnp.int32)
         return lax.pmax(never, MODEL) if MODEL in jax.typeof(never).mat.varying else never
 
-    arrays = jax.tree.leaves(wire)
-    places = tuple(jax.typeof(x).sharding.spec for x in arrays)
+    arrays = jax.tree.leaves(tree)
+    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
     with jax.named_scope("stages"):
-        return jax.shard_map(local, axis_names=set(explicit_axes()), in_specs=places, out_specs=PartitionSpec())(
-            *arrays
-        )
+        return jax.shard_map(local, axis_names=set(explicit_axes()), in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
 
 def sum_from_owner(x: Array) -> Array:
-    """The array of the one stage where it is not zero, on all of them."""
+    """Broadcasts the array of the one stage where it is not zero to all stages, by an all-reduce."""
     with jax.named_scope("stages"):
         return psum_shards(x, (STAGE,))
 
 
-def _split(x: Array, here: PartitionSpec) -> PartitionSpec:
-    """`here`, and the sequence over `model` too if nothing is split over it and it divides."""
-    if MODEL not in explicit_axes() or any(dimension_axes(here, dim) for dim in range(x.ndim)):
-        return here
+def _packed_spec(x: Array, spec: PartitionSpec) -> PartitionSpec:
+    """Adds `model` to the sequence dimension of `spec`, if `x` is not sharded and its sequence is divisible."""
+    if MODEL not in explicit_axes() or any(dimension_axes(spec, dim) for dim in range(x.ndim)):
+        return spec
     if x.shape[1] % jax.typeof(x).sharding.mesh.shape[MODEL]:
-        return here
-    return with_axes(here, 1, (MODEL,))
+        return spec
+    return with_axes(spec, 1, (MODEL,))
