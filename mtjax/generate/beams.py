@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, Sequences, filled_text, prompt_chunk
+from mtjax.generate.decoder import Cache, Decoder, Sequences, encoder_input, prompt_chunk
 from mtjax.generate.engine import sampling_batch
 from mtjax.generate.request import Sampling
 from mtjax.generate.sampling import MOST_LIKELY, SampledTokens
@@ -50,8 +50,8 @@ class BeamSearch:
     length_penalty: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     chunks: tuple[int, ...] = CHUNKS
-    shortest_cache: int = 128
-    as_megatron: bool = False
+    min_cache_length: int = 128
+    megatron_stopping: bool = False
     """The search ends when the best candidate of a step, if only one that ends there, is no better than the worst
     finished; else when the best running one is not, as with transformers."""
 
@@ -74,29 +74,29 @@ class BeamSearch:
         Raises:
           UserError: the prompt is empty or leaves no room in the context.
         """
-        reads_text, longest = self.decoder.reads_text, self.decoder.longest_text
+        reads_text, longest = self.decoder.is_encoder_decoder, self.decoder.max_sequence_length
         start = (self.decoder.start_id,) if reads_text else tuple(prompt)
         most_read = self.decoder.config.model.sequence_length if reads_text else longest - 1
         if not prompt or len(prompt) > most_read:
             raise UserError(f"the prompt has {len(prompt)} tokens, and must have from 1 to {most_read}")
         most = min(max_tokens, longest - len(start))
         search = _Search(self, most)
-        length = doubled(self.shortest_cache, max(len(prompt) + self.chunks[-1], len(start) + most))
-        cache, state, drawn = self._read(tuple(prompt), start, *self.decoder.empty(self.beams, length))
+        length = doubled(self.min_cache_length, max(len(prompt) + self.chunks[-1], len(start) + most))
+        cache, state, drawn = self._prefill(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
-        while search.extended(drawn) and not is_cancelled():
+        while search.extend(drawn) and not is_cancelled():
             cache, state = self.decoder.reorder(cache, state, search.sources, search.newest)
             cache, state, drawn = self.decoder.decode(cache, state, active)
         return search.finished
 
-    def _read(
+    def _prefill(
         self, prompt: tuple[int, ...], start: tuple[int, ...], cache: Cache, state: Sequences
     ) -> tuple[Cache, Sequences, SampledTokens]:
         draws, drawn = sampling_batch(Sampling(), logprobs=True), None
-        if self.decoder.reads_text:
+        if self.decoder.is_encoder_decoder:
             length = doubled(self.chunks[0], len(prompt))
             chunk = prompt_chunk(start, 0, 1, 0, draws)
-            cache, state, drawn, _ = self.decoder.prefill_encoder(cache, state, filled_text(prompt, length), chunk)
+            cache, state, drawn, _ = self.decoder.prefill_encoder(cache, state, encoder_input(prompt, length), chunk)
             return cache, state, drawn
         at = 0
         while at < len(start):
@@ -124,10 +124,10 @@ class _Search:
         self.finished: list[Beam] = []
         self.sources = self.newest = np.zeros(options.beams, np.int32)
 
-    def extended(self, drawn: SampledTokens) -> bool:
+    def extend(self, drawn: SampledTokens) -> bool:
         """Extends the running beams by one token each; returns whether the search goes on."""
         options, beams = self._options, self._options.beams
-        found = self._best(np.asarray(drawn.likely), np.asarray(drawn.likely_logprobs))
+        found = self._best(np.asarray(drawn.top_ids), np.asarray(drawn.top_logprobs))
         length = len(self._running[0][0]) + 1
         is_last = length == self._most
         ends = [is_last or token in options.stop_ids for _, token, _ in found]
@@ -136,13 +136,13 @@ class _Search:
                 ids, is_stopped = (*self._running[source][0], token), token in options.stop_ids
                 self.finished.append(Beam(ids, score / length**options.length_penalty, is_stopped))
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:beams]
-        going = [each for each, has_ended in zip(found, ends, strict=True) if not has_ended][:beams]
+        continuing = [each for each, has_ended in zip(found, ends, strict=True) if not has_ended][:beams]
         if is_last:
             return False
-        self._running = [((*self._running[source][0], token), score) for source, token, score in going]
-        self.sources = np.array([source for source, _, _ in going], np.int32)
-        self.newest = np.array([token for _, token, _ in going], np.int32)
-        best = (found[0][2] if options.as_megatron else self._running[0][1]) / length**options.length_penalty
+        self._running = [((*self._running[source][0], token), score) for source, token, score in continuing]
+        self.sources = np.array([source for source, _, _ in continuing], np.int32)
+        self.newest = np.array([token for _, token, _ in continuing], np.int32)
+        best = (found[0][2] if options.megatron_stopping else self._running[0][1]) / length**options.length_penalty
         return len(self.finished) < beams or best > self.finished[-1].score
 
     def _best(self, likely: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, int, float]]:

@@ -19,10 +19,10 @@ from mtjax.generate.fill import Filler
 from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import Options
 from mtjax.generate.output_record import OutputRecord
-from mtjax.generate.request import Sampling, for_text
-from mtjax.generate.show import Shown
+from mtjax.generate.request import Sampling, with_text_seed
+from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
-from mtjax.generate.weights import LoadedModel, config_in_words, load_model
+from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.train.compile_cache import CompileCache
 
 
@@ -39,7 +39,7 @@ def run(options: Options) -> None:
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
         model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}")
+        say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
@@ -53,7 +53,7 @@ def run(options: Options) -> None:
         elif options.interactive:
             job.chat()
         elif options.input is not None:
-            job.file()
+            job.continue_file()
         else:
             job.continue_texts(prompts)
 
@@ -65,7 +65,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
       UserError: options are given that are of texts, or a prompt has no mask.
     """
     plain = Options(options.source)
-    of_texts = (
+    text_options = (
         "weights_dtype",
         "beams",
         "length_penalty",
@@ -78,13 +78,13 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
         "logprobs",
         "sampling",
     )
-    if idle := next((name for name in of_texts if getattr(options, name) != getattr(plain, name)), None):
+    if idle := next((name for name in text_options if getattr(options, name) != getattr(plain, name)), None):
         named = "--temperature and the like" if idle == "sampling" else f"--{idle.replace('_', '-')}"
         raise UserError(f"a BERT fills masks, without any use for {named}: leave it out")
     filler, number = Filler(model), options.fillings or 5
     if options.input is not None and options.output is not None:
         with json_lines(options, model, 1) as lines:
-            for line in lines.left():
+            for line in lines.remaining():
                 try:
                     masks = filler.fill(line.prompt, number)
                 except UserError as e:
@@ -132,7 +132,7 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
         return
     with json_lines(options, job.model, options.samples) as lines:
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
-        for line in lines.left():
+        for line in lines.remaining():
             try:
                 if line.stops or replace(line.sampling, seed=0, max_tokens=1) != Sampling(max_tokens=1):
                     raise UserError("--beams has use for max_tokens only: leave the other settings out")
@@ -168,7 +168,7 @@ class Job:
         search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
         prompt_ids, texts = self.model.prompt_ids(prompt), []
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
-            writer = TextWriter(tokenizer, () if self._decoder.reads_text else prompt_ids)
+            writer = TextWriter(tokenizer, () if self._decoder.is_encoder_decoder else prompt_ids)
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
                 writer.add(token)
             writer.end()
@@ -182,11 +182,11 @@ class Job:
         wanted = [(place, prompt, number) for place, prompt in several for number in range(options.samples)]
         sequences = min(options.batch, len(wanted))
         engine = Engine(self._decoder, sequences)
-        shown = Shown(sys.stdout, options.show_logprobs)
+        shown = TextPrinter(sys.stdout, options.show_logprobs)
         clock, done = Clock(sequences), list[Completion]()
-        for place, prompt, number in wanted:
+        for index, prompt, number in wanted:
             ids = self.model.prompt_ids(prompt)
-            completion = self._completion(ids, for_text(options.sampling, number, place))
+            completion = self._completion(ids, with_text_seed(options.sampling, number, index))
             completion.on_piece = partial(show_token, clock, completion, shown if len(wanted) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
@@ -197,15 +197,15 @@ class Job:
                 for piece in (*completion.prompt_pieces, *completion.pieces):
                     shown.piece(piece)
             shown.end()
-        say(clock.in_words())
+        say(clock.summary())
 
-    def file(self) -> None:
+    def continue_file(self) -> None:
         """Continues the prompts of a JSONL file that the output does not have yet."""
         options = self._options
         assert options.input is not None and options.output is not None
         engine, waiting = Engine(self._decoder, options.batch), 2 * options.batch
         with json_lines(options, self.model, options.samples) as lines:
-            for line in lines.left():
+            for line in lines.remaining():
                 ids = self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)
@@ -234,14 +234,14 @@ class Job:
         first: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         messages = list(first)
         turns = itertools.count()
-        while (typed := _typed()) is not None:
+        while (typed := _read_line()) is not None:
             if template is None:
                 ids = self.model.prompt_ids(typed)
             else:
                 messages.append({"role": "user", "content": typed})
                 ids = tokenizer.encode_marked(template.render(messages))
-            shown = Shown(sys.stdout, options.show_logprobs)
-            completion = self._completion(ids, for_text(options.sampling, 0, next(turns)))
+            shown = TextPrinter(sys.stdout, options.show_logprobs)
+            completion = self._completion(ids, with_text_seed(options.sampling, 0, next(turns)))
             completion.on_piece = shown.piece
             try:
                 engine.submit(completion.request)
@@ -266,7 +266,7 @@ class Job:
         )
 
 
-def _typed() -> str | None:
+def _read_line() -> str | None:
     """A line that is not empty; None when the input has ended."""
     while True:
         if sys.stdin.isatty():
@@ -290,14 +290,14 @@ class Clock:
         if self._tokens == self._first:
             self._start = time.perf_counter()
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """What was counted."""
         after, seconds = self._tokens - self._first, time.perf_counter() - self._start
         speed = f", {after / seconds:.1f} a second behind the first {self._first}" if after > 0 else ""
         return f"{self._tokens} tokens{speed}"
 
 
-def show_token(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
+def show_token(clock: Clock, completion: Completion, shown: TextPrinter | None, piece: Piece) -> None:
     """Counts a token that was written, and shows its piece if that is wanted at once."""
     if completion.pieces and piece.token is not None:
         clock.count()

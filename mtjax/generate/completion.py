@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.text import TextWriter
 
 DEFAULT = Sampling()
@@ -47,19 +47,19 @@ class Completion:
     def __post_init__(self) -> None:
         self.prompt_pieces: list[Piece] = []
         self.pieces: list[Piece] = []
-        self.ended: ENDED | None = None
+        self.ended: FinishReason | None = None
         self._writer = TextWriter(self.tokenizer, self.prompt, self.stops)
         self._waiting: deque[Piece] = deque()
-        self._told = 0
+        self._emitted = 0
         self.request = Request(
             self.prompt,
             self.sampling,
             self.stop_ids,
             self.logprobs,
             self.echo,
-            on_prompt=self._told_prompt,
-            on_token=self._told_token,
-            on_end=self._told_end,
+            on_prompt=self._on_prompt_tokens,
+            on_token=self._on_token,
+            on_end=self._on_request_end,
         )
 
     @property
@@ -67,34 +67,34 @@ class Completion:
         """The continuation so far, without stop strings."""
         return self._writer.text
 
-    def _told_prompt(self, tokens: list[Token]) -> None:
+    def _on_prompt_tokens(self, tokens: list[Token]) -> None:
         writer = TextWriter(self.tokenizer)
         for token in tokens:
             self._add(self.prompt_pieces, Piece(writer.add(token.id), token))
         self._add(self.prompt_pieces, Piece(writer.end(), None))
 
-    def _told_token(self, token: Token) -> bool:
+    def _on_token(self, token: Token) -> bool:
         self._writer.add(token.id)
         self._waiting.append(Piece(self._writer.new, token))
-        self._tell_certain()
+        self._emit_final()
         return self._writer.is_stopped
 
-    def _told_end(self, why: ENDED) -> None:
+    def _on_request_end(self, why: FinishReason) -> None:
         self.ended = why
         self._writer.end()
-        self._tell_certain()
-        self._add(self.pieces, Piece(self.text[self._told :], None))
+        self._emit_final()
+        self._add(self.pieces, Piece(self.text[self._emitted :], None))
         self.on_end()
 
-    def _tell_certain(self) -> None:
+    def _emit_final(self) -> None:
         """Tells the tokens whose text is certain, each with its own text; what a stop string takes away is cut off."""
         while self._waiting:
             text, token = self._waiting[0]
-            certain = self.text[self._told : self._told + len(text)]
+            certain = self.text[self._emitted : self._emitted + len(text)]
             if len(certain) < len(text) and not self._writer.is_stopped:
                 return
             self._waiting.popleft()
-            self._told += len(certain)
+            self._emitted += len(certain)
             self._add(self.pieces, Piece(certain, token))
 
     def _add(self, pieces: list[Piece], piece: Piece) -> None:

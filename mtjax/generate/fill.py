@@ -64,7 +64,7 @@ class Filler:
         if len(ids) > longest:
             raise UserError(f"the prompt has {len(ids)} tokens, and the model reads at most {longest}")
         found = self.most_likely(ids, masks)
-        tokens, logprobs = np.asarray(found.likely), np.asarray(found.likely_logprobs)
+        tokens, logprobs = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
         return [
             [
                 Filling(int(token), self._model.tokenizer.decode([token]).strip(), float(np.exp(logprob)))

@@ -33,20 +33,20 @@ class DecoderWeights:
     """Each a `Layer`, whose mixers are attributes."""
 
 
-def prepare_weights(model: Any, stacks: Stacks, keeping: WeightFormat, call: Call) -> DecoderWeights:
+def prepare_weights(model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call) -> DecoderWeights:
     """Weights from a model without its layers, and from these; to be called with mesh and rules in force."""
-    take = jax.jit(partial(_layer, keeping))
-    layers = [call(take, stack, np.int32(place)) for stack, place in stacks]
-    return DecoderWeights(call(jax.jit(partial(_outside, keeping)), model), layers)
+    take_layer = jax.jit(partial(_layer, weight_format))
+    layers = [call(take_layer, stack, np.int32(place)) for stack, place in stacks]
+    return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
 
 def stacks_of(placed: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
     """A model with parameters as they are stored, on a mesh without stages: without its layers, and these."""
-    model, places = places_of(placed.inference_model(parameters))
+    model, places = layer_locations(placed.inference_model(parameters))
     return model, iter(places)
 
 
-def places_of(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
+def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """A model without its layers, and where each of them is, in their order."""
     found = []
     for stack in model.decoder_stacks:
@@ -55,19 +55,19 @@ def places_of(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return model, [(layers, place) for _, place, layers in sorted(found, key=lambda each: each[0])]
 
 
-def _layer(keeping: WeightFormat, stack: Layer, number: Array) -> Layer:
+def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
     """One layer's own arrays."""
     layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
     for mixer in (getattr(layer, name) for name in layer.mixers):
         if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
             mixer.qkv = mixer.qkv.assembled()
-    return with_matrices(layer, keeping)
+    return with_matrices(layer, weight_format)
 
 
-def _outside(keeping: WeightFormat, model: Any) -> Any:
+def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """What is not in the layers. In 8 bits, a table that is also that of the lookups has a scale for each row."""
     table = model.output_table[...]
-    model = with_matrices(model, lambda matrix, _: matrix.astype(keeping.dtype))
-    if keeping.int8:
+    model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
+    if weight_format.int8:
         model.output_table.set_value(to_int8(table, (1,)))
     return model

@@ -98,12 +98,12 @@ def inspect_decoding(
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
     decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), int8=int8)
-    if length > decoder.longest_text:
+    if length > decoder.max_sequence_length:
         raise UserError(
-            f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
+            f"--context is {length}, and the model's texts end at {decoder.max_sequence_length}: give at most that"
         )
     start = time.perf_counter()
-    compiled, note = compile_for(target, decoder.lower_step(sequences, length))
+    compiled, note = compile_for(target, decoder.lower_decode(sequences, length))
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None

@@ -12,8 +12,8 @@ from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json, shortened
-from mtjax.generate.output_record import ANEW, OutputRecord
-from mtjax.generate.request import Sampling, for_text
+from mtjax.generate.output_record import NEXT_STEP, OutputRecord
+from mtjax.generate.request import Sampling, with_text_seed
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
 Identity = tuple[str, Mapping[str, Any]]
@@ -31,13 +31,13 @@ class Line:
     prompt: str
     sampling: Sampling
     stops: tuple[str, ...]
-    own: Mapping[str, Any]
+    settings: Mapping[str, Any]
     """Settings that the line gives."""
 
     @property
     def identity(self) -> Identity:
         """The inputs of the text, without the settings that all lines share."""
-        return self.prompt, self.own
+        return self.prompt, self.settings
 
 
 class JsonLines:
@@ -76,11 +76,11 @@ class JsonLines:
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
     def __enter__(self) -> "JsonLines":
-        with ExitStack() as stack, _usable(self._target):
+        with ExitStack() as stack, _file_errors(self._target):
             self._file = stack.enter_context(self._target.open("a+b"))
             if self._overwrite:
                 self._file.truncate(0)
-            self._done, end = done_in(self._file, self._target)
+            self._done, end = read_done(self._file, self._target)
             if self._done:
                 self._record.check()
                 self._check_done()
@@ -97,7 +97,7 @@ class JsonLines:
         self._progress.__exit__(*error)
         self._file.close()
 
-    def left(self) -> Iterator[Line]:
+    def remaining(self) -> Iterator[Line]:
         """Yields what the output does not have yet, in the order of the input."""
         for number in self._numbers:
             for sample in range(self._samples):
@@ -106,7 +106,7 @@ class JsonLines:
 
     def write(self, line: Line, fields: Mapping[str, Any]) -> None:
         """Appends what was made of a line."""
-        own = {"settings": line.own} if line.own else {}
+        own = {"settings": line.settings} if line.settings else {}
         record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **own, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
@@ -122,19 +122,19 @@ class JsonLines:
         for (number, sample), (prompt, settings) in self._done.items():
             where, has = f"{self._source}:{number + 1}", f"{self._target} has a text"
             if number not in self._prompts:
-                raise UserError(f"{has} for {where}, which has no prompt: {ANEW}")
+                raise UserError(f"{has} for {where}, which has no prompt: {NEXT_STEP}")
             now, own = self._prompts[number]
             if prompt != now:
                 raise UserError(
-                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {ANEW}"
+                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {NEXT_STEP}"
                 )
             if settings != own:
                 made, asked = (json.dumps(each, ensure_ascii=False) for each in (settings, own))
-                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {ANEW}")
+                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {NEXT_STEP}")
             if not 0 <= sample < self._samples:
                 raise UserError(
                     f"{has} number {sample + 1} for {where}, and --samples is {self._samples}: give at least "
-                    f"{sample + 1}, or {ANEW}"
+                    f"{sample + 1}, or {NEXT_STEP}"
                 )
 
     def _line(self, number: int, sample: int, text: str) -> Line:
@@ -150,7 +150,7 @@ class JsonLines:
             raise UserError(f"{where} has {half}: correct the line, or remove it")
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
         # A line with a seed of its own draws the same wherever it stands.
-        sampling = for_text(sampling, sample, 0 if "seed" in record else number)
+        sampling = with_text_seed(sampling, sample, 0 if "seed" in record else number)
         own = {name: record[name] for name in (*SETTINGS, "stop") if name in record}
         return Line(number, sample, record["prompt"], sampling, tuple(stops), own)
 
@@ -168,14 +168,14 @@ class JsonLines:
 
 
 @contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def _file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path} can't be used: {getattr(e, 'strerror', None) or e}") from e
 
 
-def done_in(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Identity], int]:
+def read_done(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Identity], int]:
     """Reads which texts an output has, by line and sample, and where its last line that was not cut off ends.
 
     Raises:

@@ -11,11 +11,11 @@ from mtjax.errors import UserError, first_line, parse_json_object
 from mtjax.generate.options import Options
 from mtjax.generate.weights import LoadedModel
 
-ENDING = ".settings.json"
+SUFFIX = ".settings.json"
 """Of the record's name, behind the output's."""
 DIGITS = 12
 """Of a digest, for people."""
-ANEW = "name another --output, or write this one anew with --overwrite"
+NEXT_STEP = "name another --output, or write this one anew with --overwrite"
 """What to do about an output that can't be continued."""
 OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
 """Options that change the texts, in addition to the settings of sampling."""
@@ -32,7 +32,7 @@ class OutputRecord:
     """
 
     def __init__(self, output: Path, facts: Facts) -> None:
-        self.path = output.with_name(f"{output.name}{ENDING}")
+        self.path = output.with_name(f"{output.name}{SUFFIX}")
         self._output, self._facts = output, json.loads(json.dumps(facts))
 
     @classmethod
@@ -57,12 +57,14 @@ class OutputRecord:
           UserError: they were not (the message lists the differences), or there is no record.
         """
         if not self.path.is_file():
-            raise UserError(f"{self._output} has texts, and no {self.path.name} beside it says what made them: {ANEW}")
+            raise UserError(
+                f"{self._output} has texts, and no {self.path.name} beside it says what made them: {NEXT_STEP}"
+            )
         before = parse_json_object(self.path.read_bytes(), self.path)
-        differing = [name for name, value in self._facts.items() if _compared(before.get(name)) != _compared(value)]
+        differing = [name for name, value in self._facts.items() if _comparable(before.get(name)) != _comparable(value)]
         if differing:
-            then, now = (_in_words(facts, differing) for facts in (before, self._facts))
-            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {ANEW}")
+            then, now = (_describe(facts, differing) for facts in (before, self._facts))
+            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {NEXT_STEP}")
 
     def write(self) -> None:
         """Writes the record.
@@ -78,16 +80,16 @@ class OutputRecord:
             raise UserError(f"{self.path} can't be written: {first_line(e)}") from e
 
 
-def _compared(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """What is compared of a fact: of files their digest, wherever they lie."""
     return value.get("digest") if isinstance(value, dict) else value
 
 
-def _in_words(facts: Facts, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {_value_in_words(facts.get(name))}" for name in names)
+def _describe(facts: Facts, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {_describe_value(facts.get(name))}" for name in names)
 
 
-def _value_in_words(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value.get('name')} ({str(value.get('digest'))[:DIGITS]})"
     return "none" if value is None or value == [] else json.dumps(value, ensure_ascii=False)

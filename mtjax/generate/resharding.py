@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mtjax.generate.inference_weights import Call, Stacks, places_of
+from mtjax.generate.inference_weights import Call, Stacks, layer_locations
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import dimension_axes, partition_spec
 from mtjax.theory.layout import gathers_in_compute_dtype
@@ -35,24 +35,24 @@ class LayerwiseTransfer:
         Args:
           parameters: as they are stored; abstract ones stay abstract.
         """
-        model, places = places_of(self._trained.model(parameters))
-        movers = {id(stack): self._mover(stack, _layer_at) for stack, _ in places}
-        layers = ((self._moved(movers[id(stack)], stack, np.int32(place)), 0) for stack, place in places)
-        return self._moved(self._mover(model, lambda leaf, _: leaf), model), layers
+        model, places = layer_locations(self._trained.model(parameters))
+        movers = {id(stack): self._transfer(stack, _layer_at) for stack, _ in places}
+        layers = ((self._move(movers[id(stack)], stack, np.int32(place)), 0) for stack, place in places)
+        return self._move(self._transfer(model, lambda leaf, _: leaf), model), layers
 
-    def _moved(self, move: "Transfer", module: Any, place: Any = None) -> Any:
+    def _move(self, move: "Transfer", module: Any, place: Any = None) -> Any:
         leaves, structure = jax.tree.flatten(module)
         moved = self._trained.on_mesh(self._call, move.program, leaves, place)
         return jax.tree.unflatten(structure, move.put(moved))
 
-    def _mover(self, module: Any, part: Any) -> "Transfer":
+    def _transfer(self, module: Any, select: Any) -> "Transfer":
         """What puts `part` of each leaf of a module where the other mesh has it."""
         variables = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         names = [variable.get_metadata()["axes"] for variable in variables]
         dtype, placed = self._placed.config.training.compute_dtype, self._placed
 
         def move(leaves: list[Array], place: Array | None) -> list[Array]:
-            parts = [part(leaf, place) for leaf in leaves]
+            parts = [select(leaf, place) for leaf in leaves]
             pairs = zip(parts, names, strict=True)
             return [array.astype(dtype) if gathers_in_compute_dtype(own) else array for array, own in pairs]
 

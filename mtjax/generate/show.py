@@ -9,7 +9,7 @@ COLOURS = (160, 166, 172, 178, 184, 148, 112, 76, 40)
 """Of xterm's 256, from red to green."""
 
 
-class Shown:
+class TextPrinter:
     """Writes pieces to a stream.
 
     Args:

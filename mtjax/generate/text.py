@@ -36,11 +36,11 @@ class TextWriter:
         """The text that a token makes certain, which may be empty: half a character, or the begin of a stop string."""
         self._ids.append(token)
         self.new = self._new(is_end=False)
-        return self._tell(self.new, is_end=False)
+        return self._release(self.new, is_end=False)
 
     def end(self) -> str:
         """What was held back; no token follows."""
-        return self._tell(self._new(is_end=True), is_end=True)
+        return self._release(self._new(is_end=True), is_end=True)
 
     def _new(self, is_end: bool) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._decoded])
@@ -50,7 +50,7 @@ class TextWriter:
         self._start, self._decoded = self._decoded, len(self._ids)
         return now[len(before) :]
 
-    def _tell(self, new: str, is_end: bool) -> str:
+    def _release(self, new: str, is_end: bool) -> str:
         if self.is_stopped:
             return ""
         held = self._held + new
@@ -60,8 +60,8 @@ class TextWriter:
         elif is_end:
             self._held = ""
         else:
-            kept = max((overlap(held, stop) for stop in self._stops), default=0)
-            held, self._held = held[: len(held) - kept], held[len(held) - kept :]
+            held_back = max((overlap(held, stop) for stop in self._stops), default=0)
+            held, self._held = held[: len(held) - held_back], held[len(held) - held_back :]
         self.text += held
         return held
 

@@ -36,30 +36,30 @@ def continue_text(trained: ShardedModel, parameters: Tree, tokenizer: Tokenizer,
       tokenizer: its own.
       prompt: a text.
     """
-    asked = PromptTokens.of(trained, tokenizer, prompt)
-    ids = list(asked.ids)
+    prompt_tokens = PromptTokens.of(trained, tokenizer, prompt)
+    ids = list(prompt_tokens.ids)
 
-    def told(token: Any) -> bool:
+    def on_token(token: Any) -> bool:
         ids.append(token.id)
         return False
 
-    if asked.has_room:
-        decoder = Decoder(writer_of(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
+    if prompt_tokens.fits:
+        decoder = Decoder(generation_model(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
         engine = Engine(decoder, sequences=1)
-        engine.submit(Request(asked.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=told))
+        engine.submit(Request(prompt_tokens.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=on_token))
         engine.run()
     return tokenizer.decode(ids)
 
 
 def lower_continuation(trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> list[jax.stages.Lowered]:
     """The programs of `continue_text`, lowered from abstract parameters; see there."""
-    asked, programs = PromptTokens.of(trained, tokenizer, prompt), Programs({})
-    if asked.has_room:
+    prompt_tokens, programs = PromptTokens.of(trained, tokenizer, prompt), Programs({})
+    if prompt_tokens.fits:
         target, size = trained.restore_target, tokenizer.vocab_size
-        decoder = Decoder(writer_of(trained), target, trained=trained, vocab_size=size, call=programs)
+        decoder = Decoder(generation_model(trained), target, trained=trained, vocab_size=size, call=programs)
         engine = Engine(decoder, sequences=1)
-        request = Request(asked.ids, SAMPLING)
-        cache, sequences = decoder.empty(1, engine.room(request))
+        request = Request(prompt_tokens.ids, SAMPLING)
+        cache, sequences = decoder.empty(1, engine.cache_length_for(request))
         for start, length in engine.prefill_chunks(request.prompt):
             chunk = prompt_chunk(request.prompt, start, length, 0, sampling_batch(SAMPLING, False))
             cache, sequences, *_ = decoder.prefill(cache, sequences, chunk, False)
@@ -72,7 +72,7 @@ class PromptTokens:
     """A prompt in tokens."""
 
     ids: tuple[int, ...]
-    has_room: bool
+    fits: bool
     """Whether a token fits behind it."""
 
     @classmethod
@@ -98,14 +98,16 @@ class Programs:
         return traced.out_info
 
 
-def writer_of(trained: ShardedModel) -> ShardedModel:
+def generation_model(trained: ShardedModel) -> ShardedModel:
     """The model on the devices that write: its own; of the CPU devices of one process, which are one machine's cores
     under several names, the first alone."""
     devices = list(trained.mesh.devices.flat)
-    return spread(trained, devices[:1] if devices[0].platform == "cpu" and jax.process_count() == 1 else devices)
+    return reshard_for_generation(
+        trained, devices[:1] if devices[0].platform == "cpu" and jax.process_count() == 1 else devices
+    )
 
 
-def spread(trained: ShardedModel, devices: list[Any]) -> ShardedModel:
+def reshard_for_generation(trained: ShardedModel, devices: list[Any]) -> ShardedModel:
     """The model over as many model ways of these devices as divide it.
 
     So a device holds little of it, whatever stages and ZeRO split before.

@@ -23,7 +23,7 @@ class WeightFormat:
     dtype: Any
     """Of those that are not in 8 bits."""
     int8: bool
-    turned: bool
+    transposed: bool
 
     def __call__(self, matrix: Array, names: Names) -> Any:
         """A layer's matrix; the residual stream is all of its inputs or all of its outputs, or it is the experts'."""
@@ -31,14 +31,14 @@ class WeightFormat:
         if self.int8:
             return to_int8(matrix, range(inputs))
         matrix = matrix.astype(self.dtype)
-        return TransposedWeight.of(matrix, inputs) if self.turned and "expert" not in names else matrix
+        return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
 
 
-def with_matrices(module: Any, kept: Callable[[Array, Names], Any]) -> Any:
+def with_matrices(module: Any, convert: Callable[[Array, Names], Any]) -> Any:
     """A module with its matrices as they are kept."""
 
     def cast(variable: Any) -> Any:
         names, value = variable.get_metadata()["axes"], variable[...]
-        return variable.replace(kept(value, names)) if gathers_in_compute_dtype(names) else variable
+        return variable.replace(convert(value, names)) if gathers_in_compute_dtype(names) else variable
 
     return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))

@@ -140,7 +140,7 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
     return index
 
 
-def config_in_words(config: Config, parameters: Tree) -> str:
+def describe_config(config: Config, parameters: Tree) -> str:
     """What was loaded, for people."""
     model, count = config.model, sum(leaf.size for leaf in jax.tree.leaves(parameters))
     return (

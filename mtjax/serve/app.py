@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mtjax.errors import nearest
 from mtjax.serve import chats, completions, megatron, vocabulary
 from mtjax.serve.api_error import ApiError, json_response
-from mtjax.serve.service import GONE, Handler, Service
+from mtjax.serve.service import CLIENT_CLOSED_REQUEST, Handler, Service
 
 API = "/api"
 """Megatron-LM's."""
@@ -33,14 +33,14 @@ def make_app(service: Service) -> ASGIApp:
         return Route(path, endpoint, methods=[method])
 
     routes = [
-        route("/v1/completions", completions.answer, "POST"),
-        route("/v1/chat/completions", chats.answer, "POST"),
+        route("/v1/completions", completions.create_completion, "POST"),
+        route("/v1/chat/completions", chats.create_chat_completion, "POST"),
         route("/v1/models", models),
         route("/v1/models/{name:path}", model),
         route("/tokenize", vocabulary.tokenize, "POST"),
         route("/detokenize", vocabulary.detokenize, "POST"),
         route("/tokenizer_info", vocabulary.tokenizer_info),
-        route(API, megatron.answer, "PUT"),
+        route(API, megatron.generate, "PUT"),
         route("/health", health, open_to_all=True),
         route("/metrics", metrics, open_to_all=True),
         route("/", page, open_to_all=True),
@@ -62,7 +62,7 @@ def make_app(service: Service) -> ASGIApp:
         return answer
 
     async def left(request: HttpRequest, error: Exception) -> Response:
-        return Response(status_code=GONE)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     handlers: dict[Any, Callable[[HttpRequest, Exception], Any]] = {
         ApiError: refused,
@@ -82,7 +82,7 @@ class Counting:
         """Passes a request on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        code = GONE
+        code = CLIENT_CLOSED_REQUEST
 
         async def sending(message: Message) -> None:
             nonlocal code

@@ -13,10 +13,10 @@ from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.weights import LoadedModel, config_in_words, load_model
+from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.serve.host import Host
 from mtjax.serve.options import KEYS, Options
-from mtjax.serve.replicas import Asked, Replica, as_asked, replicas_on, work
+from mtjax.serve.replicas import Replica, ReplicaEngine, replica_engines, replicas_on, run_worker
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
@@ -41,10 +41,10 @@ def run(options: Options) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):  # process 0 says when it is over
                 signal.signal(number, signal.SIG_IGN)
             served = load(options, peers.count)
-            return work(served.own, served.engines, this_process())
+            return run_worker(served.local, served.engines, this_process())
         with listen(options.host, options.port) as bound:
             served = load(options, peers.count)
-            serve(options, keys, as_asked(served.replicas, served.engines, options.batch), served.model, bound)
+            serve(options, keys, replica_engines(served.replicas, served.engines, options.batch), served.model, bound)
     return None
 
 
@@ -54,7 +54,7 @@ class Loaded:
 
     replicas: list[Replica]
     """All of them."""
-    own: list[Replica]
+    local: list[Replica]
     """Those that this process works on."""
     engines: list[Engine]
     """Of each of these."""
@@ -76,7 +76,7 @@ def load(options: Options, processes: int) -> Loaded:
     model = load_model(options.source, *given, devices=own[0].mesh)
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}{count}")
+        say(f"model   {describe_config(model.placed.config, model.parameters)}{count}")
     engines = []
     for replica in own:
         placed = model if replica is own[0] else model.on(replica.mesh)
@@ -88,7 +88,7 @@ def load(options: Options, processes: int) -> Loaded:
 def serve(
     options: Options,
     keys: Sequence[str],
-    engines: Sequence[Asked],
+    engines: Sequence[ReplicaEngine],
     model: LoadedModel,
     bound: socket.socket,
 ) -> None:

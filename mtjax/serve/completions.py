@@ -10,9 +10,9 @@ from starlette.responses import Response
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.sampling import MOST_LIKELY
-from mtjax.serve.answers import WITHOUT_EFFECT, CommonFields, Texts
+from mtjax.serve.answers import IGNORED_FIELDS, CommonFields, Texts
 from mtjax.serve.api_error import ApiError
-from mtjax.serve.fields import Fields, checked_text, wrong
+from mtjax.serve.fields import Fields, checked_text, invalid_value
 from mtjax.serve.logprobs import CompletionLogprobs
 from mtjax.serve.service import Service
 
@@ -29,39 +29,39 @@ class Prompt:
     text: str
 
 
-async def answer(service: Service, request: HttpRequest) -> Response:
+async def create_completion(service: Service, request: HttpRequest) -> Response:
     """Answers one.
 
     Raises:
       Refused: something is wrong with it.
     """
-    fields = Fields(await service.read_object(request), WITHOUT_EFFECT)
-    asked = CommonFields.of(service, fields)
+    fields = Fields(await service.read_object(request), IGNORED_FIELDS)
+    common = CommonFields.of(service, fields)
     given = fields.take("prompt")
-    tokens = fields.whole("max_tokens", 0, 2**31)
-    most_likely = fields.whole("logprobs", 0, MOST_LIKELY)
-    echo = fields.flag("echo")
-    fields.without("suffix", "this server writes at the end of texts only", "")
-    fields.without("best_of", "this server writes n texts and keeps them all", asked.samples)
-    fields.close()
+    tokens = fields.integer("max_tokens", 0, 2**31)
+    most_likely = fields.integer("logprobs", 0, MOST_LIKELY)
+    echo = fields.boolean("echo")
+    fields.reject_unsupported("suffix", "this server writes at the end of texts only", "")
+    fields.reject_unsupported("best_of", "this server writes n texts and keeps them all", common.samples)
+    fields.reject_unknown()
     if tokens == 0 and not echo:
         raise ApiError(400, "max_tokens is 0, and without echo there is nothing to tell", "max_tokens")
     prompts = await read_prompts(service, given)
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = service.room(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
+    room = service.max_new_tokens(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
     with_logprobs = most_likely is not None
     texts = Texts(
         service,
-        asked,
+        common,
         [prompt.ids for prompt in prompts],
-        replace(asked.sampling, max_tokens=room),
+        replace(common.sampling, max_tokens=room),
         logprobs=with_logprobs,
         echo=echo and with_logprobs,
         # Whoever asks how likely a prompt is (lm-eval's harness does) counts on one token behind it, whatever it is.
         **({"stop_ids": frozenset[int]()} if echo and with_logprobs and room == 1 else {}),
     )
-    form = CompletionFormat(service, prompts, asked.samples, most_likely, echo, is_written=tokens != 0)
-    return await texts.answer(request, form)
+    form = CompletionFormat(service, prompts, common.samples, most_likely, echo, is_written=tokens != 0)
+    return await texts.respond(request, form)
 
 
 async def read_prompts(service: Service, given: Any) -> list[Prompt]:
@@ -70,12 +70,12 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     Raises:
       Refused: it is not one of these, or too many.
     """
-    words = "a string, a list of strings, a list of ids, or a list of lists of ids"
+    expected = "a string, a list of strings, a list of ids, or a list of lists of ids"
     if given is None:
-        raise ApiError(400, f"prompt is missing: it is {words}", "prompt")
+        raise ApiError(400, f"prompt is missing: it is {expected}", "prompt")
     several = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
-    if len(several) > service.host.most_texts:
-        raise wrong("prompt", f"a list of {len(several)}", f"of at most {service.host.most_texts}")
+    if len(several) > service.host.max_texts:
+        raise invalid_value("prompt", f"a list of {len(several)}", f"of at most {service.host.max_texts}")
     prompts = []
     for one in several:
         if isinstance(one, str):
@@ -83,7 +83,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
         elif isinstance(one, list) and one and all(map(_is_id, one)):
             prompts.append(Prompt(one, await service.tokens.decode(one)))
         else:
-            raise wrong("prompt", shortened(given), words)
+            raise invalid_value("prompt", shortened(given), expected)
     if not all(prompt.ids for prompt in prompts):
         raise ApiError(400, "a prompt has no tokens: give at least one", "prompt")
     return prompts
@@ -120,24 +120,24 @@ class CompletionFormat:
         """Less than 0 where the tokenizer puts something before a text, such as `<s>`."""
         return min(len(prompt.text) - len(service.tokens.decoder.decode(prompt.ids)), 0)
 
-    def whole(self, index: int, text: Completion) -> dict[str, Any]:
+    def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
         """A choice: the text, and its tokens."""
         pieces = [*text.prompt_pieces, *(text.pieces if self._is_written else ())]
         words = (self._prompts[index].text if self._echo else "") + (text.text if self._is_written else "")
         return {"text": words, "logprobs": self._of(index, pieces)}
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first_choice(self, index: int) -> dict[str, Any] | None:
         """The prompt, if it is to be told."""
         return {"text": self._prompts[index].text, "logprobs": None} if self._echo else None
 
-    def piece(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
+    def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
         """Text behind the prompt; of the prompt, which was told as a whole, log-probabilities alone."""
         if not (is_prompt or self._is_written):
             return None
         text = "" if is_prompt else piece.text
         return {"text": text, "logprobs": self._of(index, [piece])} if text or self._logprobs else None
 
-    def last(self) -> dict[str, Any]:
+    def last_choice(self) -> dict[str, Any]:
         """No more text."""
         return {"text": "", "logprobs": None}
 

@@ -41,21 +41,21 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
-        self._left = {name: value for name, value in values.items() if value is not None}
+        self._remaining = {name: value for name, value in values.items() if value is not None}
         self._known = set(without_effect)
         for name in without_effect:
-            self._left.pop(name, None)
+            self._remaining.pop(name, None)
 
     def has(self, name: str) -> bool:
         """Tells whether a field is given and has not been taken yet."""
-        return name in self._left
+        return name in self._remaining
 
     def take(self, name: str) -> Any:
         """A field of any kind; None when it is not given."""
         self._known.add(name)
-        return self._left.pop(name, None)
+        return self._remaining.pop(name, None)
 
-    def flag(self, name: str) -> bool:
+    def boolean(self, name: str) -> bool:
         """True or false; false when it is not given."""
         return self._typed(name, bool, "true or false") or False
 
@@ -64,22 +64,22 @@ class Fields:
         value = self._typed(name, str, "a string")
         return None if value is None else checked_text(value, name)
 
-    def whole(self, name: str, least: int, most: int) -> int | None:
+    def integer(self, name: str, least: int, most: int) -> int | None:
         """A whole number."""
         value = self._typed(name, int, "a whole number")
         if value is not None and not least <= value <= most:
-            raise wrong(name, value, f"from {least} to {most}")
+            raise invalid_value(name, value, f"from {least} to {most}")
         return value
 
-    def number(self, name: str, admits: Callable[[float], bool], words: str) -> float | None:
+    def number(self, name: str, is_valid: Callable[[float], bool], expected: str) -> float | None:
         """A number; `words` say which are admitted."""
         value = self._typed(name, int | float, "a number")
         try:
             number = None if value is None else float(value)
         except OverflowError:
-            raise wrong(name, value, words) from None
-        if number is not None and not admits(number):
-            raise wrong(name, value, words)
+            raise invalid_value(name, value, expected) from None
+        if number is not None and not is_valid(number):
+            raise invalid_value(name, value, expected)
         return number
 
     def sampling(self, **defaults: Any) -> Sampling:
@@ -96,39 +96,39 @@ class Fields:
             value = self._bounded(field.name, bound, whole=field.type is int)
             if value is not None:
                 chosen[field.name] = value
-        seed = self.whole("seed", -(2**63), 2**64 - 1)
+        seed = self.integer("seed", -(2**63), 2**64 - 1)
         if seed is not None:
             chosen["seed"] = seed % 2**64
         return Sampling(**chosen)
 
     def _bounded(self, name: str, bound: Bound, *, whole: bool) -> float | None:
         value = self._typed(name, int, "a whole number") if whole else self._typed(name, int | float, "a number")
-        if value is not None and (words := bound.why_not(value)):
-            raise wrong(name, value, words)
+        if value is not None and (expected := bound.why_not(value)):
+            raise invalid_value(name, value, expected)
         return value if value is None or whole else float(value)
 
-    def without(self, name: str, what: str, *same: Any) -> None:
+    def reject_unsupported(self, name: str, what: str, *same: Any) -> None:
         """A field of which only values that change nothing are taken: `what` says what the server lacks."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in same):
             raise ApiError(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
 
-    def close(self) -> None:
+    def reject_unknown(self) -> None:
         """Refuses what nobody has asked for."""
-        for name in self._left:
+        for name in self._remaining:
             known = nearest(name, self._known)
             raise ApiError(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
 
-    def _typed(self, name: str, kind: Any, words: str) -> Any:
+    def _typed(self, name: str, kind: Any, expected: str) -> Any:
         value = self.take(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise wrong(name, json.dumps(value), words)
+            raise invalid_value(name, json.dumps(value), expected)
         return value
 
 
-def wrong(name: str, value: object, words: str) -> ApiError:
+def invalid_value(name: str, value: object, expected: str) -> ApiError:
     """A field whose value is not one of those in words."""
-    return ApiError(400, f"{name} is {shortened(value)}, and must be {words}", name)
+    return ApiError(400, f"{name} is {shortened(value)}, and must be {expected}", name)
 
 
 def checked_text(text: str, name: str) -> str:
@@ -148,7 +148,7 @@ def strings_or_one(value: Any, name: str, most: int) -> tuple[str, ...]:
     """A string, or a list of at most `most`; nothing for None."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise wrong(name, json.dumps(value), "a string or a list of strings")
+        raise invalid_value(name, json.dumps(value), "a string or a list of strings")
     if len(texts) > most:
-        raise wrong(name, f"a list of {len(texts)}", f"of at most {most}")
+        raise invalid_value(name, f"a list of {len(texts)}", f"of at most {most}")
     return tuple(checked_text(text, name) for text in texts)

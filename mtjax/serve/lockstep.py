@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from mtjax.generate.engine import Engine
-from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.serve.kv_mailbox import receive
 from mtjax.train.processes.coordination import service
 
-KEPT = 64
+RETAINED_PLANS = 64
 """Plans that stay: none is behind by more steps, since steps are collective."""
 
 
-def plans(replica: int) -> str:
+def plan_prefix(replica: int) -> str:
     """Where a replica's plans are left."""
     return f"mtjax/serve/{replica}/plan"
 
@@ -35,13 +35,13 @@ class LockstepLeader:
     """
 
     def __init__(self, engine: Engine, replica: int) -> None:
-        self._place = plans(replica)
-        self._engine, self.max_context, self.reads_text = engine, engine.max_context, engine.reads_text
+        self._prefix = plan_prefix(replica)
+        self._engine, self.max_context, self.is_encoder_decoder = engine, engine.max_context, engine.is_encoder_decoder
         self._changed = threading.Condition()
         self._joining: list[Request] = []
         self._ending: list[Request] = []
         self._numbers: dict[Request, int] = {}
-        self._followed: dict[Request, Request] = {}
+        self._engine_requests: dict[Request, Request] = {}
         """Of a request, the one that the engine has."""
         self._count = self._plans = 0
 
@@ -82,7 +82,7 @@ class LockstepLeader:
                     if stopped is None:
                         return None
                     if stopped.is_set():
-                        return self._tell({"stop": True})
+                        return self._publish({"stop": True})
                     self._changed.wait()
                 joining, self._joining = self._joining, []
                 ending, self._ending = self._ending, []
@@ -91,30 +91,30 @@ class LockstepLeader:
     def _step(self, joining: list[Request], ending: list[Request]) -> bool:
         for request in joining:
             self._numbers[request], self._count = self._count, self._count + 1
-            self._followed[request] = told_once(request, self._forget, self.cancel)
+            self._engine_requests[request] = ending_once(request, self._forget, self.cancel)
         ends = [request for request in ending if request in self._numbers]
         plan = {
-            "join": [[self._numbers[request], as_words(request)] for request in joining],
+            "join": [[self._numbers[request], request_to_json(request)] for request in joining],
             "end": [self._numbers[request] for request in ends],
         }
-        self._tell(plan)
+        self._publish(plan)
         for request in joining:
-            self._engine.submit(self._followed[request])
+            self._engine.submit(self._engine_requests[request])
         for request in ends:
-            self._engine.cancel(self._followed[request])
+            self._engine.cancel(self._engine_requests[request])
         return self._engine.step()
 
     def _forget(self, request: Request) -> None:
-        del self._numbers[request], self._followed[request]
+        del self._numbers[request], self._engine_requests[request]
 
-    def _tell(self, plan: dict[str, Any]) -> None:
-        service().key_value_set(f"{self._place}/{self._plans}", json.dumps(plan))
-        if self._plans >= KEPT:
-            service().key_value_delete(f"{self._place}/{self._plans - KEPT}")
+    def _publish(self, plan: dict[str, Any]) -> None:
+        service().key_value_set(f"{self._prefix}/{self._plans}", json.dumps(plan))
+        if self._plans >= RETAINED_PLANS:
+            service().key_value_delete(f"{self._prefix}/{self._plans - RETAINED_PLANS}")
         self._plans += 1
 
 
-def told_once(request: Request, forget: Callable[[Request], None], end: Callable[[Request], None]) -> Request:
+def ending_once(request: Request, forget: Callable[[Request], None], end: Callable[[Request], None]) -> Request:
     """A request that others end later than its listener does, and of which nothing is told in between.
 
     Args:
@@ -124,7 +124,7 @@ def told_once(request: Request, forget: Callable[[Request], None], end: Callable
     """
     told = False
 
-    def on_end(why: ENDED) -> None:
+    def on_end(why: FinishReason) -> None:
         nonlocal told
         forget(request)
         if not told:
@@ -145,11 +145,13 @@ def told_once(request: Request, forget: Callable[[Request], None], end: Callable
 def follow(engine: Engine, replica: int) -> None:
     """Does what the first process of a replica says, until that stops."""
     requests: dict[int, Request] = {}
-    for plan in receive(plans(replica)):
+    for plan in receive(plan_prefix(replica)):
         if "stop" in plan:
             return
         for number, words in plan["join"]:
-            requests[number] = request = from_words(words, on_end=lambda why, number=number: requests.pop(number))
+            requests[number] = request = request_from_json(
+                words, on_end=lambda why, number=number: requests.pop(number)
+            )
             engine.submit(request)
         for number in plan["end"]:
             if number in requests:
@@ -157,7 +159,7 @@ def follow(engine: Engine, replica: int) -> None:
         engine.step()
 
 
-def as_words(request: Request) -> dict[str, Any]:
+def request_to_json(request: Request) -> dict[str, Any]:
     """What other processes need of a request."""
     return {
         "prompt": request.prompt,
@@ -168,7 +170,7 @@ def as_words(request: Request) -> dict[str, Any]:
     }
 
 
-def from_words(words: dict[str, Any], **listeners: Any) -> Request:
+def request_from_json(words: dict[str, Any], **listeners: Any) -> Request:
     """The request that `as_words` wrote, with these listeners."""
     sampling, stop_ids = Sampling(**words["sampling"]), frozenset(words["stop_ids"])
     prompt, told = tuple(words["prompt"]), {"logprobs": words["logprobs"], "echo": words["echo"]}

@@ -38,7 +38,7 @@ class CompletionLogprobs:
         if token.logprob is None:
             return None
         texts: dict[str, float] = {}
-        for index, logprob in [*token.likely.items()][: self._most]:
+        for index, logprob in [*token.top_logprobs.items()][: self._most]:
             texts.setdefault(self._tokens.text_of(index), logprob)
         texts.setdefault(self._tokens.text_of(token.id), token.logprob)
         return texts
@@ -52,7 +52,7 @@ def chat_logprobs(tokens: Tokens, pieces: Iterable[Piece], most: int) -> dict[st
 
     content = [
         entry(token.id, token.logprob)
-        | {"top_logprobs": [entry(index, logprob) for index, logprob in [*token.likely.items()][:most]]}
+        | {"top_logprobs": [entry(index, logprob) for index, logprob in [*token.top_logprobs.items()][:most]]}
         for token in (piece.token for piece in pieces)
         if token is not None
     ]

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 WINDOW = 10.0
 """Seconds over which tokens per second are taken."""
-FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
@@ -43,15 +43,21 @@ class Metrics:
         self.requests = Counter("mtjax_requests", "Answers", ["path", "code"], registry=registry)
         self.prompt_tokens = Counter("mtjax_prompt_tokens", "Tokens of prompts", registry=registry)
         self._tokens = Counter("mtjax_generated_tokens", "Tokens written", registry=registry)
-        self.texts = Counter("mtjax_texts", "Texts that ended, by why", ["ended"], registry=registry)
-        self.first = Histogram(
-            "mtjax_time_to_first_token_seconds", "From a request to its first token", registry=registry, buckets=FIRST
+        self.finished = Counter("mtjax_texts", "Texts that ended, by why", ["ended"], registry=registry)
+        self.time_to_first_token = Histogram(
+            "mtjax_time_to_first_token_seconds",
+            "From a request to its first token",
+            registry=registry,
+            buckets=FIRST_TOKEN_BUCKETS,
         )
-        self.between = Histogram(
-            "mtjax_time_per_token_seconds", "From a token to the next of its text", registry=registry, buckets=BETWEEN
+        self.time_per_token = Histogram(
+            "mtjax_time_per_token_seconds",
+            "From a token to the next of its text",
+            registry=registry,
+            buckets=PER_TOKEN_BUCKETS,
         )
-        self.whole = Histogram(
-            "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=WHOLE
+        self.request_seconds = Histogram(
+            "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=REQUEST_BUCKETS
         )
 
     def count_token(self, replica: int) -> None:

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from mtjax.generate.engine import Engine
-from mtjax.generate.request import ENDED, Request, Token
+from mtjax.generate.request import FinishReason, Request, Token
 from mtjax.serve.kv_mailbox import Sender, receive
-from mtjax.serve.lockstep import LockstepLeader, as_words, from_words, told_once
+from mtjax.serve.lockstep import LockstepLeader, ending_once, request_from_json, request_to_json
 
 JOIN, END, STOP, PROMPT, TOKEN = "join", "end", "stop", "prompt", "token"
 
 
-def orders(replica: int) -> str:
+def commands_prefix(replica: int) -> str:
     """Where process 0 says what a replica shall do."""
     return f"mtjax/serve/{replica}/orders"
 
 
-def news(replica: int) -> str:
+def events_prefix(replica: int) -> str:
     """Where the replica says what it wrote."""
     return f"mtjax/serve/{replica}/news"
 
@@ -36,19 +36,23 @@ class RemoteReplica:
       sequences: that it writes at a time.
     """
 
-    def __init__(self, replica: int, like: Engine, sequences: int) -> None:
-        self._like, self.max_context, self.reads_text = like, like.max_context, like.reads_text
+    def __init__(self, replica: int, local_engine: Engine, sequences: int) -> None:
+        self._local_engine, self.max_context, self.is_encoder_decoder = (
+            local_engine,
+            local_engine.max_context,
+            local_engine.is_encoder_decoder,
+        )
         self._sequences, self._count, self._lock = sequences, 0, threading.Lock()
-        self._orders = Sender(orders(replica))
-        self._news: Iterator[list[Any]] = receive(news(replica), only_reader=True)
+        self._commands = Sender(commands_prefix(replica))
+        self._events: Iterator[list[Any]] = receive(events_prefix(replica), only_reader=True)
         self._numbers: dict[Request, int] = {}
-        self._told: dict[int, Request] = {}
+        self._requests: dict[int, Request] = {}
         """By number, requests that tell what is heard of them."""
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests that wait, and that run."""
-        count = len(self._told)
+        count = len(self._requests)
         running = min(count, self._sequences)
         return count - running, running
 
@@ -58,62 +62,62 @@ class RemoteReplica:
         Raises:
           UserError: it can't be continued.
         """
-        self._like.check(request)
+        self._local_engine.check(request)
         with self._lock:
             number, self._count = self._count, self._count + 1
-            self._numbers[request], self._told[number] = number, told_once(request, self._forget, self.cancel)
-        self._orders.send([JOIN, number, as_words(request)])
+            self._numbers[request], self._requests[number] = number, ending_once(request, self._forget, self.cancel)
+        self._commands.send([JOIN, number, request_to_json(request)])
 
     def cancel(self, request: Request) -> None:
         """Ends a request soon; does nothing to one that has ended, or is another replica's."""
         number = self._numbers.get(request)
         if number is not None:
-            self._orders.send([END, number])
+            self._commands.send([END, number])
 
     def wake(self) -> None:
         """Ends `run`, once nothing is left to do."""
-        self._orders.send([STOP])
+        self._commands.send([STOP])
 
     def run(self, stopped: threading.Event | None = None) -> None:
         """Tells what the replica writes, until nothing is left to do; with `stopped`, until it has stopped."""
-        if stopped is None and not self._told:
+        if stopped is None and not self._requests:
             return
-        for letter in self._news:
+        for letter in self._events:
             for kind, *words in letter:
                 if kind == STOP:
                     return
-                self._hear(kind, *words)
-            if stopped is None and not self._told:
+                self._handle(kind, *words)
+            if stopped is None and not self._requests:
                 return
 
-    def _hear(self, kind: str, number: int, words: Any) -> None:
-        request = self._told[number]
+    def _handle(self, kind: str, number: int, words: Any) -> None:
+        request = self._requests[number]
         if kind == TOKEN:
-            request.on_token(_token(words))
+            request.on_token(_token_from_json(words))
         elif kind == PROMPT:
-            request.on_prompt([_token(each) for each in words])
+            request.on_prompt([_token_from_json(each) for each in words])
         else:
             request.on_end(words)
 
     def _forget(self, request: Request) -> None:
         with self._lock:
-            del self._told[self._numbers.pop(request)]
+            del self._requests[self._numbers.pop(request)]
 
 
-def answer(engine: Engine | LockstepLeader, replica: int) -> None:
+def serve_replica(engine: Engine | LockstepLeader, replica: int) -> None:
     """Works for process 0 as the first process of a replica, until that stops."""
-    told, stopped = Sender(news(replica)), threading.Event()
+    events, stopped = Sender(events_prefix(replica)), threading.Event()
     requests: dict[int, Request] = {}
     failures: list[BaseException] = []
 
-    def obey() -> None:
+    def read_commands() -> None:
         try:
-            for letter in receive(orders(replica), only_reader=True):
+            for letter in receive(commands_prefix(replica), only_reader=True):
                 for kind, *words in letter:
                     if kind == STOP:
                         return
                     if kind == JOIN:
-                        _join(engine, requests, told, *words)
+                        _join(engine, requests, events, *words)
                     elif (request := requests.get(words[0])) is not None:
                         engine.cancel(request)
         except BaseException as e:  # the service is gone: this process can't go on
@@ -122,36 +126,36 @@ def answer(engine: Engine | LockstepLeader, replica: int) -> None:
             stopped.set()
             engine.wake()
 
-    threading.Thread(target=obey, name=f"orders of replica {replica}", daemon=True).start()
+    threading.Thread(target=read_commands, name=f"orders of replica {replica}", daemon=True).start()
     engine.run(stopped)
     if failures:
         raise failures[0]
-    told.send([STOP])
-    told.close()
+    events.send([STOP])
+    events.close()
 
 
 def _join(
-    engine: Engine | LockstepLeader, requests: dict[int, Request], told: Sender, number: int, words: dict[str, Any]
+    engine: Engine | LockstepLeader, requests: dict[int, Request], events: Sender, number: int, words: dict[str, Any]
 ) -> None:
     def on_token(token: Token) -> bool:
-        told.send([TOKEN, number, _words(token)])
+        events.send([TOKEN, number, _token_to_json(token)])
         return False
 
-    def on_end(why: ENDED) -> None:
+    def on_end(why: FinishReason) -> None:
         del requests[number]
-        told.send([END, number, why])
+        events.send([END, number, why])
 
     def on_prompt(tokens: list[Token]) -> None:
-        told.send([PROMPT, number, [_words(token) for token in tokens]])
+        events.send([PROMPT, number, [_token_to_json(token) for token in tokens]])
 
-    requests[number] = from_words(words, on_token=on_token, on_end=on_end, on_prompt=on_prompt)
+    requests[number] = request_from_json(words, on_token=on_token, on_end=on_end, on_prompt=on_prompt)
     engine.submit(requests[number])
 
 
-def _words(token: Token) -> list[Any]:
-    return [token.id, token.logprob, list(token.likely.items())]
+def _token_to_json(token: Token) -> list[Any]:
+    return [token.id, token.logprob, list(token.top_logprobs.items())]
 
 
-def _token(words: list[Any]) -> Token:
+def _token_from_json(words: list[Any]) -> Token:
     number, logprob, likely = words
     return Token(number, logprob, dict(likely))

@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 from mtjax.errors import UserError
 from mtjax.generate.engine import Engine
 from mtjax.serve.lockstep import LockstepLeader, follow
-from mtjax.serve.remote_replica import RemoteReplica, answer
+from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.sharding.mesh import attach_devices, replica_meshes
 from mtjax.theory.mesh import MeshShape
 
-Asked = Engine | LockstepLeader | RemoteReplica
+ReplicaEngine = Engine | LockstepLeader | RemoteReplica
 """What process 0 asks for a replica's texts."""
 
 
@@ -46,30 +46,32 @@ def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
     return [Replica(number, mesh) for number, mesh in enumerate(replica_meshes(attach_devices(shape, processes)))]
 
 
-def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[Asked]:
+def replica_engines(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[ReplicaEngine]:
     """What process 0 asks, for each replica; `own` are the engines of those that it works on, the first ones."""
-    asked: list[Asked] = []
+    asked: list[ReplicaEngine] = []
     for replica in replicas:
         if replica.number >= len(own):
             asked.append(RemoteReplica(replica.number, own[0], sequences))
         else:
-            asked.append(led(replica, own[replica.number]))
+            asked.append(leading_engine(replica, own[replica.number]))
     return asked
 
 
-def led(replica: Replica, engine: Engine) -> Engine | LockstepLeader:
+def leading_engine(replica: Replica, engine: Engine) -> Engine | LockstepLeader:
     """The engine of the first process of a replica, which others may follow."""
     return LockstepLeader(engine, replica.number) if len(replica.processes) > 1 else engine
 
 
-def work(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:
+def run_worker(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:
     """What a process does that is not process 0: works on its replicas, until process 0 lets it go."""
     jobs: list[Callable[[], None]] = []
     for replica, engine in zip(replicas, engines, strict=True):
         if process > replica.processes[0]:
             jobs.append(lambda engine=engine, number=replica.number: follow(engine, number))
         else:
-            jobs.append(lambda replica=replica, engine=engine: answer(led(replica, engine), replica.number))
+            jobs.append(
+                lambda replica=replica, engine=engine: serve_replica(leading_engine(replica, engine), replica.number)
+            )
     threads = ThreadPoolExecutor(len(jobs), "replica")  # not waited for when one fails: the process ends
     for done in as_completed([threads.submit(job) for job in jobs]):
         done.result()

@@ -52,40 +52,40 @@ def address_of(bound: socket.socket) -> str:
 class Protocol(H11Protocol):
     """HTTP of one connection, which ends where the headers of a request take too long; uvicorn would wait for ever."""
 
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Begins to wait for headers."""
         super().connection_made(transport)
-        self._expect()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         """Goes on waiting as long as headers are not complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
-            self._expect()
+            self._start_timer()
         else:
-            self._forget()
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is waited for."""
-        self._forget()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _expect(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEADER_SECONDS, self._refuse)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._send_timeout)
 
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _refuse(self) -> None:
+    def _send_timeout(self) -> None:
         if not self.transport.is_closing():
-            said = f"the headers did not come within {HEADER_SECONDS} s\n".encode()
-            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(said)}\r\n\r\n"
-            self.transport.write(head.encode() + said)
+            body = f"the headers did not come within {HEADER_SECONDS} s\n".encode()
+            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            self.transport.write(head.encode() + body)
             self.transport.close()
 
 
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends connections and the engine."""
         self._host.draining = True
-        self._host.refuse_rest()
+        self._host.fail_pending()
         await super().shutdown(sockets)
         await asyncio.to_thread(self._host.stop)
 

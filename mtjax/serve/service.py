@@ -16,13 +16,13 @@ from starlette.types import Receive
 from mtjax.generate.completion import Completion
 from mtjax.generate.request import Sampling
 from mtjax.serve.api_error import ApiError
-from mtjax.serve.fields import parse_object, wrong
+from mtjax.serve.fields import invalid_value, parse_object
 from mtjax.serve.host import Host, PendingResponse
 from mtjax.serve.tokens import Tokens
 
 BODY_SECONDS = 30
 """That a client has to send the body of a request."""
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """nginx's status of a client that has left."""
 
 
@@ -92,7 +92,7 @@ class Service:
           Refused: there is no such model.
         """
         if name is not None and not isinstance(name, str):
-            raise wrong("model", name, "a string")
+            raise invalid_value("model", name, "a string")
         if name is not None and name != self.name:
             raise ApiError(404, f"no model is called {name[:200]!r} here: this is {self.name!r}", "model")
 
@@ -117,7 +117,7 @@ class Service:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS} s") from None
         return parse_object(b"".join(parts))
 
-    def room(self, longest: int, tokens: int | None, field: str, default: int | None = None) -> int:
+    def max_new_tokens(self, longest: int, tokens: int | None, field: str, default: int | None = None) -> int:
         """Tokens to write behind a prompt.
 
         Args:
@@ -130,7 +130,9 @@ class Service:
           Refused: context or limits don't have that many.
         """
         context = self.host.max_context
-        longest = 0 if self.host.reads_text else longest  # the engine knows how long a text may be that is answered
+        longest = (
+            0 if self.host.is_encoder_decoder else longest
+        )  # the engine knows how long a text may be that is answered
         if longest >= context:
             raise ApiError(400, f"the prompt has {longest} tokens, and the model's context ends at {context}", "prompt")
         room = min(context - longest, self.limits.tokens)
@@ -143,7 +145,7 @@ class Service:
             raise ApiError(400, f"{said}: ask for at most {room}", field)
         return tokens
 
-    def ticket(self) -> PendingResponse:
+    def pending_response(self) -> PendingResponse:
         """For the texts of one request."""
         return PendingResponse(self.limits.seconds)
 
@@ -152,7 +154,7 @@ class Service:
         return Completion(self.tokens.decoder, tuple(prompt), sampling, **{"stop_ids": self.stop_ids, **more})
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Response]) -> Response:
+async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
     """The answer of some work, which is cancelled when the client leaves before."""
 
     async def gone() -> None:
@@ -162,7 +164,7 @@ async def unless_gone(receive: Receive, work: Awaitable[Response]) -> Response:
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=GONE)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         for task in (working, leaving):
             task.cancel()

@@ -48,15 +48,15 @@ class Tokens:
 
     async def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text to be continued or answered, as the model is given it."""
-        return await self._apart(lambda: self._prompt_ids(text))
+        return await self._in_thread(lambda: self._prompt_ids(text))
 
     async def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""
-        return await self._apart(lambda: self._tokenizer.encode(text))
+        return await self._in_thread(lambda: self._tokenizer.encode(text))
 
     async def encode_marked(self, text: str) -> list[int]:
         """The same, where names of special tokens stand for them."""
-        return await self._apart(lambda: self._tokenizer.encode_marked(text))
+        return await self._in_thread(lambda: self._tokenizer.encode_marked(text))
 
     async def encode_chat(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> list[int]:
         """Ids of a conversation, up to where the model answers.
@@ -68,13 +68,13 @@ class Tokens:
         if template is None:
             raise ApiError(400, "this model has no chat_template: ask /v1/completions", "messages")
         try:
-            return await self._apart(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
+            return await self._in_thread(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
         except UserError as e:
             raise ApiError(400, str(e), "messages") from e
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
-        return await self._apart(lambda: self.decoder.decode(ids))
+        return await self._in_thread(lambda: self.decoder.decode(ids))
 
     def text_of(self, token: int) -> str:
         """One token's text, as it reads behind others: with the space that it begins with."""
@@ -88,5 +88,5 @@ class Tokens:
         text = self.text_of(token)
         return None if BROKEN in text else list(text.encode())
 
-    async def _apart(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

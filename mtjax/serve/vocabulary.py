@@ -8,7 +8,7 @@ from starlette.responses import Response
 from mtjax.errors import shortened
 from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.chats import INPUTS, read_inputs, read_messages
-from mtjax.serve.fields import Fields, wrong
+from mtjax.serve.fields import Fields, invalid_value
 from mtjax.serve.service import Service
 
 
@@ -26,15 +26,15 @@ async def tokenize(service: Service, request: HttpRequest) -> Response:
     prompt, messages = fields.text("prompt"), fields.take("messages")
     with_special = fields.take("add_special_tokens")
     if not isinstance(with_special, bool | None):
-        raise wrong("add_special_tokens", shortened(with_special), "true or false")
-    with_texts = fields.flag("return_token_strs")
+        raise invalid_value("add_special_tokens", shortened(with_special), "true or false")
+    with_texts = fields.boolean("return_token_strs")
     template, inputs = service.tokens.template, None
     if messages is not None:
         inputs = read_inputs(fields, template)
     else:
         for name in INPUTS:
-            fields.without(name, "only messages are written by the chat template", [], {})
-    fields.close()
+            fields.reject_unsupported(name, "only messages are written by the chat template", [], {})
+    fields.reject_unknown()
     if (prompt is None) == (messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
     if messages is not None:
@@ -55,10 +55,10 @@ async def detokenize(service: Service, request: HttpRequest) -> Response:
     fields = Fields(await service.read_object(request))
     service.check_name(fields.take("model"))
     ids = fields.take("tokens")
-    fields.close()
+    fields.reject_unknown()
     size = service.tokens.decoder.vocab_size
     if not isinstance(ids, list) or not all(type(index) is int and 0 <= index < size for index in ids):
-        raise wrong("tokens", shortened(ids), f"a list of ids from 0 to {size - 1}")
+        raise invalid_value("tokens", shortened(ids), f"a list of ids from 0 to {size - 1}")
     return json_response({"prompt": await service.tokens.decode(ids)})
 
 

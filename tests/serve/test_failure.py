@@ -20,7 +20,7 @@ class Failing(Engine):
     def __init__(self) -> None:
         self.max_context, self._asked, self._count = 96, threading.Event(), 0
 
-    load, reads_text = (0, 0), False
+    load, is_encoder_decoder = (0, 0), False
 
     def submit(self, request) -> None:
         self._count += 1
