@@ -165,7 +165,7 @@ def test_decoding_is_inspected_too(capsys, tmp_path):
     sizes = {"--num-layers": 1, "--hidden-size": 64, "--num-heads": 4, "--vocab-size": 250, "--mesh": "1x2"}
     words = [str(word) for pair in sizes.items() for word in pair]
     code, out, _ = run(capsys, "--generate", *words, "--context", "32", "--json", str(tmp_path / "r.json"))
-    assert code == 0 and "logits are not sent" in out and "room for 32 tokens" in out
+    assert code == 0 and "logits stay sharded" in out and "KV cache for 32 tokens" in out
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["program"] == "decoding" and document["contract"]["holds"]
     assert {c["phase"] for c in document["collectives"]} == {"embedding forward", "layer forward", "sampling"}

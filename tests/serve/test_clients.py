@@ -139,7 +139,7 @@ def test_models_and_errors(live, client) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p is 2") as error:
         client.completions.create(model="tiny", prompt="x", top_p=2)
     assert error.value.param == "top_p"
-    with pytest.raises(openai.BadRequestError, match="chat_template of .* reads no tools"):
+    with pytest.raises(openai.BadRequestError, match="chat_template of .* does not use tools"):
         tool = {"type": "function", "function": {"name": "f"}}
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
 
