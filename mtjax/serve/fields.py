@@ -1,4 +1,4 @@
-"""The JSON object of a request, read field by field: whatever is wrong is a 400 that names the field."""
+"""Reads the JSON object of a request field by field; invalid values raise a 400 error that names the field."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -14,30 +14,30 @@ BOUNDS = {field.name: setting_of(field).bound for field in fields_of(Sampling)}
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object that a body is.
+    """Parses the JSON object of a request's body.
 
     Raises:
-      Refused: it is not an object in JSON.
+      ApiError: the body is not a JSON object.
     """
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not valid in JSON")
 
     try:
         value = json.loads(body.decode(), parse_constant=constant)
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {first_line(e)}") from e
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is {shortened(value)}, and should be a JSON object")
+        raise ApiError(400, f"the body is {shortened(value)}, and must be a JSON object")
     return value
 
 
 class Fields:
-    """An object, read by asking for its fields; null is the same as not given.
+    """A JSON object whose fields are taken one by one; null counts as not given.
 
     Args:
       values: the object.
-      without_effect: fields that may be there and change nothing.
+      without_effect: fields that are accepted and ignored.
     """
 
     def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
@@ -47,32 +47,32 @@ class Fields:
             self._remaining.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Tells whether a field is given and has not been taken yet."""
+        """Returns whether a field is given and has not been taken yet."""
         return name in self._remaining
 
     def take(self, name: str) -> Any:
-        """A field of any kind; None when it is not given."""
+        """Takes a field of any type; None if it is not given."""
         self._known.add(name)
         return self._remaining.pop(name, None)
 
     def boolean(self, name: str) -> bool:
-        """True or false; false when it is not given."""
+        """Takes a Boolean; False if it is not given."""
         return self._typed(name, bool, "true or false") or False
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Takes a string; None if it is not given."""
         value = self._typed(name, str, "a string")
         return None if value is None else checked_text(value, name)
 
     def integer(self, name: str, least: int, most: int) -> int | None:
-        """A whole number."""
-        value = self._typed(name, int, "a whole number")
+        """Takes an integer in a range; None if it is not given."""
+        value = self._typed(name, int, "an integer")
         if value is not None and not least <= value <= most:
             raise invalid_value(name, value, f"from {least} to {most}")
         return value
 
     def number(self, name: str, is_valid: Callable[[float], bool], expected: str) -> float | None:
-        """A number; `words` say which are admitted."""
+        """Takes a number for which `is_valid` holds; `expected` describes the valid ones in error messages."""
         value = self._typed(name, int | float, "a number")
         try:
             number = None if value is None else float(value)
@@ -83,9 +83,9 @@ class Fields:
         return number
 
     def sampling(self, **defaults: Any) -> Sampling:
-        """How tokens are chosen: fields with the names that `Sampling` has; `defaults` are of those not given.
+        """Takes the fields of `Sampling`, except for `max_tokens`; `defaults` replace the defaults of `Sampling`.
 
-        A seed below 0 counts down from 2^64, as other servers have it.
+        A negative seed is taken modulo 2^64, as by other servers.
         """
         chosen = dict(defaults)
         for field in fields_of(Sampling):
@@ -102,22 +102,35 @@ class Fields:
         return Sampling(**chosen)
 
     def _bounded(self, name: str, bound: Bound, *, whole: bool) -> float | None:
-        value = self._typed(name, int, "a whole number") if whole else self._typed(name, int | float, "a number")
+        value = self._typed(name, int, "an integer") if whole else self._typed(name, int | float, "a number")
         if value is not None and (expected := bound.why_not(value)):
             raise invalid_value(name, value, expected)
         return value if value is None or whole else float(value)
 
-    def reject_unsupported(self, name: str, what: str, *same: Any) -> None:
-        """A field of which only values that change nothing are taken: `what` says what the server lacks."""
+    def reject_unsupported(self, name: str, reason: str, *accepted: Any) -> None:
+        """Takes a field that the server does not support, and rejects values other than those in `accepted`.
+
+        Args:
+          name: the field.
+          reason: why it is not supported, for the error message.
+          accepted: values that ask for nothing.
+
+        Raises:
+          ApiError: the field has another value.
+        """
         value = self.take(name)
-        if value is not None and not any(type(value) is type(other) and value == other for other in same):
-            raise ApiError(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in accepted):
+            raise ApiError(400, f"{name} is {shortened(value)}, and {reason}: remove it", name)
 
     def reject_unknown(self) -> None:
-        """Refuses what nobody has asked for."""
+        """Rejects fields that were not taken.
+
+        Raises:
+          ApiError: names the unknown field.
+        """
         for name in self._remaining:
             known = nearest(name, self._known)
-            raise ApiError(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
+            raise ApiError(400, f"unknown field {shortened(repr(name))}{known}", shortened(name))
 
     def _typed(self, name: str, kind: Any, expected: str) -> Any:
         value = self.take(name)
@@ -127,25 +140,27 @@ class Fields:
 
 
 def invalid_value(name: str, value: object, expected: str) -> ApiError:
-    """A field whose value is not one of those in words."""
+    """Builds the error for a field with an invalid value; `expected` describes the valid ones."""
     return ApiError(400, f"{name} is {shortened(value)}, and must be {expected}", name)
 
 
 def checked_text(text: str, name: str) -> str:
-    """A string whose characters are whole: JSON can write halves of them.
+    """Returns a string after checking that it has no lone surrogates, which JSON can express.
 
     Raises:
-      Refused: they are not.
+      ApiError: the string has one.
     """
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ApiError(400, f"{name} has half a character at {e.start}: write it in UTF-8", name) from e
+        raise ApiError(
+            400, f"{name} has half of a surrogate pair at {e.start}, which is not a character: encode it as UTF-8", name
+        ) from e
     return text
 
 
 def strings_or_one(value: Any, name: str, most: int) -> tuple[str, ...]:
-    """A string, or a list of at most `most`; nothing for None."""
+    """Reads a string or a list of at most `most` strings; returns an empty tuple for None."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise invalid_value(name, json.dumps(value), "a string or a list of strings")

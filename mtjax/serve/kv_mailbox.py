@@ -1,4 +1,4 @@
-"""Words from one process to others, in their order: at jax's coordination service, under numbered keys."""
+"""Ordered messages from one process to others, under numbered keys of JAX's coordination service."""
 
 import itertools
 import json
@@ -11,17 +11,17 @@ import jax
 from mtjax.train.processes.coordination import service
 
 POLL_MS = 5000
-"""Of one look for a letter; then comes another."""
+"""Timeout of one attempt to read a message, after which it is repeated."""
 
 
 def receive(prefix: str, *, only_reader: bool = False) -> Iterator[Any]:
-    """What is left at a place, as it comes; whoever reads alone takes it away."""
+    """Yields the messages under a key prefix in order, waiting for each; an `only_reader` deletes what it has read."""
     for count in itertools.count():
         key = f"{prefix}/{count}"
-        letter = _wait_for(key)
+        message = _wait_for(key)
         if only_reader:
             service().key_value_delete(key)
-        yield json.loads(letter)
+        yield json.loads(message)
 
 
 def _wait_for(key: str) -> str:
@@ -34,9 +34,9 @@ def _wait_for(key: str) -> str:
 
 
 class Sender:
-    """Leaves words at a place, from a thread of its own: nobody waits for the service.
+    """Sends items under a key prefix from a separate thread, so that no caller waits for the service.
 
-    What gathers while a letter is being left goes with the next: letters are lists of words.
+    A message is a list of items: those that arrive while a message is being sent are sent together in the next.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -46,13 +46,13 @@ class Sender:
         self._thread.start()
 
     def send(self, item: Any) -> None:
-        """Sends a word, from any thread; anything that JSON has."""
+        """Queues an item, a JSON value, from any thread."""
         with self._changed:
             self._items.append(item)
             self._changed.notify()
 
     def close(self) -> None:
-        """Returns when all is sent."""
+        """Waits until all items are sent, and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -63,10 +63,10 @@ class Sender:
             with self._changed:
                 while not (self._items or self._closed):
                     self._changed.wait()
-                words, self._items = self._items, []
-            if not words:
+                items, self._items = self._items, []
+            if not items:
                 return
             try:
-                service().key_value_set(f"{self._prefix}/{count}", json.dumps(words))
-            except jax.errors.JaxRuntimeError:  # it went with process 0, and `Peers` ends this one
+                service().key_value_set(f"{self._prefix}/{count}", json.dumps(items))
+            except jax.errors.JaxRuntimeError:  # the service ended with process 0; `Peers` ends this process
                 return

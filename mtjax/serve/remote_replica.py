@@ -1,8 +1,8 @@
-"""Replicas on the devices of other processes: process 0 asks for texts, and hears of their tokens.
+"""Replicas on the devices of other processes: process 0 sends commands, and receives events with tokens.
 
-The first process of such a replica runs its engine - a `Leader` where it shares the replica with others - and decides
-what is done when. The two exchange messages through `mtjax.serve.kv_mailbox`: requests and the numbers of
-those to cancel, and in the other direction the tokens of each decode step in one message.
+The first process of such a replica runs its engine, a `LockstepLeader` if the replica spans multiple processes, and
+schedules its requests. It exchanges messages with process 0 through `mtjax.serve.kv_mailbox`: requests and
+cancellations in one direction, and in the other the tokens of each decode step in one message.
 """
 
 import threading
@@ -18,22 +18,22 @@ JOIN, END, STOP, PROMPT, TOKEN = "join", "end", "stop", "prompt", "token"
 
 
 def commands_prefix(replica: int) -> str:
-    """Where process 0 says what a replica shall do."""
-    return f"mtjax/serve/{replica}/orders"
+    """Returns the key prefix of process 0's commands to a replica."""
+    return f"mtjax/serve/{replica}/commands"
 
 
 def events_prefix(replica: int) -> str:
-    """Where the replica says what it wrote."""
-    return f"mtjax/serve/{replica}/news"
+    """Returns the key prefix of a replica's events."""
+    return f"mtjax/serve/{replica}/events"
 
 
 class RemoteReplica:
-    """A replica that has none of process 0's devices, as `Host` uses an engine.
+    """A replica without devices of process 0, with the interface of an engine that `Host` uses.
 
     Args:
-      replica: its number.
-      like: an engine of the same model, which knows what can be continued.
-      sequences: that it writes at a time.
+      replica: index of the replica.
+      local_engine: an engine of the same model in this process, which validates requests.
+      sequences: number of slots of the replica.
     """
 
     def __init__(self, replica: int, local_engine: Engine, sequences: int) -> None:
@@ -47,20 +47,20 @@ class RemoteReplica:
         self._events: Iterator[list[Any]] = receive(events_prefix(replica), only_reader=True)
         self._numbers: dict[Request, int] = {}
         self._requests: dict[int, Request] = {}
-        """By number, requests that tell what is heard of them."""
+        """By number, the wrapped requests whose listeners receive the events."""
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that wait, and that run."""
+        """Numbers of waiting and of running requests (estimated: slots are filled first)."""
         count = len(self._requests)
         running = min(count, self._sequences)
         return count - running, running
 
     def submit(self, request: Request) -> None:
-        """Sends a request.
+        """Sends a request to the replica.
 
         Raises:
-          UserError: it can't be continued.
+          UserError: the request is invalid.
         """
         self._local_engine.check(request)
         with self._lock:
@@ -69,35 +69,36 @@ class RemoteReplica:
         self._commands.send([JOIN, number, request_to_json(request)])
 
     def cancel(self, request: Request) -> None:
-        """Ends a request soon; does nothing to one that has ended, or is another replica's."""
+        """Cancels a request; does nothing if it has ended or belongs to another replica."""
         number = self._numbers.get(request)
         if number is not None:
             self._commands.send([END, number])
 
     def wake(self) -> None:
-        """Ends `run`, once nothing is left to do."""
+        """Makes the replica stop, and `run` return, once no work is left."""
         self._commands.send([STOP])
 
     def run(self, stopped: threading.Event | None = None) -> None:
-        """Tells what the replica writes, until nothing is left to do; with `stopped`, until it has stopped."""
+        """Passes events to listeners until no request is left; with `stopped`, until the replica has stopped."""
         if stopped is None and not self._requests:
             return
-        for letter in self._events:
-            for kind, *words in letter:
+        for message in self._events:
+            for kind, *arguments in message:
                 if kind == STOP:
                     return
-                self._handle(kind, *words)
+                self._handle(kind, *arguments)
             if stopped is None and not self._requests:
                 return
 
-    def _handle(self, kind: str, number: int, words: Any) -> None:
+    def _handle(self, kind: str, number: int, value: Any) -> None:
+        """Passes an event to its request's listener."""
         request = self._requests[number]
         if kind == TOKEN:
-            request.on_token(_token_from_json(words))
+            request.on_token(_token_from_json(value))
         elif kind == PROMPT:
-            request.on_prompt([_token_from_json(each) for each in words])
+            request.on_prompt([_token_from_json(each) for each in value])
         else:
-            request.on_end(words)
+            request.on_end(value)
 
     def _forget(self, request: Request) -> None:
         with self._lock:
@@ -105,28 +106,28 @@ class RemoteReplica:
 
 
 def serve_replica(engine: Engine | LockstepLeader, replica: int) -> None:
-    """Works for process 0 as the first process of a replica, until that stops."""
+    """Executes process 0's commands as the first process of a replica, until process 0 stops."""
     events, stopped = Sender(events_prefix(replica)), threading.Event()
     requests: dict[int, Request] = {}
     failures: list[BaseException] = []
 
     def read_commands() -> None:
         try:
-            for letter in receive(commands_prefix(replica), only_reader=True):
-                for kind, *words in letter:
+            for message in receive(commands_prefix(replica), only_reader=True):
+                for kind, *arguments in message:
                     if kind == STOP:
                         return
                     if kind == JOIN:
-                        _join(engine, requests, events, *words)
-                    elif (request := requests.get(words[0])) is not None:
+                        _join(engine, requests, events, *arguments)
+                    elif (request := requests.get(arguments[0])) is not None:
                         engine.cancel(request)
-        except BaseException as e:  # the service is gone: this process can't go on
+        except BaseException as e:  # the coordination service is lost: re-raised in the engine's thread below
             failures.append(e)
         finally:
             stopped.set()
             engine.wake()
 
-    threading.Thread(target=read_commands, name=f"orders of replica {replica}", daemon=True).start()
+    threading.Thread(target=read_commands, name=f"commands of replica {replica}", daemon=True).start()
     engine.run(stopped)
     if failures:
         raise failures[0]
@@ -135,20 +136,22 @@ def serve_replica(engine: Engine | LockstepLeader, replica: int) -> None:
 
 
 def _join(
-    engine: Engine | LockstepLeader, requests: dict[int, Request], events: Sender, number: int, words: dict[str, Any]
+    engine: Engine | LockstepLeader, requests: dict[int, Request], events: Sender, number: int, fields: dict[str, Any]
 ) -> None:
+    """Submits a request whose listeners send events to process 0."""
+
     def on_token(token: Token) -> bool:
         events.send([TOKEN, number, _token_to_json(token)])
         return False
 
-    def on_end(why: FinishReason) -> None:
+    def on_end(reason: FinishReason) -> None:
         del requests[number]
-        events.send([END, number, why])
+        events.send([END, number, reason])
 
     def on_prompt(tokens: list[Token]) -> None:
         events.send([PROMPT, number, [_token_to_json(token) for token in tokens]])
 
-    requests[number] = request_from_json(words, on_token=on_token, on_end=on_end, on_prompt=on_prompt)
+    requests[number] = request_from_json(fields, on_token=on_token, on_end=on_end, on_prompt=on_prompt)
     engine.submit(requests[number])
 
 
@@ -156,6 +159,6 @@ def _token_to_json(token: Token) -> list[Any]:
     return [token.id, token.logprob, list(token.top_logprobs.items())]
 
 
-def _token_from_json(words: list[Any]) -> Token:
-    number, logprob, likely = words
-    return Token(number, logprob, dict(likely))
+def _token_from_json(value: list[Any]) -> Token:
+    token_id, logprob, top_logprobs = value
+    return Token(token_id, logprob, dict(top_logprobs))

@@ -128,9 +128,9 @@ def test_many_at_once_asynchronously(live) -> None:
 
 def test_models_and_errors(live, client) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model is called 'gpt'"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'gpt'"):
         client.completions.create(model="gpt", prompt="x")
-    with pytest.raises(openai.NotFoundError, match="no path is called '/v1/responses'"):
+    with pytest.raises(openai.NotFoundError, match="unknown path '/v1/responses'"):
         client.responses.create(model="tiny", input="x")
     for key in ("none", "secret-ke", "secret-key2"):
         with pytest.raises(openai.AuthenticationError, match="API key"):
