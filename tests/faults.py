@@ -671,8 +671,8 @@ FAULTS = (
     # --- generate
     Fault(
         "generate: each model rank draws the same noise for its columns",
-        "threefry(seed, varying_like(count, column_V), column_V.astype(jnp.uint32))",
-        "threefry(seed, varying_like(count, column_V), (column_V % 64).astype(jnp.uint32))",
+        "threefry(seed, varying_like(index_V, column_V), column_V.astype(jnp.uint32))",
+        "threefry(seed, varying_like(index_V, column_V), (column_V % 64).astype(jnp.uint32))",
         "generate",
         "test_texts_depend",
     ),
@@ -685,7 +685,7 @@ FAULTS = (
     ),
     Fault(
         "generate: top-p counts tokens that top-k has left out",
-        "jnp.where(ordered_BV >= by_count[:, None], jnp.exp(below_top_BV), 0)",
+        "jnp.where(ordered_BV >= top_k_B[:, None], jnp.exp(below_top_BV), 0)",
         "jnp.exp(below_top_BV)",
         "generate",
         "test_tokens_are_as_frequent",
@@ -735,7 +735,7 @@ FAULTS = (
     ),
     Fault(
         "generate: text that a stop string may begin in is told with a later token",
-        "if len(certain) < len(text) and not self._writer.is_stopped:",
+        "if len(final) < len(text) and not self._writer.is_stopped:",
         "if False:",
         "generate",
         "test_tokens_keep_their_own_text_beside_stop_strings",
@@ -764,28 +764,28 @@ FAULTS = (
     # --- serve
     Fault(
         "serve: headers that do not come are waited for",
-        "self._late = self.loop.call_later(HEADER_SECONDS, self._refuse)",
-        "self._late = None",
+        "self._timer = self.loop.call_later(HEADER_SECONDS, self._send_timeout)",
+        "self._timer = None",
         "serve",
         "test_bodies_that_are_not_bodies",
     ),
     Fault(
         "serve: a search for beams ends as transformers' does, not as Megatron's",
-        "found[0][2] if options.as_megatron else",
-        "self._running[0][1] if options.as_megatron else",
+        "found[0][2] if options.megatron_stopping else",
+        "self._running[0][1] if options.megatron_stopping else",
         "serve",
         "test_beams_are_those_of_its_search",
     ),
     Fault(
         "serve: a client that has left is written for to the end",
-        "for request in ticket.open.values():",
+        "for request in pending.requests.values():",
         "for request in ():",
         "serve",
         "test_a_full_queue",
     ),
     Fault(
         "serve: what other processes write behind the end of a text is told",
-        "if not told and request.on_token(token):",
+        "if not has_ended and request.on_token(token):",
         "if request.on_token(token):",
         "serve",
         "test_a_remote_replica",
@@ -806,15 +806,15 @@ FAULTS = (
     ),
     Fault(
         "serve: a scored prompt is answered without the token behind it, where that ends the text",
-        "if echo and with_logprobs and room == 1 else {}",
+        "if echo and with_logprobs and max_new_tokens == 1 else {}",
         "if False else {}",
         "serve",
         "test_the_token_behind_a_scored_prompt",
     ),
     Fault(
         "serve: Megatron's shorter prompts are continued no further than the longest",
-        "longest - len(prompt) + asked.tokens",
-        "asked.tokens",
+        "longest - len(prompt) + parsed.tokens",
+        "parsed.tokens",
         "serve",
         "test_texts_segments_and_logprobs",
     ),

@@ -43,7 +43,7 @@ def of_corpus(path: Path) -> list[str]:
 def of_generate(path: Path) -> list[str]:
     target = path.with_suffix(".out")
     with JsonLines(path, target, OutputRecord(target, {}), 1, Sampling(), ()) as lines:
-        return [line.prompt for line in lines.left()]
+        return [line.prompt for line in lines.remaining()]
 
 
 READERS: dict[str, Callable[[Path], list[str]]] = {

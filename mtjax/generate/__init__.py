@@ -1,1 +1,1 @@
-"""Text from a model: prompts in, tokens out, many sequences at a time."""
+"""Text generation: prefill, decode, sampling and continuous batching."""

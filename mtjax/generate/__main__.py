@@ -13,14 +13,14 @@ from mtjax.interrupt import CtrlC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments; returns its exit code."""
+    """Runs `mtjax generate` with command-line arguments; returns the exit code."""
 
     def body() -> None:
         options: Options = read(Options, argv, "mtjax generate", DESCRIPTION)
         check_bounds(options.sampling)
         check_options(options)
         with CtrlC():
-            from mtjax.generate.command import run  # seconds to import: not before the options are right
+            from mtjax.generate.command import run  # takes seconds to import: not before the options are checked
 
             run(options)
 
@@ -28,39 +28,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_options(options: Options) -> None:
-    """Checks that every given option has an effect with the others.
+    """Checks that every given option has an effect in combination with the others.
 
     Raises:
-      UserError: names one that has none, or one that is missing.
+      UserError: an option has no effect, or needs another one that is missing.
     """
     modes = {"--interactive": options.interactive, "--input": options.input, "prompts as arguments": options.prompts}
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: leave out all but one")
+        raise UserError(f"{' and '.join(given)} are mutually exclusive: remove all but one")
     if (options.input is None) != (options.output is None):
-        raise UserError("--input and --output go together: one names the prompts, the other where the texts go")
+        raise UserError("--input and --output require each other: the file of prompts, and the file for the texts")
     if options.system is not None and not options.interactive:
-        raise UserError("--system has an effect with --interactive only: leave it out")
+        raise UserError("--system requires --interactive: add that, or remove --system")
     if options.logprobs and options.output is None:
-        raise UserError("--logprobs has an effect with --output only: --show-logprobs shows them here")
+        raise UserError("--logprobs requires --output: use --show-logprobs to print log-probabilities")
     if options.overwrite and options.output is None:
-        raise UserError("--overwrite has an effect with --output only: leave it out")
+        raise UserError("--overwrite requires --output: remove it")
     check_beams(options)
-    idle = {"--samples": options.samples > 1, "--echo": options.echo} if options.interactive else {}
-    idle |= {"--show-logprobs": options.show_logprobs} if options.output else {}
-    if useless := next((name for name, value in idle.items() if value), None):
-        raise UserError(f"{useless} has no effect with {given[0]}: leave it out")
+    ignored = {"--samples": options.samples > 1, "--echo": options.echo} if options.interactive else {}
+    ignored |= {"--show-logprobs": options.show_logprobs} if options.output else {}
+    if name := next((name for name, value in ignored.items() if value), None):
+        raise UserError(f"{name} has no effect with {given[0]}: remove it")
 
 
 def check_beams(options: Options) -> None:
-    """Checks that the options fit a search by beams, or that none of it is given without one.
+    """Checks that the options are compatible with --beams, and that --length-penalty is not given without it.
 
     Raises:
-      UserError: names the one that does not.
+      UserError: an option is not compatible.
     """
     if options.beams is None:
         if options.length_penalty != Options("").length_penalty:
-            raise UserError("--length-penalty has an effect with --beams only: leave it out")
+            raise UserError("--length-penalty requires --beams: add that, or remove --length-penalty")
         return
     given = {
         "--interactive": options.interactive,
@@ -68,12 +68,15 @@ def check_beams(options: Options) -> None:
         "--echo": options.echo,
         "--show-logprobs": options.show_logprobs,
         "--logprobs": options.logprobs,
-        "--temperature and the like": replace(options.sampling, max_tokens=Sampling().max_tokens) != Sampling(),
+        "sampling parameters such as --temperature": replace(options.sampling, max_tokens=Sampling().max_tokens)
+        != Sampling(),
     }
-    if useless := next((name for name, value in given.items() if value), None):
-        raise UserError(f"--beams searches the most probable texts, without any use for {useless}: leave it out")
+    if name := next((name for name, value in given.items() if value), None):
+        raise UserError(f"--beams (beam search) does not support {name}: remove one of them")
     if options.samples > options.beams:
-        raise UserError(f"--samples is {options.samples}, and --beams {options.beams}: give at least as many beams")
+        raise UserError(
+            f"--samples is {options.samples} and --beams is {options.beams}: use at least as many beams as samples"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Conversations as text: a tokenizer's chat template, rendered as transformers' `apply_chat_template` renders it."""
+"""Chat templates: render conversations to text, equivalent to transformers' `apply_chat_template`."""
 
 import json
 import re
@@ -13,13 +13,13 @@ from mtjax.errors import UserError, first_line, lone_surrogate, nearest, require
 from mtjax.generate.chat_environment import ChatEnvironment, Spans
 
 TOOL_USE = "tool_use"
-"""The name of the template for conversations with tools, where a tokenizer has several."""
+"""Name of the template for conversations with tools, if a tokenizer has several templates."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which clients and data sets write what the assistant thinks."""
+"""Keys of a message that clients and data sets use for the assistant's reasoning."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag that begins what a template marks as the assistant's."""
+"""The tag with which a template marks the assistant's text."""
 Message = Mapping[str, Any]
-"""`role`, `content`, and whatever else the template reads, such as `tool_calls`."""
+"""`role`, `content`, and other keys that the template reads, such as `tool_calls`."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class TemplateInputs:
     """The inputs of a template in addition to the messages.
 
     Attributes:
-      tools: JSON schemas; None where none were given.
-      documents: for templates of retrieval-augmented generation; None where none were given.
-      variables: of `chat_template_kwargs`, such as `enable_thinking`.
+      tools: JSON schemas; None if none are given.
+      documents: documents for retrieval-augmented generation; None if none are given.
+      variables: `chat_template_kwargs`, such as `enable_thinking`.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -38,10 +38,10 @@ class TemplateInputs:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "TemplateInputs":
-        """Reads `tools`, `documents` and `chat_template_kwargs`; null is the same as not given.
+        """Reads `tools`, `documents` and `chat_template_kwargs`; null counts as not given.
 
         Raises:
-          UserError: one has the wrong type, or a variable would replace an argument of the template.
+          UserError: a value has the wrong type, or a variable has the name of a template argument.
         """
         lists = {name: _objects(name, values.get(name)) for name in ("tools", "documents")}
         variables = values.get("chat_template_kwargs")
@@ -50,17 +50,17 @@ class TemplateInputs:
             raise UserError(f"chat_template_kwargs is {shortened(variables)}, and must be an object")
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in variables:
-                raise UserError(f"chat_template_kwargs has {name}, which can't be set there: leave it out")
+                raise UserError(f"chat_template_kwargs has {name}, which can't be set there: remove it")
         return cls(**lists, variables=variables)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
+    """A rendered conversation.
 
     Attributes:
-      text: for `Tokenizer.encode_marked`.
-      generated: the characters inside `{% generation %}` blocks.
+      text: the input of `Tokenizer.encode_marked`.
+      generated: character ranges inside `{% generation %}` blocks.
       wrote_date: whether the template wrote the current date.
     """
 
@@ -70,18 +70,18 @@ class Rendered:
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer: usually one, sometimes another one for conversations with tools."""
+    """The chat templates of a tokenizer: usually one, sometimes a second one for conversations with tools."""
 
     def __init__(self, text: str | Mapping[str, str], names: Mapping[str, str], source: str) -> None:
         """Compiles the templates.
 
         Args:
-          text: the template, or templates by name.
-          names: special tokens that it may write, such as `bos_token`.
-          source: where it is from, for messages.
+          text: a template, or templates by name.
+          names: special tokens that templates may use, such as `bos_token`.
+          source: file or folder of the template, for error messages.
 
         Raises:
-          UserError: it is not a template, or jinja2 is not installed.
+          UserError: a template has a syntax error, or jinja2 is not installed.
         """
         self._names, self._source = names, source
         self._environment = ChatEnvironment()
@@ -91,10 +91,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, named: Path | None = None) -> "ChatTemplate | None":
-        """The template of a tokenizer's folder, or the one in the file `named`; None where there is none.
+        """Loads the template of a tokenizer's folder, or of the file `named`; returns None if there is none.
 
         Raises:
-          UserError: it can't be read.
+          UserError: the template can't be read.
         """
         files = {DEFAULT: named} if named else template_files(folder)
         texts: Any = {name: _read(path) for name, path in files.items()}
@@ -110,20 +110,20 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs | None = None, *, to_be_answered: bool = True
     ) -> str:
-        """The conversation as text; if it is `to_be_answered`, it ends with the generation prompt.
+        """Renders a conversation; if it is `to_be_answered`, the text ends with the generation prompt.
 
         Raises:
-          UserError: the template refuses it, say because roles do not alternate.
+          UserError: the template raises an error, for example because roles do not alternate.
         """
         return self.render_tracked(messages, inputs, to_be_answered=to_be_answered).text
 
     def render_tracked(
         self, messages: Sequence[Message], inputs: TemplateInputs | None = None, *, to_be_answered: bool = True
     ) -> Rendered:
-        """The same, with the characters inside `{% generation %}` blocks.
+        """Renders a conversation as `render` does, and records the ranges of `{% generation %}` blocks.
 
         Raises:
-          UserError: the template refuses it.
+          UserError: the template raises an error.
         """
         inputs = inputs or TemplateInputs()
         values = {
@@ -138,40 +138,40 @@ class ChatTemplate:
                 for block in template.generate(**{**self._names, **inputs.variables, **values}):
                     tracking.blocks.append(block)
         except Exception as e:  # a template is a program, and can fail in any way
-            raise UserError(f"the chat_template of {self._source} refuses this conversation: {first_line(e)}") from e
+            raise UserError(f"the chat_template of {self._source} rejects this conversation: {first_line(e)}") from e
         text = "".join(tracking.blocks)
         if lone_surrogate(text):
             raise UserError(
-                "the conversation has half of a surrogate pair in it, which is no character: write it in UTF-8"
+                "the conversation has half of a surrogate pair, which is not a character: encode it as UTF-8"
             )
         return Rendered(text, tracking.spans, tracking.wrote_date)
 
     def has_generation(self, inputs: TemplateInputs) -> bool:
-        """Whether the template marks what is to be trained on, by `{% generation %}` blocks."""
+        """Returns whether the template marks the assistant's text with `{% generation %}` blocks."""
         return self._chosen(inputs).has_generation
 
     def reads_key(self, key: str) -> bool:
-        """Whether some template mentions a key of messages."""
+        """Returns whether any of the templates uses a key of messages."""
         return any(key in template.keys for template in self._templates.values())
 
     def check(self, inputs: TemplateInputs) -> None:
-        """Checks that the template reads what it is given.
+        """Checks that the template uses all inputs.
 
         Raises:
-          UserError: it doesn't, so that tools, documents or a variable would be ignored.
+          UserError: the template would ignore tools, documents or a variable.
         """
         variables = self._chosen(inputs).variables
         given = {"tools": inputs.tools, "documents": inputs.documents}
         for name in (*(name for name, value in given.items() if value), *inputs.variables):
             if name not in variables and name not in self._names:
                 known = "" if name in given else nearest(name, variables)
-                raise UserError(f"the chat_template of {self._source} reads no {name}{known}: leave it out")
+                raise UserError(f"the chat_template of {self._source} does not use {name}{known}: remove it")
 
     def _chosen(self, inputs: TemplateInputs) -> "_Compiled":
         name = TOOL_USE if inputs.tools is not None and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
-            has = ", ".join(sorted(self._templates))
-            raise UserError(f"{self._source} has no chat template called {DEFAULT}, only {has}")
+            names = ", ".join(sorted(self._templates))
+            raise UserError(f"{self._source} has no chat template named {DEFAULT}, only {names}")
         return self._templates[name]
 
     def _compile(self, text: str) -> "_Compiled":
@@ -189,7 +189,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A template, the variables and the keys that it names, and whether it has `{% generation %}` blocks."""
+    """A compiled template, the variables and keys that it uses, and whether it has `{% generation %}` blocks."""
 
     template: Any
     variables: frozenset[str]
@@ -198,14 +198,14 @@ class _Compiled:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as transformers hands it to templates: without nulls, its reasoning under the names in use."""
+    """Prepares a message as transformers does: drops nulls, and repeats the reasoning under both common names."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _objects(name: str, value: Any) -> list[dict[str, Any]] | None:
-    """A list of objects, or the JSON text of one, as data sets with different schemas in each row have it."""
+    """Parses a list of objects, or its JSON text, which data sets use if the schemas differ between rows."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

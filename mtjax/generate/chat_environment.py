@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates, with what transformers adds to it."""
+"""The Jinja environment of chat templates, with the extensions of transformers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,15 +10,15 @@ from typing import Any
 from mtjax.errors import require
 
 Spans = list[tuple[int, int]]
-"""Characters of a rendered text, from which to which."""
+"""(start, end) character ranges of a rendered text."""
 
 
 class Tracking:
-    """What is recorded while a template is rendered.
+    """State that is recorded while a template is rendered.
 
     Attributes:
-      blocks: the text so far.
-      spans: characters inside `{% generation %}` blocks.
+      blocks: the rendered text so far.
+      spans: character ranges inside `{% generation %}` blocks.
       wrote_date: whether the template asked for the current date.
     """
 
@@ -31,7 +31,7 @@ class Tracking:
 class ChatEnvironment:
     """A sandboxed environment with the filters, functions and tags of transformers' `apply_chat_template`.
 
-    The sandbox is needed because templates come with weights that somebody else made.
+    Templates are untrusted: they come with downloaded weights. Hence the sandbox.
 
     Attributes:
       jinja: the environment.
@@ -60,7 +60,7 @@ class ChatEnvironment:
 
     @contextmanager
     def tracking(self) -> Iterator[Tracking]:
-        """A context in which a rendering is recorded."""
+        """Returns a context that records the rendering inside it."""
         tracking = Tracking()
         token = self._tracking.set(tracking)
         try:
@@ -89,12 +89,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML and non-ASCII characters and sorts keys, which no model was trained on.
+    # Jinja's filter escapes HTML and non-ASCII characters and sorts keys; models were trained without that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _generation_extension(generated: Callable[[str], str]) -> type:
-    """The `{% generation %}` tag: its body is rendered as it is, and passed to `generated`."""
+    """Builds the `{% generation %}` tag, which renders its body unchanged and passes it to `generated`."""
     nodes = require("jinja2.nodes", "chat")
 
     class Generation(require("jinja2.ext", "chat").Extension):
@@ -112,7 +112,7 @@ def _generation_extension(generated: Callable[[str], str]) -> type:
 
 
 class _PlainDict:
-    """`dict` for templates, without the class's other attributes."""
+    """A callable in place of the class `dict`, whose attributes would be accessible to templates."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -122,7 +122,7 @@ class _PlainDict:
 
 
 def _namespace_class() -> type:
-    """`namespace` for templates; attributes that begin with an underscore would lead to Python's internals."""
+    """Builds a `namespace` that rejects names with a leading underscore, which give access to Python internals."""
     jinja2, base = require("jinja2", "chat"), require("jinja2.utils", "chat").Namespace
 
     def check(name: Any) -> None:

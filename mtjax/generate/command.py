@@ -1,4 +1,4 @@
-"""What `mtjax generate` does: prompts from the command line, from a file, or from somebody who types."""
+"""The command `mtjax generate`: prompts from the command line, from a file, or typed in a chat."""
 
 import itertools
 import sys
@@ -19,53 +19,57 @@ from mtjax.generate.fill import Filler
 from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import Options
 from mtjax.generate.output_record import OutputRecord
-from mtjax.generate.request import Sampling, for_text
-from mtjax.generate.show import Shown
+from mtjax.generate.request import Sampling, with_text_seed
+from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
-from mtjax.generate.weights import LoadedModel, config_in_words, load_model
+from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.train.compile_cache import CompileCache
 
 
 def run(options: Options) -> None:
-    """Loads the weights and continues what is asked for.
+    """Loads the weights and generates what the options ask for.
 
     Raises:
-      UserError: weights, prompts or settings are wrong.
+      UserError: weights, prompts or options are invalid.
     """
     prompts = options.prompts
     if not (prompts or options.input or options.interactive):
         if sys.stdin.isatty():
-            raise UserError("there is no prompt: give texts, --input FILE, --interactive, or a text to standard input")
+            raise UserError(
+                "there is no prompt: give prompts as arguments, --input FILE, --interactive, or text on standard input"
+            )
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
         model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}")
+        say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
         if options.fillings is not None:
-            raise UserError(f"--fillings is of a BERT's masks, and this is a {model.family}: leave it out")
+            raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
         decoder = Decoder(model.placed, model.parameters, model.start_id, int8=options.weights_dtype == "int8")
-        job = Job(options, replace(model, parameters=None), decoder)  # their memory is free again
+        job = Job(
+            options, replace(model, parameters=None), decoder
+        )  # frees their memory: the decoder has converted them
         del model
         if options.beams is not None:
             search_beams(options, job, prompts)
         elif options.interactive:
             job.chat()
         elif options.input is not None:
-            job.file()
+            job.continue_file()
         else:
             job.continue_texts(prompts)
 
 
 def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> None:
-    """Shows, or writes, what may stand in place of each mask of some texts.
+    """Prints, or writes to --output, the most likely tokens for each mask of the prompts.
 
     Raises:
-      UserError: options are given that are of texts, or a prompt has no mask.
+      UserError: options of text generation are given, or a prompt has no mask.
     """
-    plain = Options(options.source)
-    of_texts = (
+    defaults = Options(options.source)
+    text_options = (
         "weights_dtype",
         "beams",
         "length_penalty",
@@ -78,13 +82,13 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
         "logprobs",
         "sampling",
     )
-    if idle := next((name for name in of_texts if getattr(options, name) != getattr(plain, name)), None):
-        named = "--temperature and the like" if idle == "sampling" else f"--{idle.replace('_', '-')}"
-        raise UserError(f"a BERT fills masks, without any use for {named}: leave it out")
+    if name := next((name for name in text_options if getattr(options, name) != getattr(defaults, name)), None):
+        option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"
+        raise UserError(f"a bert fills masks and does not support {option}: remove it")
     filler, number = Filler(model), options.fillings or 5
     if options.input is not None and options.output is not None:
         with json_lines(options, model, 1) as lines:
-            for line in lines.left():
+            for line in lines.remaining():
                 try:
                     masks = filler.fill(line.prompt, number)
                 except UserError as e:
@@ -92,8 +96,8 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 lines.write(line, {"masks": [[asdict(filling) for filling in each] for each in masks]})
         return
     for prompt in prompts:
-        for at, fillings in enumerate(filler.fill(prompt, number)):
-            print(f"--- {shortened(prompt, 60)!r}, mask {at + 1}")
+        for index, fillings in enumerate(filler.fill(prompt, number)):
+            print(f"--- {shortened(prompt, 60)!r}, mask {index + 1}")
             for filling in fillings:
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
@@ -102,7 +106,7 @@ def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
     """Opens `--input` and `--output`.
 
     Raises:
-      UserError: a file can't be used.
+      UserError: a file can't be read or written, or is invalid.
     """
     assert options.input is not None and options.output is not None
     record = OutputRecord.of(options, model)
@@ -118,10 +122,10 @@ def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
 
 
 def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
-    """Shows, or writes, the most probable texts for some prompts.
+    """Prints, or writes to --output, the best texts of a beam search for each prompt.
 
     Raises:
-      UserError: a prompt is too long, or its line asks for more than a search has.
+      UserError: a prompt is too long, or its line has settings that beam search does not support.
     """
     if options.input is None or options.output is None:
         for prompt in prompts:
@@ -131,11 +135,12 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
                 print(text)
         return
     with json_lines(options, job.model, options.samples) as lines:
+        # A search finds all samples of a prompt at once: the result is reused for the following samples of the line.
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
-        for line in lines.left():
+        for line in lines.remaining():
             try:
                 if line.stops or replace(line.sampling, seed=0, max_tokens=1) != Sampling(max_tokens=1):
-                    raise UserError("--beams has use for max_tokens only: leave the other settings out")
+                    raise UserError("--beams (beam search) supports max_tokens only: remove the line's other settings")
                 if found[0] != line.number:
                     found = line.number, job.beams(line.prompt, line.sampling.max_tokens)
             except UserError as e:
@@ -149,7 +154,7 @@ class Job:
     """One run of the command.
 
     Attributes:
-      model: without its weights, which the decoder has.
+      model: the model without its weights, which the decoder has.
     """
 
     def __init__(self, options: Options, model: LoadedModel, decoder: Decoder) -> None:
@@ -158,17 +163,17 @@ class Job:
         self._decoder = decoder
 
     def beams(self, prompt: str, max_tokens: int) -> list[tuple[str, Beam]]:
-        """The most probable texts for a prompt with their beams, the best one first.
+        """Returns the best texts for a prompt and their beams, in descending order of score.
 
         Raises:
-          UserError: there are too many beams for the stop ids, or the prompt is too long.
+          UserError: there are too many beams, or the prompt is too long.
         """
         options, tokenizer = self._options, self.model.tokenizer
         assert options.beams is not None
         search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
         prompt_ids, texts = self.model.prompt_ids(prompt), []
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
-            writer = TextWriter(tokenizer, () if self._decoder.reads_text else prompt_ids)
+            writer = TextWriter(tokenizer, () if self._decoder.is_encoder_decoder else prompt_ids)
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
                 writer.add(token)
             writer.end()
@@ -176,36 +181,37 @@ class Job:
         return texts
 
     def continue_texts(self, prompts: Iterable[str]) -> None:
-        """Continues each prompt and shows the texts: a single one as it comes, several when they are done."""
+        """Continues each prompt and prints the texts: a single text token by token, several when all are done."""
         options = self._options
-        several = list(enumerate(prompts))
-        wanted = [(place, prompt, number) for place, prompt in several for number in range(options.samples)]
-        sequences = min(options.batch, len(wanted))
+        numbered = list(enumerate(prompts))
+        texts = [(place, prompt, number) for place, prompt in numbered for number in range(options.samples)]
+        sequences = min(options.batch, len(texts))
         engine = Engine(self._decoder, sequences)
-        shown = Shown(sys.stdout, options.show_logprobs)
-        clock, done = Clock(sequences), list[Completion]()
-        for place, prompt, number in wanted:
+        printer = TextPrinter(sys.stdout, options.show_logprobs)
+        rate, done = TokenRate(sequences), list[Completion]()
+        for index, prompt, number in texts:
             ids = self.model.prompt_ids(prompt)
-            completion = self._completion(ids, for_text(options.sampling, number, place))
-            completion.on_piece = partial(show_token, clock, completion, shown if len(wanted) == 1 else None)
+            completion = self._completion(ids, with_text_seed(options.sampling, number, index))
+            completion.on_piece = partial(show_token, rate, completion, printer if len(texts) == 1 else None)
             engine.submit(completion.request)
             done.append(completion)
         engine.run()
-        for (_, prompt, number), completion in zip(wanted, done, strict=True):
-            if len(wanted) > 1:
-                shown.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
+        for (_, prompt, number), completion in zip(texts, done, strict=True):
+            if len(texts) > 1:
+                printer.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
                 for piece in (*completion.prompt_pieces, *completion.pieces):
-                    shown.piece(piece)
-            shown.end()
-        say(clock.in_words())
+                    printer.piece(piece)
+            printer.end()
+        say(rate.summary())
 
-    def file(self) -> None:
-        """Continues the prompts of a JSONL file that the output does not have yet."""
+    def continue_file(self) -> None:
+        """Continues the prompts of a JSONL file, except for texts that the output already has."""
         options = self._options
         assert options.input is not None and options.output is not None
-        engine, waiting = Engine(self._decoder, options.batch), 2 * options.batch
+        # Lines are submitted as the queue drains, so that a long file is not in memory as requests.
+        engine, max_queued = Engine(self._decoder, options.batch), 2 * options.batch
         with json_lines(options, self.model, options.samples) as lines:
-            for line in lines.left():
+            for line in lines.remaining():
                 ids = self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)
@@ -213,7 +219,7 @@ class Job:
                     engine.submit(completion.request)
                 except UserError as e:
                     raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
-                while engine.load[0] >= waiting:
+                while engine.load[0] >= max_queued:
                     engine.step()
             engine.run()
 
@@ -225,32 +231,32 @@ class Job:
         lines.write(line, record)
 
     def chat(self) -> None:
-        """Answers what is typed until the input ends."""
+        """Chats until the end of standard input."""
         options, template = self._options, ChatTemplate.of(self.model.folder)
         engine, tokenizer = Engine(self._decoder, 1), self.model.tokenizer
         if template is None and options.system is not None:
-            raise UserError(f"{self.model.folder} has no chat_template, and --system needs one: leave it out")
-        say("Ctrl-D ends it" + ("" if template else "; there is no chat_template: each line is continued by itself"))
+            raise UserError(f"--system needs a chat_template, and {self.model.folder} has none: remove --system")
+        say("press Ctrl-D to end" + ("" if template else "; without a chat_template each line is continued separately"))
         first: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         messages = list(first)
-        turns = itertools.count()
-        while (typed := _typed()) is not None:
+        numbers = itertools.count()
+        while (typed := _read_line()) is not None:
             if template is None:
                 ids = self.model.prompt_ids(typed)
             else:
                 messages.append({"role": "user", "content": typed})
                 ids = tokenizer.encode_marked(template.render(messages))
-            shown = Shown(sys.stdout, options.show_logprobs)
-            completion = self._completion(ids, for_text(options.sampling, 0, next(turns)))
-            completion.on_piece = shown.piece
+            printer = TextPrinter(sys.stdout, options.show_logprobs)
+            completion = self._completion(ids, with_text_seed(options.sampling, 0, next(numbers)))
+            completion.on_piece = printer.piece
             try:
                 engine.submit(completion.request)
             except UserError as e:
-                say(f"{e}; the conversation begins anew")
+                say(f"{e}; starting a new conversation")
                 messages = list(first)
                 continue
             engine.run()
-            shown.end()
+            printer.end()
             messages.append({"role": "assistant", "content": completion.text})
 
     def _completion(self, ids: list[int], sampling: Sampling, stops: tuple[str, ...] | None = None) -> Completion:
@@ -266,8 +272,8 @@ class Job:
         )
 
 
-def _typed() -> str | None:
-    """A line that is not empty; None when the input has ended."""
+def _read_line() -> str | None:
+    """Reads the next non-empty line of standard input; returns None at its end."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -278,28 +284,28 @@ def _typed() -> str | None:
             return line.rstrip("\n")
 
 
-class Clock:
-    """Tokens per second of texts, without the first two of each sequence, for which programs are compiled."""
+class TokenRate:
+    """Measures tokens per second, without the first two tokens of each sequence, during which programs compile."""
 
     def __init__(self, sequences: int) -> None:
         self._tokens, self._start, self._first = 0, 0.0, 2 * sequences
 
     def count(self) -> None:
-        """One more token was written."""
+        """Counts a generated token."""
         self._tokens += 1
         if self._tokens == self._first:
             self._start = time.perf_counter()
 
-    def in_words(self) -> str:
-        """What was counted."""
+    def summary(self) -> str:
+        """Formats the number of tokens and the rate."""
         after, seconds = self._tokens - self._first, time.perf_counter() - self._start
-        speed = f", {after / seconds:.1f} a second behind the first {self._first}" if after > 0 else ""
+        speed = f", {after / seconds:.1f} per second after the first {self._first}" if after > 0 else ""
         return f"{self._tokens} tokens{speed}"
 
 
-def show_token(clock: Clock, completion: Completion, shown: Shown | None, piece: Piece) -> None:
-    """Counts a token that was written, and shows its piece if that is wanted at once."""
+def show_token(rate: TokenRate, completion: Completion, printer: TextPrinter | None, piece: Piece) -> None:
+    """Counts a generated token, and prints its piece if a printer is given."""
     if completion.pieces and piece.token is not None:
-        clock.count()
-    if shown is not None:
-        shown.piece(piece)
+        rate.count()
+    if printer is not None:
+        printer.piece(piece)

@@ -1,13 +1,15 @@
-"""A model as generation runs it: weights prepared once, and the programs that read and write a cache.
+"""A model for generation: weights that are converted once, and the programs that read and write a KV cache.
 
-Layers are not a stack here: each has arrays of its own, and programs run one after the other. Scanning over a stack
-copies a layer's weights out of it for every token, which on CPUs takes twice as long as the products
-(docs/generate.md). Matrices are in the compute type, those of grouped queries, keys and values are assembled, and on a
-CPU they lie turned.
+Layers are not stacked and scanned: each layer has separate arrays, and the layers are unrolled. A scan over stacked
+weights copies a layer's weights out of the stack for every token, which takes twice as long as the matrix products on
+CPUs (docs/generate.md). Matrices are in the compute dtype, grouped query, key and value projections are joined into one
+matrix, and on a CPU matrices are transposed.
 
-A T5's encoder, which reads a text once, stays a stack; its decoder's layers keep keys and values of that text.
+A T5's encoder, which runs once for each prompt, stays a scanned stack; the layers of its decoder cache the keys and
+values of the encoder's output (cross-attention).
 
-Every device of a mesh works on all sequences; heads, MLP, vocabulary and cache are split over the model ways.
+Every device works on all sequences; attention heads, MLP, vocabulary and cache are sharded over the tensor parallel
+degree.
 """
 
 import dataclasses
@@ -31,9 +33,9 @@ from mtjax.generate.sampling import (
     LogitsParams,
     SampledTokens,
     SamplingBatch,
-    count_drawn,
     count_prompt,
-    draw_tokens,
+    count_sampled,
+    sample_tokens,
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
@@ -46,57 +48,58 @@ from mtjax.theory.mesh import check_no_context_parallel
 
 Tree = Any
 Cache = list[dict[str, Any]]
-"""Of each layer the states of its mixers by name: `KeyValues` of "attention", `EncodedText` of "cross"."""
+"""For each layer, the caches of its mixers by name: "attention" is a `KVCache`, "cross" a `CrossKVCache`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences that are being written, on the devices; each array is [sequences, ...]."""
+    """Decode state of the batch, on the devices; each array is [sequences, ...]."""
 
     tokens: Int[Array, " sequences"]
-    """The newest token of each, which no layer has read yet."""
+    """The newest token of each sequence: the input of the next decode step."""
     positions: Int[Array, " sequences"]
-    """Of these tokens."""
+    """Positions of these tokens."""
     draws: SamplingBatch
+    """Sampling parameters of each sequence."""
     counts: Int[Array, "sequences vocab"]
-    """See `mtjax.generate.sampling.count_prompt`."""
+    """Token counts for the penalties; see `mtjax.generate.sampling.IN_PROMPT`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptChunk:
-    """Some tokens of a prompt, filled up to a static length."""
+    """A chunk of a prompt, padded to a static length."""
 
     tokens: Int[Array, " seq"]
     targets: Int[Array, " seq"]
-    """The token after each; of the filling, -1."""
+    """The next token of the prompt after each; -1 for the prompt's last token and for padding."""
     start: Int[Array, ""]
-    """Position of the first."""
+    """Position of the first token."""
     count: Int[Array, ""]
-    """Tokens without the filling."""
+    """Number of tokens without padding."""
     sequence: Int[Array, ""]
-    """To which they belong."""
+    """Index of the sequence (cache slot)."""
     draws: SamplingBatch
-    """Of this sequence, with one row: for the token after the chunk."""
+    """Sampling parameters for the token after the chunk; one row."""
     is_first: Bool[Array, ""]
-    """Whether no chunk of this prompt was read before: what was counted in the sequence is another's."""
+    """Whether this is the prompt's first chunk: the slot's counts still belong to its previous sequence."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EncoderInput:
-    """A text that a sequence answers, filled up to a static length."""
+    """Input tokens of the encoder, padded to a static length."""
 
     tokens: Int[Array, " seq"]
     count: Int[Array, ""]
-    """Tokens without the filling."""
+    """Number of tokens without padding."""
 
 
 class Decoder:
-    """A model on a mesh, ready to continue sequences.
+    """The prefill and decode programs of a model on a mesh.
 
-    Programs are compiled when a shape is first used: number of sequences, length of the cache, length of a chunk.
+    A program is compiled when a shape is first used: number of sequences, cache length, chunk length.
     """
 
     def __init__(
@@ -110,151 +113,151 @@ class Decoder:
         vocab_size: int | None = None,
         call: Call | None = None,
     ) -> None:
-        """Prepares the weights; abstract ones, of which programs are only lowered, stay abstract.
+        """Converts the weights; abstract weights, for programs that are only lowered, stay abstract.
 
         Args:
-          placed: the model.
-          parameters: as they are stored.
-          start_id: with which each text of a T5 begins; that of all published ones is 0.
-          int8: whether the matrices of its layers and the table of its logits are kept in 8 bits
+          placed: the model on its mesh.
+          parameters: as they are stored in training.
+          start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
+          int8: whether the matrices of the decoder's layers and of the output logits are quantized
             (`mtjax.sharding.int8`); a T5's encoder is not.
-          trained: the GPT or Llama as these parameters are stored, where that is not `placed` but on another mesh of
-            the same devices (`mtjax.generate.resharding`).
-          vocab_size: ids from here on are not drawn; the model's own size when None.
-          call: what is to be done with each program; the default runs it, and of abstract ones finds the shapes.
+          trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
+            same devices (`mtjax.generate.resharding`).
+          vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
+          call: calls each program; by default runs it, or infers its output shapes if the weights are abstract.
 
         Raises:
-          UserError: the family writes no text, the mesh has stages or shares samples, or experts were to be kept in 8
-            bits.
+          UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
+            for a model with experts.
         """
         if not issubclass(placed.family, WRITERS):
-            raise UserError(f"a {named(placed.config.model)} does not write text; gpt, llama and t5 do")
+            raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
-            raise UserError(f"generating needs a mesh without stages, and this one is {placed.shape}")
+            raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
         check_no_context_parallel(placed.shape)
         if int8 and (count := placed.config.model.num_experts):
             raise UserError(
-                f"weights_dtype int8 is for layers without experts, and num_experts is {count}: leave it out"
+                f"weights_dtype int8 needs a model without experts, and num_experts is {count}: remove the option"
             )
         self.placed, self.config, self.start_id, self.int8 = placed, placed.config, start_id, int8
-        self.reads_text = issubclass(placed.family, T5)
+        self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
-        self._keeping = WeightFormat(self.dtype, int8, alone_on_cpu)
+        self._weight_format = WeightFormat(self.dtype, int8, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
-        assert size is not None  # the table has rows
+        assert size is not None  # the embedding table has rows
         self.vocab_size = size
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
         self._call = call or (jax.eval_shape if is_abstract else _call)
         with self._traced():
-            parts = (
+            model_and_layers = (
                 LayerwiseTransfer(trained, placed, self._call).of(parameters)
                 if trained
                 else stacks_of(placed, parameters)
             )
-            weights = prepare_weights(*parts, self._keeping, self._call)
-        # Programs take the weights as a list: flax's modules take half a millisecond to flatten, for each step.
+            weights = prepare_weights(*model_and_layers, self._weight_format, self._call)
+        # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
     def abstract(cls, placed: ShardedModel, *, int8: bool = False) -> "Decoder":
-        """One without weights, whose programs can be lowered.
+        """Builds a decoder with abstract weights, whose programs can be lowered.
 
         Raises:
-          UserError: as of the constructor.
+          UserError: as in the constructor.
         """
         return cls(placed, placed.restore_target, int8=int8)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the tables."""
+        """Rows of the embedding tables, padding included."""
         return padded_vocab_size(self.config.model)
 
     @property
-    def longest_text(self) -> int:
-        """Tokens of the longest sequence; of a T5, without the text that it answers."""
+    def max_sequence_length(self) -> int:
+        """Maximum number of tokens of a sequence; for a T5, the larger maximum of encoder and decoder."""
         model = self.config.model
-        return max(model.sequence_length, decoder_length(model)) if self.reads_text else model.sequence_length
+        return max(model.sequence_length, decoder_length(model)) if self.is_encoder_decoder else model.sequence_length
 
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
-        """A cache with room for `length` tokens of each of some sequences, none of which is being written."""
+        """Allocates a cache for `length` tokens of each sequence, and the decode state of inactive sequences."""
         with self._traced():
             return self._call(self._compiled_empty, sequences, length)
 
     def resized(self, cache: Cache, length: int) -> Cache:
-        """The cache with room for `length` tokens of each sequence."""
+        """Returns a copy of the cache with space for `length` tokens of each sequence."""
         with self._traced():
             return self._call(self._compiled_resize, cache, length)
 
     def prefill(self, cache: Cache, sequences: Sequences, chunk: PromptChunk, scored: bool) -> tuple[Any, ...]:
-        """Reads a chunk of a prompt, and draws the token after it.
+        """Prefills a chunk of a prompt and samples the token after it; the buffers of cache and sequences are donated.
 
         Returns:
-          Cache and sequences, in the memory of those given; the drawn token; and of each token of the chunk, if
-          `scored`, how likely its target was.
+          The cache, the decode state, the sampled token (one row), and, if `scored`, the log-probability of each
+          token's target (else None).
         """
         with self._traced():
-            return self._call(self._compiled_read, self._leaves, cache, sequences, chunk, scored)
+            return self._call(self._compiled_prefill, self._leaves, cache, sequences, chunk, scored)
 
     def prefill_encoder(
         self, cache: Cache, sequences: Sequences, text: EncoderInput, chunk: PromptChunk
     ) -> tuple[Any, ...]:
-        """Reads the text that a sequence answers, and then as `read`, without scores."""
+        """Runs the encoder, caches keys and values for cross-attention, and prefills the decoder as `prefill` does."""
         with self._traced():
-            return self._call(self._compiled_read_text, self._leaves, cache, sequences, text, chunk)
+            return self._call(self._compiled_prefill_encoder, self._leaves, cache, sequences, text, chunk)
 
     def copy_sequence(self, cache: Cache, source: int, target: int) -> Cache:
-        """The cache, in the memory of the one given, with a sequence as a copy of another."""
+        """Copies one sequence's keys and values to another slot; the cache is donated."""
         with self._traced():
             return self._call(self._compiled_copy, cache, jnp.int32(source), jnp.int32(target))
 
     def reorder(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
-        """Each sequence becomes a copy of another, [sequences], with another newest token."""
+        """Replaces each sequence by a copy of `sources` [sequences] with newest tokens `tokens` (beam search)."""
         with self._traced():
-            return self._call(self._compiled_follow, cache, sequences, sources, tokens)
+            return self._call(self._compiled_reorder, cache, sequences, sources, tokens)
 
     def decode(
         self, cache: Cache, sequences: Sequences, active: Bool[Array, " sequences"]
     ) -> tuple[Cache, Sequences, SampledTokens]:
-        """Reads the newest token of each active sequence and draws the next; in the memory of those given."""
+        """Samples the next token of each active sequence; the buffers of cache and sequences are donated."""
         with self._traced():
-            return self._call(self._compiled_step, self._leaves, cache, sequences, active)
+            return self._call(self._compiled_decode, self._leaves, cache, sequences, active)
 
-    def lower_step(self, sequences: int, length: int) -> jax.stages.Lowered:
-        """The program of `step`."""
+    def lower_decode(self, sequences: int, length: int) -> jax.stages.Lowered:
+        """Lowers the program of `decode`."""
         with self._traced():
             cache, state = jax.eval_shape(partial(self._empty, sequences, length))
             active = jax.ShapeDtypeStruct((sequences,), jnp.bool_)
-            return self._compiled_step.lower(self._leaves, cache, state, active)
+            return self._compiled_decode.lower(self._leaves, cache, state, active)
 
-    # --- what is compiled
+    # --- compiled programs
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
         with jax.set_mesh(self.placed.mesh), use_rules(self.rules):
             yield
 
-    def _of_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of weights as one of their leaves."""
+    def _on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function of `DecoderWeights` as a function of their flat leaves."""
 
         @wraps(function)
-        def of_leaves(leaves: list[Array], *arguments: Any) -> Any:
+        def on_leaves(leaves: list[Array], *arguments: Any) -> Any:
             return function(jax.tree.unflatten(self._structure, leaves), *arguments)
 
-        return of_leaves
+        return on_leaves
 
     @cached_property
-    def _compiled_step(self) -> Any:
-        return jax.jit(self._of_leaves(self._step), donate_argnums=(1, 2))
+    def _compiled_decode(self) -> Any:
+        return jax.jit(self._on_leaves(self._decode), donate_argnums=(1, 2))
 
     @cached_property
-    def _compiled_read(self) -> Any:
-        return jax.jit(self._of_leaves(self._read), donate_argnums=(1, 2), static_argnums=4)
+    def _compiled_prefill(self) -> Any:
+        return jax.jit(self._on_leaves(self._prefill), donate_argnums=(1, 2), static_argnums=4)
 
     @cached_property
-    def _compiled_read_text(self) -> Any:
-        return jax.jit(self._of_leaves(self._read_text), donate_argnums=(1, 2))
+    def _compiled_prefill_encoder(self) -> Any:
+        return jax.jit(self._on_leaves(self._prefill_encoder), donate_argnums=(1, 2))
 
     @cached_property
     def _compiled_copy(self) -> Any:
@@ -264,12 +267,12 @@ class Decoder:
         return jax.jit(copy, donate_argnums=0)
 
     @cached_property
-    def _compiled_follow(self) -> Any:
-        def follow(cache: Cache, state: Sequences, sources: Array, tokens: Array) -> tuple[Cache, Sequences]:
+    def _compiled_reorder(self) -> Any:
+        def reorder(cache: Cache, state: Sequences, sources: Array, tokens: Array) -> tuple[Cache, Sequences]:
             cache, state = jax.tree.map(lambda rows: jnp.take(rows, sources, axis=0), (cache, state))
             return cache, dataclasses.replace(state, tokens=tokens)
 
-        return jax.jit(follow, donate_argnums=(0, 1))
+        return jax.jit(reorder, donate_argnums=(0, 1))
 
     @cached_property
     def _compiled_empty(self) -> Any:
@@ -284,7 +287,7 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        kinds = {"attention": KVCache, "cross": CrossKVCache} if self.reads_text else {"attention": KVCache}
+        kinds = {"attention": KVCache, "cross": CrossKVCache} if self.is_encoder_decoder else {"attention": KVCache}
         sizes = (max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), self.dtype)
         cache = [
             {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))
@@ -293,84 +296,101 @@ class Decoder:
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
 
-    def _step(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
-        positions = jnp.where(active, state.positions, cache_length(cache))  # beyond it nothing is written
+    def _decode(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
+        """Traces a decode step; `active` is bool[sequences]."""
+        # An inactive sequence gets a position behind the end of the cache, where the scatter drops its keys and values.
+        positions = jnp.where(active, state.positions, cache_length(cache))
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
         table = weights.model.output_table[...]
-        drawn = draw_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
-        draws = dataclasses.replace(state.draws, number=state.draws.number + active)
+        drawn = sample_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
+        draws = dataclasses.replace(state.draws, draw_index=state.draws.draw_index + active)
         tokens = jnp.where(active, drawn.token, state.tokens)
-        counts = count_drawn(state.counts, jnp.where(active, drawn.token, -1))
+        counts = count_sampled(state.counts, jnp.where(active, drawn.token, -1))
         return cache, Sequences(tokens, state.positions + active, draws, counts), drawn
 
-    def _read(
+    def _prefill(
         self, weights: DecoderWeights, cache: Cache, state: Sequences, chunk: PromptChunk, scored: bool
     ) -> tuple[Any, ...]:
-        place, own = jnp.arange(len(chunk.tokens)), chunk.sequence
-        reading = CachePositions((chunk.start + place)[None], own)
-        hidden, cache = self._hidden(weights, cache, chunk.tokens[None], reading)
-        prompt = jnp.where(place < chunk.count, chunk.tokens, -1)
-        counts = count_prompt(state.counts, own, prompt, chunk.is_first)
+        """Traces the prefill of a chunk [seq] into one sequence of the cache."""
+        offsets, slot = jnp.arange(len(chunk.tokens)), chunk.sequence
+        positions = CachePositions((chunk.start + offsets)[None], slot)
+        hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
+        prompt = jnp.where(offsets < chunk.count, chunk.tokens, -1)
+        counts = count_prompt(state.counts, slot, prompt, chunk.is_first)
         table, size = weights.model.output_table[...], self.vocab_size
+        # The token after the chunk. If the prompt goes on, the result is ignored and overwritten by the next chunk.
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
-        own_counts = lax.dynamic_index_in_dim(counts, own, keepdims=True)
-        drawn = draw_tokens(last, table, own_counts, chunk.draws, size)
+        slot_counts = lax.dynamic_index_in_dim(counts, slot, keepdims=True)
+        drawn = sample_tokens(last, table, slot_counts, chunk.draws, size)
         scores = score_tokens(hidden[0], table, jnp.maximum(chunk.targets, 0), size) if scored else None
-        is_last = chunk.targets[chunk.count - 1] < 0
-        counts = count_drawn(counts, jnp.where((jnp.arange(len(state.tokens)) == own) & is_last, drawn.token[0], -1))
-        put = lambda all_rows, row: all_rows.at[own].set(row[0])  # noqa: E731
-        draws = jax.tree.map(put, state.draws, dataclasses.replace(chunk.draws, number=chunk.draws.number + 1))
+        is_last_chunk = chunk.targets[chunk.count - 1] < 0
+        is_counted = (jnp.arange(len(state.tokens)) == slot) & is_last_chunk
+        counts = count_sampled(counts, jnp.where(is_counted, drawn.token[0], -1))
+        set_row = lambda all_rows, row: all_rows.at[slot].set(row[0])  # noqa: E731
+        next_draws = dataclasses.replace(chunk.draws, draw_index=chunk.draws.draw_index + 1)
+        draws = jax.tree.map(set_row, state.draws, next_draws)
         position = (chunk.start + chunk.count)[None]
-        state = Sequences(put(state.tokens, drawn.token), put(state.positions, position), draws, counts)
+        state = Sequences(set_row(state.tokens, drawn.token), set_row(state.positions, position), draws, counts)
         return cache, state, drawn, scores
 
-    def _read_text(
+    def _prefill_encoder(
         self, weights: DecoderWeights, cache: Cache, state: Sequences, text: EncoderInput, chunk: PromptChunk
     ) -> tuple[Any, ...]:
+        """Traces the encoder, the projections of its output for cross-attention, and the decoder's prefill."""
         mask = (jnp.arange(len(text.tokens)) < text.count).astype(jnp.int32)[None]
         encoded = weights.model.encoded(text.tokens[None], mask)
-        after = []
+        updated = []
         for layer, states in zip(weights.layers, cache, strict=True):
             key_value = layer.cross.keys_and_values(encoded)
-            after.append(states | {"cross": states["cross"].replaced(*key_value, chunk.sequence, text.count)})
-        return self._read(weights, after, state, chunk, False)
+            updated.append(states | {"cross": states["cross"].replaced(*key_value, chunk.sequence, text.count)})
+        return self._prefill(weights, updated, state, chunk, False)
 
     def _hidden(
-        self, weights: DecoderWeights, cache: Cache, tokens: Array, reading: CachePositions
+        self, weights: DecoderWeights, cache: Cache, tokens: Array, positions: CachePositions
     ) -> tuple[Float[Array, "batch seq embed"], Cache]:
-        """Final hidden states of tokens, and the cache with them."""
-        x, context = weights.model.embed_new(tokens, reading, cache_length(cache))
-        after = []
+        """Computes the final hidden states of tokens [batch, seq]; returns them and the updated cache."""
+        x, context = weights.model.embed_new(tokens, positions, cache_length(cache))
+        updated = []
         with jax.named_scope("layers"):
             for layer, states in zip(weights.layers, cache, strict=True):
                 x, states = layer(x, context, states)
-                after.append(states)
-        return weights.model.final_hidden(x), after
+                updated.append(states)
+        return weights.model.final_hidden(x), updated
 
 
 def prompt_chunk(
     prompt: Sequence[int], start: int, length: int, sequence: int, draws: SamplingBatch, first: int = 0
 ) -> PromptChunk:
-    """`length` tokens of a prompt from `start` on, or those that are left of it; reading began at `first`."""
-    own, after = prompt[start : start + length], prompt[start + 1 : start + length + 1]
-    at, count, place = (jnp.int32(number) for number in (start, len(own), sequence))
+    """Builds the chunk of a prompt with the tokens from `start` on, padded to `length`.
+
+    Args:
+      prompt: all tokens of the prompt.
+      start: position of the chunk's first token.
+      length: static length.
+      sequence: index of the cache slot.
+      draws: sampling parameters, one row.
+      first: position at which the prefill of this prompt began: above 0 if a prefix was reused.
+    """
+    tokens, targets = prompt[start : start + length], prompt[start + 1 : start + length + 1]
+    position, count, slot = (jnp.int32(number) for number in (start, len(tokens), sequence))
     is_first = jnp.array(start == first)
-    return PromptChunk(_filled(own, length, 0), _filled(after, length, -1), at, count, place, draws, is_first)
+    padded = _padded(tokens, length, 0), _padded(targets, length, -1)
+    return PromptChunk(*padded, position, count, slot, draws, is_first)
 
 
-def filled_text(ids: Sequence[int], length: int) -> EncoderInput:
-    """A text that is answered, filled up to a length."""
-    return EncoderInput(_filled(ids, length, 0), jnp.int32(len(ids)))
+def encoder_input(ids: Sequence[int], length: int) -> EncoderInput:
+    """Builds the encoder's input: a prompt padded to `length`."""
+    return EncoderInput(_padded(ids, length, 0), jnp.int32(len(ids)))
 
 
-def _filled(ids: Sequence[int], length: int, filling: int) -> Array:
-    filled = np.full(length, filling, np.int32)
-    filled[: len(ids)] = ids
-    return jnp.asarray(filled)
+def _padded(ids: Sequence[int], length: int, padding: int) -> Array:
+    padded = np.full(length, padding, np.int32)
+    padded[: len(ids)] = ids
+    return jnp.asarray(padded)
 
 
 def cache_length(cache: Cache) -> int:
-    """Tokens for which each sequence has room."""
+    """Returns the number of tokens for which the cache has space in each sequence."""
     return cache[0]["attention"].length
 
 
@@ -379,7 +399,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def greedy_batch(rows: int) -> SamplingBatch:
-    """The most likely tokens, nothing reported."""
+    """Builds sampling parameters for greedy decoding without log-probabilities."""
     zeros, ones, none = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
     warping = LogitsParams(zeros, none, ones, zeros, ones, zeros, zeros)
     return SamplingBatch(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))

@@ -1,9 +1,9 @@
-"""Continuous batching: requests join and leave a batch of sequences that is being written.
+"""Continuous batching: requests join and leave a running batch of sequences between decode steps.
 
 One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
-between them is bounded. Each step reads some chunks of prompts, and writes a token of every sequence whose prompt was
-read: long prompts don't keep others waiting. Whole chunks with which some sequence of the cache begins, running or not,
-are not read again.
+between them is bounded. Each step prefills some prompt chunks and decodes one token of every sequence that is already
+prefilled, so that long prompts do not delay the other sequences. Prefix caching: if a prompt begins with complete
+chunks that are in the cache of any slot, active or free, their keys and values are reused.
 """
 
 import threading
@@ -16,63 +16,65 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, filled_text, prompt_chunk
-from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, encoder_input, prompt_chunk
+from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
 
 LOOKAHEAD = 128
-"""Tokens that a request will write, as far as the cache makes room ahead."""
+"""Tokens yet to be generated for which the cache reserves space in advance, at most, for each request."""
 
 
 class QueueFull(UserError):
-    """More requests wait than the engine was told to hold."""
+    """The engine's queue has reached its limit."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request that has a sequence of the cache."""
+    """A request that has a slot of the cache."""
 
     request: Request
-    place: int
-    """Of the sequence."""
+    slot: int
+    """Index of its sequence in the batch."""
     prompt: tuple[int, ...]
-    """What the sequence begins with: the request's, or what a text begins with that answers it."""
-    read: int = 0
-    """Tokens of the prompt that are in the cache."""
+    """The decoder's first tokens: the request's prompt, or the start token of an encoder-decoder model."""
+    prefilled: int = 0
+    """Prompt tokens whose keys and values are in the cache."""
     reused: int = 0
-    """Those of them that were there before, or are another's."""
-    written: int = 0
-    scores: list[Token] = field(default_factory=list)
+    """Those of them that came from the prefix cache."""
+    generated: int = 0
+    prompt_tokens: list[Token] = field(default_factory=list)
+    """The scored tokens of an echoed prompt."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and text."""
-        return len(self.prompt) + self.written
+        """Prompt tokens plus generated tokens."""
+        return len(self.prompt) + self.generated
 
     @property
-    def is_written(self) -> bool:
-        """Whether the prompt was read."""
-        return self.read == len(self.prompt)
+    def is_prefilled(self) -> bool:
+        """Whether the entire prompt is in the cache."""
+        return self.prefilled == len(self.prompt)
 
 
 class Engine:
-    """A decoder with requests.
+    """Schedules requests on a decoder with continuous batching.
 
     Args:
       decoder: the model.
-      sequences: that are written at a time.
-      most_waiting: requests that wait at most; None for any number.
-      chunks: static lengths of a prompt's chunks; a chunk is filled up to the shortest that it fits.
-      read_between: tokens of prompts after which no further chunk is read before the next step of the others.
-      shortest_cache: the cache has room for this many tokens of each sequence, or 2, 4, 8, ... times as many: the
-        least that the running requests need.
+      sequences: number of cache slots, the largest batch of a decode step.
+      most_waiting: maximum number of queued requests; None for no limit.
+      chunks: static lengths of prompt chunks; a chunk is padded to the shortest length that fits it.
+      prefill_tokens_per_step: budget of a step: once this many prompt tokens were prefilled, the step decodes.
+      min_cache_length: the cache holds this many tokens of each sequence, or 2, 4, 8, ... times as many: the smallest
+        length that the running requests need.
 
     Attributes:
-      decoder: the one given.
-      reused: tokens of prompts so far that were not read, as the cache had them.
-      max_context: tokens of the longest sequence, prompt included; of a T5, of the longest text that it writes.
-      reads_text: whether prompts are read apart from what is written, as a T5 does.
+      decoder: the model.
+      reused: total number of prompt tokens that were served from the prefix cache.
+      max_context: maximum number of tokens of a sequence, prompt included; for an encoder-decoder model, of the
+        decoder's sequence.
+      is_encoder_decoder: whether the encoder reads the prompt, as in T5.
     """
 
     def __init__(
@@ -82,14 +84,15 @@ class Engine:
         *,
         most_waiting: int | None = None,
         chunks: tuple[int, ...] = CHUNKS,
-        read_between: int = 512,
-        shortest_cache: int = 128,
+        prefill_tokens_per_step: int = 512,
+        min_cache_length: int = 128,
     ) -> None:
-        self.decoder, self._chunks, self._shortest = decoder, tuple(sorted(chunks)), shortest_cache
-        self.max_context, self.reads_text = decoder.longest_text, decoder.reads_text
-        self._most_waiting, self._read_between = most_waiting, read_between
-        self._free = list(range(sequences))
-        self._held: list[tuple[int, ...]] = [()] * sequences
+        self.decoder, self._chunks, self._min_cache_length = decoder, tuple(sorted(chunks)), min_cache_length
+        self.max_context, self.is_encoder_decoder = decoder.max_sequence_length, decoder.is_encoder_decoder
+        self._most_waiting, self._prefill_tokens_per_step = most_waiting, prefill_tokens_per_step
+        self._free_slots = list(range(sequences))
+        # For each slot, the tokens whose keys and values are in the cache: what the prefix cache matches against.
+        self._cached_tokens: list[tuple[int, ...]] = [()] * sequences
         self.reused = 0
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
@@ -97,74 +100,74 @@ class Engine:
         self._cancelled: set[Request] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._device: tuple[Cache, Sequences] | None = None
+        self._state: tuple[Cache, Sequences] | None = None
         self._active: tuple[tuple[int, ...], Any] | None = None
 
     # --- from any thread
 
     def submit(self, request: Request) -> None:
-        """Puts a request into the queue.
+        """Appends a request to the queue.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
-            is to be echoed by a T5.
-          QueueFull: too many wait.
+          UserError: the prompt is empty, has a token id outside the vocabulary, fills the context, or is to be echoed
+            by an encoder-decoder model.
+          QueueFull: the queue has reached `most_waiting`.
         """
         self.check(request)
         with self._changed:
             if self._most_waiting is not None and len(self._waiting) >= self._most_waiting:
-                raise QueueFull(f"{len(self._waiting)} requests wait already: try again later")
+                raise QueueFull(f"the queue is full with {len(self._waiting)} waiting requests: try again later")
             self._waiting.append(request)
             self._changed.notify()
 
     def check(self, request: Request) -> None:
-        """Checks that a request can be continued.
+        """Checks that a request is valid for this model.
 
         Raises:
-          UserError: the prompt is empty, has an id that the vocabulary doesn't have, leaves no room in the context, or
-            is to be echoed by a T5.
+          UserError: the prompt is empty, has a token id outside the vocabulary, fills the context, or is to be echoed
+            by an encoder-decoder model.
         """
         ids, decoder, size = request.prompt, self.decoder, self.decoder.vocab_size
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
-        longest = decoder.config.model.sequence_length if decoder.reads_text else self.max_context - 1
+        longest = decoder.config.model.sequence_length if decoder.is_encoder_decoder else self.max_context - 1
         if len(ids) > longest:
-            most = (
-                f"the model reads at most {longest}"
-                if decoder.reads_text
-                else f"the model's context ends at {longest + 1}"
+            limit = (
+                f"the encoder's maximum is {longest}"
+                if decoder.is_encoder_decoder
+                else f"the model's context length is {longest + 1}"
             )
-            raise UserError(f"the prompt has {len(ids)} tokens, and {most}")
-        if request.echo and decoder.reads_text:
-            raise UserError("a t5's prompt is read and not continued: its tokens have no log-probabilities to echo")
+            raise UserError(f"the prompt has {len(ids)} tokens, and {limit}: shorten the prompt")
+        if request.echo and decoder.is_encoder_decoder:
+            raise UserError("echo needs a decoder-only model: a t5's prompt tokens have no log-probabilities")
         if wrong := next((i for i in ids if not 0 <= i < size), None):
-            raise UserError(f"the prompt has the id {wrong}, and the vocabulary ends at {size - 1}")
+            raise UserError(f"the prompt has the token id {wrong}, and the vocabulary has ids from 0 to {size - 1}")
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before the next step; does nothing to one that has ended."""
+        """Cancels a request before the next step; does nothing if it has already ended."""
         with self._changed:
             self._cancelled.add(request)
             self._changed.notify()
 
     def submit_job(self, job: Callable[[], None]) -> None:
-        """Lets the thread that owns the device do something else with the decoder, before its next step."""
+        """Queues a function that the thread which owns the device calls before its next step."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify()
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that wait, and that run."""
+        """Numbers of waiting and of running requests."""
         return len(self._waiting) + len(self._jobs), len(self._running)
 
-    # --- alone
+    # --- shapes, without running anything
 
-    def room(self, request: Request) -> int:
-        """Tokens for which the cache has room when this request alone begins."""
-        return doubled(self._shortest, self._need(_Running(request, 0, request.prompt)))
+    def cache_length_for(self, request: Request) -> int:
+        """Returns the cache length, in tokens, with which this request starts if it is the only one."""
+        return doubled(self._min_cache_length, self._required_length(_Running(request, 0, request.prompt)))
 
     def prefill_chunks(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Start and static length of each chunk in which a prompt is read."""
+        """Yields start and static length of each chunk in which a prompt is prefilled."""
         start = 0
         while start < len(prompt):
             length = chunk_length(self._chunks, len(prompt) - start)
@@ -174,7 +177,7 @@ class Engine:
     # --- from the thread that owns the device
 
     def run(self, stopped: threading.Event | None = None) -> None:
-        """Works until nothing is left to do; with `stopped`, waits for more until that is set and `wake` was called."""
+        """Steps until no work is left; with `stopped`, waits for more until it is set and `wake` is called."""
         while True:
             if self.step():
                 continue
@@ -185,12 +188,12 @@ class Engine:
                     self._changed.wait()
 
     def wake(self) -> None:
-        """Lets `run` look at `stopped`."""
+        """Wakes `run` so that it checks `stopped`."""
         with self._changed:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Reads some chunks and writes a token of each sequence; returns whether there was anything to do."""
+        """Prefills some chunks and decodes a token of each prefilled sequence; returns whether there was any work."""
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
         if job is not None:
@@ -198,156 +201,169 @@ class Engine:
         self._admit()
         if not self._running:
             return job is not None
-        self._make_room()
-        writing = [running for running in self._running.values() if running.is_written]
-        left = self._read_between
-        while left > 0 and (reading := next((r for r in self._running.values() if not r.is_written), None)):
-            left -= self._read_chunk(reading)
-        self._write_tokens(writing)
+        self._resize_cache()
+        # Selected before prefilling: a sequence whose last chunk is prefilled below already gets a token from it.
+        decoding = [running for running in self._running.values() if running.is_prefilled]
+        budget = self._prefill_tokens_per_step
+        while budget > 0 and (prefilling := next((r for r in self._running.values() if not r.is_prefilled), None)):
+            budget -= self._prefill_chunk(prefilling)
+        self._decode(decoding)
         return True
 
     def _admit(self) -> None:
+        """Ends cancelled requests and assigns free slots to waiting ones, in the order of the queue."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
-            left = [request for request in self._waiting if request in cancelled]
+            dropped = [request for request in self._waiting if request in cancelled]
             self._waiting = deque(request for request in self._waiting if request not in cancelled)
-            joining = [self._waiting.popleft() for _ in range(min(len(self._free), len(self._waiting)))]
-        for request in left:
+            joining = [self._waiting.popleft() for _ in range(min(len(self._free_slots), len(self._waiting)))]
+        # Listeners are called outside of the lock: they may submit or cancel.
+        for request in dropped:
             request.on_end("cancelled")
         for running in [r for r in self._running.values() if r.request in cancelled]:
             self._end(running, "cancelled")
         for request in joining:
-            place = max(self._free, key=lambda place: self._shared(request, place))  # else the longest free
-            self._free.remove(place)
-            start = (self.decoder.start_id,) if self.decoder.reads_text else request.prompt
-            self._running[place] = _Running(request, place, start)
+            # `max` returns the first of equals: without a shared prefix, the slot that has been free for longest.
+            slot = max(self._free_slots, key=lambda slot: self._shared_prefix(request, slot))
+            self._free_slots.remove(slot)
+            start = (self.decoder.start_id,) if self.decoder.is_encoder_decoder else request.prompt
+            self._running[slot] = _Running(request, slot, start)
 
-    def _end(self, running: _Running, why: ENDED) -> None:
-        del self._running[running.place]
-        self._free.append(running.place)
-        running.request.on_end(why)
+    def _end(self, running: _Running, reason: FinishReason) -> None:
+        del self._running[running.slot]
+        self._free_slots.append(running.slot)
+        running.request.on_end(reason)
 
-    # --- the cache
+    # --- the KV cache
 
-    def _make_room(self) -> None:
-        """Gives the cache the least length that the running requests need, or leaves it at up to four times that."""
-        need = doubled(self._shortest, max(self._need(running) for running in self._running.values()))
-        if self._device is None:
-            self._device = self.decoder.empty(self._sequences, need)
+    def _resize_cache(self) -> None:
+        """Resizes the cache to the smallest length that the running requests need, unless it has 1 to 4 times that."""
+        need = doubled(
+            self._min_cache_length, max(self._required_length(running) for running in self._running.values())
+        )
+        if self._state is None:
+            self._state = self.decoder.empty(self._sequences, need)
             return
-        cache, sequences = self._device
+        cache, sequences = self._state
         length = cache_length(cache)
+        # Shrinking only below a quarter avoids copies (and new shapes to compile for) with each short request.
         if length < need or length > 4 * need:
-            self._held = [held[:need] for held in self._held]
-            self._device = self.decoder.resized(cache, need), sequences
+            self._cached_tokens = [cached[:need] for cached in self._cached_tokens]
+            self._state = self.decoder.resized(cache, need), sequences
 
-    def _need(self, running: _Running) -> int:
+    def _required_length(self, running: _Running) -> int:
+        """Returns the tokens for which a sequence needs space: the padded prompt, and up to `LOOKAHEAD` new tokens."""
         prompt = len(running.prompt)
-        ahead = running.written + 1 + min(running.request.sampling.max_tokens - running.written, LOOKAHEAD)
+        ahead = running.generated + 1 + min(running.request.sampling.max_tokens - running.generated, LOOKAHEAD)
         start = prompt // self._chunks[-1] * self._chunks[-1]
-        filled = start + chunk_length(self._chunks, prompt - start)
-        if self.decoder.reads_text:
-            filled = self._text_length(running.request)
-        return max(filled, min(prompt + ahead, self.max_context))
+        padded = start + chunk_length(self._chunks, prompt - start)
+        if self.decoder.is_encoder_decoder:
+            padded = self._encoder_length(running.request)  # the cross-attention cache has the same length
+        return max(padded, min(prompt + ahead, self.max_context))
 
-    def _text_length(self, request: Request) -> int:
+    def _encoder_length(self, request: Request) -> int:
+        """Returns the padded length of the encoder's input."""
         tokens = len(request.prompt)
         return doubled(chunk_length(self._chunks, tokens), tokens)
 
-    def _shared(self, request: Request, place: int) -> int:
-        """Tokens with which both a prompt and a sequence of the cache begin, whole chunks only, but not the last token.
+    def _shared_prefix(self, request: Request, slot: int) -> int:
+        """Returns how many tokens of a prompt can be reused from a slot.
 
-        The sums of a chunk are rounded as they would be for this prompt. None where the prompt's tokens are scored, or
-        counted.
+        A multiple of the longest chunk, so that the reused keys and values are bit-identical to those that prefilling
+        this prompt would compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens
+        need log-probabilities) or has a repetition penalty (its tokens must be counted).
         """
-        if self.decoder.reads_text or request.echo or request.sampling.repetition_penalty != 1:
+        if self.decoder.is_encoder_decoder or request.echo or request.sampling.repetition_penalty != 1:
             return 0
-        pairs = enumerate(zip(request.prompt[:-1], self._held[place], strict=False))
-        shared = next((at for at, (own, held) in pairs if own != held), None)
-        shared = min(len(request.prompt) - 1, len(self._held[place])) if shared is None else shared
+        pairs = enumerate(zip(request.prompt[:-1], self._cached_tokens[slot], strict=False))
+        shared = next((index for index, (token, cached) in pairs if token != cached), None)
+        shared = min(len(request.prompt) - 1, len(self._cached_tokens[slot])) if shared is None else shared
         return shared // self._chunks[-1] * self._chunks[-1]
 
-    def _reuse(self, running: _Running) -> None:
-        """Takes over what some sequence has of a prompt that is about to be read."""
-        places = sorted(range(self._sequences), key=lambda place: place != running.place)
-        source = max(places, key=lambda place: self._shared(running.request, place))
-        shared = self._shared(running.request, source)
-        if shared and source != running.place:
-            assert self._device is not None
-            cache, sequences = self._device
-            self._device = self.decoder.copy_sequence(cache, source, running.place), sequences
-        running.read = running.reused = shared
-        self._held[running.place] = running.prompt[:shared]
+    def _reuse_prefix(self, running: _Running) -> None:
+        """Copies the longest cached prefix of a prompt into its slot, before the prompt is prefilled."""
+        # The request's own slot comes first: `max` prefers it to equally long prefixes, and it needs no copy.
+        slots = sorted(range(self._sequences), key=lambda slot: slot != running.slot)
+        source = max(slots, key=lambda slot: self._shared_prefix(running.request, slot))
+        shared = self._shared_prefix(running.request, source)
+        if shared and source != running.slot:
+            assert self._state is not None
+            cache, sequences = self._state
+            self._state = self.decoder.copy_sequence(cache, source, running.slot), sequences
+        running.prefilled = running.reused = shared
+        self._cached_tokens[running.slot] = running.prompt[:shared]
         self.reused += shared
 
     # --- tokens
 
-    def _read_chunk(self, running: _Running) -> int:
-        """Reads a chunk of a prompt, and writes the first token after the last one; returns the chunk's length."""
-        if not running.read:
-            self._reuse(running)
-        request, prompt, start = running.request, running.prompt, running.read
-        length = 1 if self.decoder.reads_text else chunk_length(self._chunks, len(prompt) - start)
+    def _prefill_chunk(self, running: _Running) -> int:
+        """Prefills a chunk of a prompt, after the last one also samples the first token; returns the chunk's length."""
+        if not running.prefilled:
+            self._reuse_prefix(running)
+        request, prompt, start = running.request, running.prompt, running.prefilled
+        length = 1 if self.decoder.is_encoder_decoder else chunk_length(self._chunks, len(prompt) - start)
         draws = sampling_batch(request.sampling, request.logprobs)
-        chunk = prompt_chunk(prompt, start, length, running.place, draws, running.reused)
-        assert self._device is not None
-        if self.decoder.reads_text:
-            length = self._text_length(request)
-            text = filled_text(request.prompt, length)
-            cache, sequences, drawn, scores = self.decoder.prefill_encoder(*self._device, text, chunk)
+        chunk = prompt_chunk(prompt, start, length, running.slot, draws, running.reused)
+        assert self._state is not None
+        if self.decoder.is_encoder_decoder:
+            length = self._encoder_length(request)
+            text = encoder_input(request.prompt, length)
+            cache, sequences, drawn, scores = self.decoder.prefill_encoder(*self._state, text, chunk)
         else:
-            cache, sequences, drawn, scores = self.decoder.prefill(*self._device, chunk, request.echo)
-        self._device = cache, sequences
-        running.read = min(start + length, len(prompt))
-        self._held[running.place] = prompt[: running.read]
+            cache, sequences, drawn, scores = self.decoder.prefill(*self._state, chunk, request.echo)
+        self._state = cache, sequences
+        running.prefilled = min(start + length, len(prompt))
+        self._cached_tokens[running.slot] = prompt[: running.prefilled]
         if request.echo:
-            running.scores += to_tokens(scores, prompt[start + 1 : start + length + 1])
-        if running.is_written:
+            running.prompt_tokens += to_tokens(scores, prompt[start + 1 : start + length + 1])
+        if running.is_prefilled:
             if request.echo:
-                request.on_prompt([Token(prompt[0]), *running.scores])
-            self._tell(running, *to_tokens(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
+                request.on_prompt([Token(prompt[0]), *running.prompt_tokens])
+            self._emit(running, *to_tokens(drawn, np.asarray(drawn.token).tolist(), request.logprobs))
         return length
 
-    def _write_tokens(self, writing: list[_Running]) -> None:
-        if not writing:
+    def _decode(self, decoding: list[_Running]) -> None:
+        """Runs a decode step and emits a token of each of these sequences."""
+        if not decoding:
             return
-        places = tuple(sorted(running.place for running in writing))
-        if self._active is None or self._active[0] != places:
-            self._active = places, jnp.asarray(np.isin(np.arange(self._sequences), places))
-        assert self._device is not None
-        cache, sequences, drawn = self.decoder.decode(*self._device, self._active[1])
-        self._device = cache, sequences
+        slots = tuple(sorted(running.slot for running in decoding))
+        if self._active is None or self._active[0] != slots:  # the mask stays on the device until the slots change
+            self._active = slots, jnp.asarray(np.isin(np.arange(self._sequences), slots))
+        assert self._state is not None
+        cache, sequences, drawn = self.decoder.decode(*self._state, self._active[1])
+        self._state = cache, sequences
         tokens = np.asarray(drawn.token).tolist()
-        with_logprobs = any(running.request.logprobs for running in writing)
+        with_logprobs = any(running.request.logprobs for running in decoding)
         rows = to_tokens(drawn, tokens, with_logprobs)
-        for running in writing:
-            row = rows[running.place]
-            self._tell(running, row if running.request.logprobs else Token(row.id))
+        for running in decoding:
+            row = rows[running.slot]
+            self._emit(running, row if running.request.logprobs else Token(row.id))
 
-    def _tell(self, running: _Running, token: Token) -> None:
+    def _emit(self, running: _Running, token: Token) -> None:
+        """Passes a token to the request's listener, and ends the request if it is the last one."""
         request = running.request
-        running.written += 1
+        running.generated += 1
         if token.id in request.stop_ids or request.on_token(token):
             self._end(running, "stop")
-        elif running.written >= request.sampling.max_tokens or running.length >= self.max_context:
+        elif running.generated >= request.sampling.max_tokens or running.length >= self.max_context:
             self._end(running, "length")
 
 
 def sampling_batch(sampling: Sampling, logprobs: bool) -> SamplingBatch:
-    """What a request asks of its first draw, as one row."""
+    """Builds the one-row batch of sampling parameters for a request's first draw."""
     fractions = (sampling.temperature, sampling.top_p, sampling.min_p)
     temperature, top_p, min_p = (jnp.full(1, value, jnp.float32) for value in fractions)
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     penalties = (jnp.full(1, value, jnp.float32) for value in penalties)
     warping = LogitsParams(temperature, jnp.full(1, sampling.top_k, jnp.int32), top_p, min_p, *penalties)
-    words = np.array([[sampling.seed >> 32, sampling.seed & (2**32 - 1)]], np.uint32)
-    return SamplingBatch(warping, jnp.asarray(words), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
+    seed = np.array([[sampling.seed >> 32, sampling.seed & (2**32 - 1)]], np.uint32)
+    return SamplingBatch(warping, jnp.asarray(seed), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
 
 
 def to_tokens(drawn: SampledTokens, ids: Any, with_logprobs: bool = True) -> list[Token]:
-    """Rows of what was drawn or scored as tokens: the first ones, with these ids."""
+    """Converts the first rows of sampled or scored tokens to `Token`s with these ids."""
     if not with_logprobs:
         return [Token(i) for i in ids]
-    own, likely, theirs = (np.asarray(a).tolist() for a in (drawn.logprob, drawn.likely, drawn.likely_logprobs))
-    rows = zip(ids, own, likely, theirs, strict=False)
+    chosen, top_ids, top_logprobs = (np.asarray(a).tolist() for a in (drawn.logprob, drawn.top_ids, drawn.top_logprobs))
+    rows = zip(ids, chosen, top_ids, top_logprobs, strict=False)
     return [Token(i, p, dict(zip(near, q, strict=True))) for i, p, near, q in rows]

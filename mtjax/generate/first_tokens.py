@@ -1,4 +1,4 @@
-"""The tokens after which a text begins."""
+"""The tokens before a text: BOS, or what a model uses in its place."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 
 
 def first_tokens(tokenizer: Tokenizer, names: Mapping[str, str], config: Mapping[str, Any]) -> list[int]:
-    """Returns the ids that stand before a text of which every token is to be predicted.
+    """Returns the ids to put before a text so that all of its tokens, including the first, can be scored.
 
-    These are the tokens that the tokenizer puts in front of a text; else the `bos_token` that its settings name; else
-    the `bos_token_id` of the model's config; else the token that ends documents, after which the next one begins.
+    These are the tokens that the tokenizer adds before a text; else the `bos_token` of its settings; else the
+    `bos_token_id` of the model's config; else the end-of-document token, after which documents start in training.
 
     Args:
-      tokenizer: encodes the text.
-      names: of special tokens, such as `bos_token`, by the tokenizer's settings (`special_names_in`).
-      config: Hugging Face's `config.json` of the model; empty where there is none.
+      tokenizer: the tokenizer that encodes the text.
+      names: special tokens by their role, such as `bos_token`, from the tokenizer's settings (`special_names_in`).
+      config: Hugging Face's `config.json` of the model; empty if there is none.
     """
     if front := added_tokens(tokenizer).front:
         return front
@@ -26,7 +26,7 @@ def first_tokens(tokenizer: Tokenizer, names: Mapping[str, str], config: Mapping
     if named is not None:
         return [named]
     given = config.get("bos_token_id")
-    # transformers writes a default id into configs of models whose tokenizer has an ordinary token there.
+    # Transformers writes a default id into configs even if that id is an ordinary token of the model's tokenizer.
     if type(given) is int and 0 <= given < tokenizer.vocab_size and is_special(tokenizer, given):
         return [given]
     return [tokenizer.eod]
@@ -36,13 +36,13 @@ def first_tokens_of(saved: SavedModel, tokenizer: Tokenizer) -> list[int]:
     """Returns `first_tokens` for saved weights.
 
     Raises:
-      UserError: a file of settings is not a JSON object.
+      UserError: a settings file is not a JSON object.
     """
     origin = saved.source.origin
     return first_tokens(tokenizer, special_names_in(origin.files), origin.hugging_face)
 
 
 def is_special(tokenizer: Tokenizer, index: int) -> bool:
-    """Tells special tokens from words: their names in a text are tokens only where the text is encoded as marked."""
+    """Returns whether a token is special: its name encodes to it only if special tokens in the text are enabled."""
     name = tokenizer.token(index)
     return tokenizer.encode_marked(name) == [index] != tokenizer.encode(name)

@@ -1,4 +1,4 @@
-"""A model's weights as generating keeps them: each layer's arrays of its own, matrices in the compute type."""
+"""Weights for generation: separate arrays for each layer instead of stacks, matrices in their `WeightFormat`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,56 +18,58 @@ from mtjax.theory.stages import PADDING
 
 Tree = Any
 Call = Callable[..., Any]
-"""Calls a compiled function; or, of abstract arguments, says what it would return."""
+"""Calls a compiled function, or returns its output shapes if the arguments are abstract."""
 Stacks = Iterator[tuple[Any, int]]
-"""For each layer a stack, whose arrays have layers along their first dimension, and its place there."""
+"""For each layer, a stack (whose arrays have layers along their first dimension) and the layer's index in it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A model without its layers, and its layers in their order."""
+    """A model without its layers, and its layers in order."""
 
     model: Any
     layers: list[Any]
-    """Each a `Layer`, whose mixers are attributes."""
+    """A `Layer` each, with its mixers as attributes."""
 
 
-def prepare_weights(model: Any, stacks: Stacks, keeping: WeightFormat, call: Call) -> DecoderWeights:
-    """Weights from a model without its layers, and from these; to be called with mesh and rules in force."""
-    take = jax.jit(partial(_layer, keeping))
-    layers = [call(take, stack, np.int32(place)) for stack, place in stacks]
-    return DecoderWeights(call(jax.jit(partial(_outside, keeping)), model), layers)
+def prepare_weights(model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call) -> DecoderWeights:
+    """Converts a model without its layers, and the layers; must be called with mesh and rules in force."""
+    take_layer = jax.jit(partial(_layer, weight_format))
+    layers = [call(take_layer, stack, np.int32(index)) for stack, index in stacks]
+    return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
 
 def stacks_of(placed: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
-    """A model with parameters as they are stored, on a mesh without stages: without its layers, and these."""
-    model, places = places_of(placed.inference_model(parameters))
-    return model, iter(places)
+    """Builds the model from stored parameters, on a mesh without pipeline parallelism; returns it and its layers."""
+    model, locations = layer_locations(placed.inference_model(parameters))
+    return model, iter(locations)
 
 
-def places_of(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
-    """A model without its layers, and where each of them is, in their order."""
+def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """Removes a model's layers; returns the model, and the stack and index of each layer in order."""
     found = []
     for stack in model.decoder_stacks:
-        found += [(number, place, stack.layers) for place, number in enumerate(stack.order.flat) if number != PADDING]
+        found += [(number, index, stack.layers) for index, number in enumerate(stack.order.flat) if number != PADDING]
         stack.layers = None
-    return model, [(layers, place) for _, place, layers in sorted(found, key=lambda each: each[0])]
+    return model, [(layers, index) for _, index, layers in sorted(found, key=lambda each: each[0])]
 
 
-def _layer(keeping: WeightFormat, stack: Layer, number: Array) -> Layer:
-    """One layer's own arrays."""
+def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
+    """Extracts one layer from a stack and converts its matrices."""
     layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
     for mixer in (getattr(layer, name) for name in layer.mixers):
+        # Training stores the projections of query groups separately; one matrix product is faster for a single token.
         if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
             mixer.qkv = mixer.qkv.assembled()
-    return with_matrices(layer, keeping)
+    return with_matrices(layer, weight_format)
 
 
-def _outside(keeping: WeightFormat, model: Any) -> Any:
-    """What is not in the layers. In 8 bits, a table that is also that of the lookups has a scale for each row."""
+def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
+    """Converts the parameters outside of the layers."""
     table = model.output_table[...]
-    model = with_matrices(model, lambda matrix, _: matrix.astype(keeping.dtype))
-    if keeping.int8:
+    model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
+    if weight_format.int8:
+        # A scale for each row, so that a tied table also serves the embedding lookup.
         model.output_table.set_value(to_int8(table, (1,)))
     return model

@@ -1,4 +1,4 @@
-"""`mtjax inspect --generate`: the step of decoding, compiled for a target and held to its own contract."""
+"""`mtjax inspect --generate`: compiles the decode step for a target and checks its communication contract."""
 
 import json
 import sys
@@ -35,14 +35,14 @@ from mtjax.theory.mesh import MeshShape, check_no_context_parallel, parse_mesh
 
 @dataclass(frozen=True)
 class DecodingReport:
-    """What a compiled step of decoding sends and needs."""
+    """Collectives and memory of a compiled decode step."""
 
     config: Config
     mesh: MeshShape
     target: Target
     sequences: int
     length: int
-    """Tokens of each sequence for which the cache has room."""
+    """Length of the KV cache: tokens of each sequence."""
     symbols: Symbols
     contract: Contract
     collectives: tuple[Collective, ...]
@@ -52,16 +52,16 @@ class DecodingReport:
     """The optimized program as HLO text."""
     compile_seconds: float
     note: str | None = None
-    """How it was compiled, where not as it is run."""
+    """How it was compiled, if differently from how it runs."""
 
     @property
     def rows(self) -> list[Row]:
-        """The collectives, alike ones together."""
+        """The collectives, identical ones grouped."""
         return table(self.collectives)
 
 
 def run(config: Config, options: Options) -> int:
-    """Compiles and prints; returns the exit code, 1 where the program breaks its contract."""
+    """Compiles the decode step and prints the report; returns exit code 1 if the program violates its contract."""
     quiet = options.json == Path("-")
     console = console_for(sys.stderr if quiet else sys.stdout)
     config = with_vocabulary(config, lambda text: console.print(text, highlight=False))
@@ -81,29 +81,29 @@ def run(config: Config, options: Options) -> int:
 def inspect_decoding(
     config: Config, target: Target, sequences: int, length: int, *, int8: bool = False
 ) -> DecodingReport:
-    """Compiles the step of decoding, without weights and without a device to run it on.
+    """Compiles the decode step, without weights and without devices to run it.
 
     Args:
-      config: the run; its mesh is the one compiled for.
-      target: the devices.
-      sequences: that are written at a time.
-      length: tokens of each for which the cache has room.
-      int8: whether matrices are kept in 8 bits.
+      config: the run's config, with its mesh.
+      target: the devices to compile for.
+      sequences: batch size of the decode step.
+      length: tokens of each sequence that the KV cache holds.
+      int8: whether the matrices are quantized to int8.
 
     Raises:
-      UserError: config, mesh and target don't fit, or the family writes no text.
+      UserError: config, mesh and target are not compatible, or the model family can't generate text.
     """
     shape = parse_mesh(config.parallel.mesh)
     check_no_context_parallel(shape)
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
     decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), int8=int8)
-    if length > decoder.longest_text:
+    if length > decoder.max_sequence_length:
         raise UserError(
-            f"--context is {length}, and the model's texts end at {decoder.longest_text}: give at most that"
+            f"--context is {length}, and the model's context length is {decoder.max_sequence_length}: use at most that"
         )
     start = time.perf_counter()
-    compiled, note = compile_for(target, decoder.lower_step(sequences, length))
+    compiled, note = compile_for(target, decoder.lower_decode(sequences, length))
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
@@ -127,9 +127,9 @@ def show(report: DecodingReport, console: Console) -> None:
     """Prints a report."""
     model, memory = report.config.model, report.memory
     console.print(
-        f"a step of decoding: {model.family}, {model.num_layers} layers x {model.hidden_size}, "
+        f"decode step: {model.family}, {model.num_layers} layers x {model.hidden_size}, "
         f"{report.config.training.compute_dtype}; {report.sequences} sequences, "
-        f"room for {report.length} tokens of each\n"
+        f"KV cache for {report.length} tokens of each\n"
         f"mesh {report.mesh.description}; target {report.target.name}; compiled in {report.compile_seconds:.1f} s",
         highlight=False,
     )
@@ -139,16 +139,16 @@ def show(report: DecodingReport, console: Console) -> None:
     for note in contract_notes(report):
         console.print(note, highlight=False, soft_wrap=True)
     if report.verdict.holds:
-        console.print("logits are not sent: each rank keeps those of its part of the vocabulary")
+        console.print("logits stay sharded over the vocabulary: none are gathered")
     console.print(
-        f"[bold]Memory of a device[/]\n  weights and cache {size(memory.arguments)}, {size(memory.aliased)} of it "
-        f"written in place; temporaries {size(memory.temporaries)}; peak {size(memory.peak)}",
+        f"[bold]Memory of a device[/]\n  weights and KV cache {size(memory.arguments)}, {size(memory.aliased)} of it "
+        f"updated in place; temporaries {size(memory.temporaries)}; peak {size(memory.peak)}",
         highlight=False,
     )
 
 
 def to_json(report: DecodingReport) -> dict[str, Any]:
-    """The report as nested dicts of JSON values, in the words of a train step's."""
+    """Converts the report to JSON values, with the same keys as the report of a train step."""
     memory = report.memory
     return {
         "schema": SCHEMA,

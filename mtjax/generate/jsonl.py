@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file and texts to another, line by line; texts of the same prompts and settings are kept."""
+"""Reads prompts from a JSONL file and appends texts to another; an interrupted or extended job continues."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,48 +12,48 @@ from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json, shortened
-from mtjax.generate.output_record import ANEW, OutputRecord
-from mtjax.generate.request import Sampling, for_text
+from mtjax.generate.output_record import NEXT_STEP, OutputRecord
+from mtjax.generate.request import Sampling, with_text_seed
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
 Identity = tuple[str, Mapping[str, Any]]
-"""A prompt, and the settings that its line gives."""
+"""A prompt, and the settings of its line."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A text that is to be written."""
+    """A text to be generated."""
 
     number: int
-    """Of the input's line, from 0."""
+    """Index of the input's line, from 0."""
     sample: int
-    """Of the texts for this line, from 0."""
+    """Index among the texts for this line, from 0."""
     prompt: str
     sampling: Sampling
     stops: tuple[str, ...]
-    own: Mapping[str, Any]
-    """Settings that the line gives."""
+    settings: Mapping[str, Any]
+    """Settings of the line, which override the options."""
 
     @property
     def identity(self) -> Identity:
-        """The inputs of the text, without the settings that all lines share."""
-        return self.prompt, self.own
+        """The prompt and the line's settings, by which an existing text is matched."""
+        return self.prompt, self.settings
 
 
 class JsonLines:
-    """An input and an output; use as a context manager.
+    """An input file of prompts and an output file of texts; use as a context manager.
 
     Args:
-      source: JSONL: objects with `prompt`; names of `Sampling` and `stop` override the settings.
-      target: JSONL; appended to.
-      record: of what makes the texts.
-      samples: texts for each prompt.
-      sampling: settings of lines that say nothing else.
-      stops: likewise.
-      overwrite: whether the output is written anew.
+      source: JSONL of objects with `prompt`; fields of `Sampling` and `stop` override the defaults.
+      target: JSONL file to append to.
+      record: weights and options that determine the texts.
+      samples: number of texts for each prompt.
+      sampling: default sampling parameters.
+      stops: default stop sequences.
+      overwrite: whether to replace an existing output.
 
     Raises:
-      UserError: a file can't be read or written, or is not what it should be.
+      UserError: a file can't be read or written, or is invalid.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class JsonLines:
         self._source, self._target, self._record, self._samples = source, target, record, samples
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
         if target.exists() and source.exists() and target.samefile(source):
-            raise UserError(f"--output {target} is --input: name another file for the texts")
+            raise UserError(f"--output {target} is the same file as --input: name another file")
         self._lines = read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
     def __enter__(self) -> "JsonLines":
-        with ExitStack() as stack, _usable(self._target):
+        with ExitStack() as stack, _file_errors(self._target):
             self._file = stack.enter_context(self._target.open("a+b"))
             if self._overwrite:
                 self._file.truncate(0)
-            self._done, end = done_in(self._file, self._target)
+            self._done, end = read_done(self._file, self._target)
             if self._done:
                 self._record.check()
                 self._check_done()
-            # Not before: an output that is refused stays as it is.
+            # Only after all checks: a rejected output file is left unchanged.
             self._file.truncate(end)
             self._file.seek(0, 2)
             self._record.write()
-            stack.pop_all()  # it stays open until the end
+            stack.pop_all()  # the file stays open until __exit__
         self._total = self._samples * len(self._numbers)
         self._progress = ProgressLine(f"texts for {self._source.name}", self._total).__enter__()
         return self
@@ -97,67 +97,69 @@ class JsonLines:
         self._progress.__exit__(*error)
         self._file.close()
 
-    def left(self) -> Iterator[Line]:
-        """Yields what the output does not have yet, in the order of the input."""
+    def remaining(self) -> Iterator[Line]:
+        """Yields the texts that the output does not have yet, in the order of the input."""
         for number in self._numbers:
             for sample in range(self._samples):
                 if (number, sample) not in self._done:
                     yield self._line(number, sample, self._lines[number])
 
     def write(self, line: Line, fields: Mapping[str, Any]) -> None:
-        """Appends what was made of a line."""
-        own = {"settings": line.own} if line.own else {}
-        record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **own, **fields}
+        """Appends the record of a generated text."""
+        settings = {"settings": line.settings} if line.settings else {}
+        record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **settings, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self._done[line.number, line.sample] = line.identity
         self._progress.update(len(self._done))
 
     def _check_done(self) -> None:
-        """Checks that every text that the output has is one for a line of the input.
+        """Checks that every existing text of the output matches a line of the input.
 
         Raises:
-          UserError: one is for another prompt, has other settings, or is for no line.
+          UserError: a text has another prompt or other settings than its line, or its line or sample does not exist.
         """
         for (number, sample), (prompt, settings) in self._done.items():
             where, has = f"{self._source}:{number + 1}", f"{self._target} has a text"
             if number not in self._prompts:
-                raise UserError(f"{has} for {where}, which has no prompt: {ANEW}")
-            now, own = self._prompts[number]
-            if prompt != now:
+                raise UserError(f"{has} for {where}, which has no prompt: {NEXT_STEP}")
+            expected, line_settings = self._prompts[number]
+            if prompt != expected:
                 raise UserError(
-                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(now)!r}: {ANEW}"
+                    f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(expected)!r}: {NEXT_STEP}"
                 )
-            if settings != own:
-                made, asked = (json.dumps(each, ensure_ascii=False) for each in (settings, own))
-                raise UserError(f"{has} for {where} that was made with {made}, and the line has {asked}: {ANEW}")
+            if settings != line_settings:
+                then, now = (json.dumps(each, ensure_ascii=False) for each in (settings, line_settings))
+                raise UserError(
+                    f"{has} for {where} that was generated with {then}, and the line has {now}: {NEXT_STEP}"
+                )
             if not 0 <= sample < self._samples:
                 raise UserError(
                     f"{has} number {sample + 1} for {where}, and --samples is {self._samples}: give at least "
-                    f"{sample + 1}, or {ANEW}"
+                    f"{sample + 1}, or {NEXT_STEP}"
                 )
 
     def _line(self, number: int, sample: int, text: str) -> Line:
         where = f"{self._source}:{number + 1}"
         record = parse_json(text, where)
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise UserError(f'{where} should be an object with a text "prompt"')
+            raise UserError(f'{where} must be an object with a string "prompt"')
         stops = record.get("stop", self._stops)
         stops = (stops,) if isinstance(stops, str) else stops
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
-            raise UserError(f'{where}: "stop" should be a text, or a list of texts')
+            raise UserError(f'{where}: "stop" must be a string or a list of strings')
         if half := surrogate_in({"prompt": record["prompt"], "stop": list(stops)}):
             raise UserError(f"{where} has {half}: correct the line, or remove it")
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
-        # A line with a seed of its own draws the same wherever it stands.
-        sampling = for_text(sampling, sample, 0 if "seed" in record else number)
-        own = {name: record[name] for name in (*SETTINGS, "stop") if name in record}
-        return Line(number, sample, record["prompt"], sampling, tuple(stops), own)
+        # A line that sets a seed samples the same text whatever its line number is.
+        sampling = with_text_seed(sampling, sample, 0 if "seed" in record else number)
+        settings = {name: record[name] for name in (*SETTINGS, "stop") if name in record}
+        return Line(number, sample, record["prompt"], sampling, tuple(stops), settings)
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:
         for name, value in given.items():
-            wanted = (int,) if SETTINGS[name] is int else (int, float)
-            if isinstance(value, bool) or not isinstance(value, wanted):
+            types = (int,) if SETTINGS[name] is int else (int, float)
+            if isinstance(value, bool) or not isinstance(value, types):
                 raise UserError(f'{where}: "{name}" is {value!r}, and must be a number')
         sampling = replace(self._sampling, **given)
         try:
@@ -168,18 +170,18 @@ class JsonLines:
 
 
 @contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def _file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path} can't be used: {getattr(e, 'strerror', None) or e}") from e
 
 
-def done_in(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Identity], int]:
-    """Reads which texts an output has, by line and sample, and where its last line that was not cut off ends.
+def read_done(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Identity], int]:
+    """Reads an output's texts by (line, sample), and the offset after its last complete line.
 
     Raises:
-      UserError: the file has other lines: it is not such an output.
+      UserError: the file has other lines, so it is not an output of this command.
     """
     file.seek(0)
     done: dict[tuple[int, int], Identity] = {}
@@ -189,10 +191,10 @@ def done_in(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], Ide
             break
         try:
             record = json.loads(raw)
-            place, prompt = (record["index"], record["sample"]), record["prompt"]
-            if not isinstance(prompt, str) or any(type(number) is not int for number in place):
+            key, prompt = (record["index"], record["sample"]), record["prompt"]
+            if not isinstance(prompt, str) or any(type(number) is not int for number in key):
                 raise ValueError
-            done[place] = prompt, record.get("settings", {})
+            done[key] = prompt, record.get("settings", {})
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{path} exists and is not an output of this command: name another file") from e
         end += len(raw)

@@ -1,4 +1,4 @@
-"""What `mtjax generate` reads."""
+"""Options of `mtjax generate`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +10,10 @@ from mtjax.config.field_metadata import Bound, at_least, setting
 from mtjax.generate.request import Sampling
 from mtjax.theory.decoding import REPORTED
 
-DESCRIPTION = """Writes text with a trained model: GPT and Llama continue it, a T5 answers it, a BERT fills [MASK].
+DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
 
-Weights are a run (its newest checkpoint), one of its checkpoints or a converted folder; hf:DIR is a folder of Hugging
-Face's, megatron:DIR a checkpoint of Megatron-LM's. Any mesh reads weights of any mesh.
+Weights come from a run (its newest checkpoint), one of its checkpoints or a converted folder; hf:DIR is a Hugging Face
+folder, megatron:DIR a Megatron-LM checkpoint. The mesh may differ from the one the model was trained on.
 
 Examples:
   mtjax generate --from runs/default-1 "The function returns"
@@ -27,52 +27,58 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """Which weights, which prompts, and how."""
+    """Weights, prompts and generation options."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR|KIND:DIR")]
-    """Weights to read."""
+    """Weights to load."""
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Texts to continue; standard input, as one text, when none is given."""
+    """Prompts; if none is given, standard input is read as a single prompt."""
     mesh: str = "1x1"
-    """Devices as DATAxMODEL: heads, MLP, vocabulary and cache are split over the model ways."""
+    """Devices as DATAxMODEL: attention heads, MLP, vocabulary and KV cache are sharded over the tensor parallel degree
+    MODEL, and replicated over DATA."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of matrices, activations and cache; bfloat16 on GPUs and float32 on CPUs when not given."""
+    """Dtype of matrices, activations and KV cache. Default: bfloat16 on GPUs, float32 on CPUs."""
     weights_dtype: Literal["int8"] | None = None
-    """Keep the matrices of layers and logits in 8 bits, with a scale for each output; --dtype is that of products."""
+    """Quantize the matrices of the layers and of the output logits to int8, with a scale for each output channel;
+    matrix products are still computed in --dtype."""
     tokenizer: str | None = None
-    """A tokenizer as `mtjax train` takes it; the weights' own when not given."""
+    """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)
-    """Texts that are written at a time."""
+    """Maximum number of sequences that are generated at a time (continuous batching)."""
     samples: int = at_least(1, 1, most=2**20)
-    """Texts for each prompt, each with a seed of its own: that of the first is --seed, of the next one more."""
+    """Number of texts for each prompt. The first one uses --seed, each further one the next seed."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A string that ends a text, besides the end of a document; it is left out. May be given several times."""
+    """A stop sequence: ends the text, in addition to the end-of-text token, and is not part of it. May be given several
+    times."""
     ignore_eos: bool = False
-    """Go on after the end of a document."""
+    """Continue after the end-of-text token."""
     echo: bool = False
-    """Show the prompt too."""
+    """Print the prompt before the text."""
     show_logprobs: bool = False
-    """Show each token in a colour from red, improbable, to green; not on a terminal, each on a line with its
-    log-probability."""
+    """Color each token by its probability, from red (low) to green (high); if the output is not a terminal, print one
+    token a line with its log-probability."""
     input: Path | None = None
-    """A JSONL file of objects with `prompt`, and any settings of --temperature and the like that differ there."""
+    """JSONL file of objects with `prompt`, and optionally `stop` and sampling parameters that override the options for
+    that prompt."""
     output: Path | None = None
-    """Where texts of --input go, as JSONL: `index` is the number of the input's line. If it exists, what is in it is
-    not written again, provided that the same weights and settings made it: OUTPUT.settings.json tells."""
+    """JSONL file for the texts of --input: `index` is the line number of the prompt, from 0. If the file exists,
+    generation continues after the texts that it has, provided that they were generated with the same weights and
+    options (recorded in OUTPUT.settings.json)."""
     overwrite: bool = False
-    """Write --output anew if it exists."""
+    """Replace --output if it exists."""
     logprobs: bool = False
-    """With --output: also each token's text, id and log-probability."""
+    """With --output: also write each token's text, id and log-probability."""
     interactive: bool = False
-    """Chat, by the tokenizer's chat_template; without one, continue each line that is typed."""
+    """Chat, using the tokenizer's chat_template; without a chat_template, continue each line that you type."""
     system: str | None = None
-    """With --interactive: the first message, which tells the model what it is."""
+    """With --interactive: the system message."""
     fillings: int | None = at_least(1, None, most=REPORTED)
-    """Of a BERT: how many of the most likely tokens are shown for each mask; 5 when not given."""
+    """BERT: number of most likely tokens to print for each mask. Default: 5."""
     beams: int | None = at_least(1, None, most=REPORTED // 2)
-    """Search the texts that are most probable as a whole, this many side by side: those of --samples are the best."""
+    """Use beam search with this many beams; --samples is the number of best texts to print."""
     length_penalty: float = setting(1.0, bound=Bound(lambda value: -100 <= value <= 100, "from -100 to 100"))
-    """With --beams: a text's log-probability is divided by its length to the power of this; more favours long texts."""
+    """With --beams: exponent of the text's length, by which its log-probability is divided; larger values favor longer
+    texts."""
     compile_cache: str | None = None
-    """Folder where compiled programs are kept, as of `mtjax train`; off keeps none."""
+    """Folder for the persistent compilation cache, as for `mtjax train`; off disables it."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)

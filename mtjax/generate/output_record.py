@@ -1,4 +1,4 @@
-"""A record of the weights and settings that made an output of `mtjax generate`: others do not continue it."""
+"""The record of the weights and options of an output file: only a command with the same ones may continue it."""
 
 import json
 from collections.abc import Sequence
@@ -11,33 +11,33 @@ from mtjax.errors import UserError, first_line, parse_json_object
 from mtjax.generate.options import Options
 from mtjax.generate.weights import LoadedModel
 
-ENDING = ".settings.json"
-"""Of the record's name, behind the output's."""
+SUFFIX = ".settings.json"
+"""Suffix of the record's file name, after the output's name."""
 DIGITS = 12
-"""Of a digest, for people."""
-ANEW = "name another --output, or write this one anew with --overwrite"
-"""What to do about an output that can't be continued."""
+"""Digits of a digest in messages."""
+NEXT_STEP = "name another --output, or replace this one with --overwrite"
+"""What to do if an output can't be continued."""
 OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
-"""Options that change the texts, in addition to the settings of sampling."""
+"""Options that change the texts, in addition to the sampling parameters."""
 
 Facts = dict[str, Any]
 
 
 class OutputRecord:
-    """The record of an output.
+    """The record of an output file.
 
     Args:
       output: the file of texts.
-      facts: what makes the texts now; values that JSON has.
+      facts: weights and options of this command, as JSON values.
     """
 
     def __init__(self, output: Path, facts: Facts) -> None:
-        self.path = output.with_name(f"{output.name}{ENDING}")
+        self.path = output.with_name(f"{output.name}{SUFFIX}")
         self._output, self._facts = output, json.loads(json.dumps(facts))
 
     @classmethod
     def of(cls, options: Options, model: LoadedModel) -> "OutputRecord":
-        """Describes what options and model write. The mesh and the batch change no text."""
+        """Builds the record for these options and this model; mesh and batch are not in it, as they change no text."""
         assert options.output is not None
         placed, name = model.placed.config, model.tokenizer_name
         facts = {
@@ -51,24 +51,24 @@ class OutputRecord:
         return cls(options.output, facts)
 
     def check(self) -> None:
-        """Checks that the texts in the output were made with the same facts.
+        """Checks that the texts in the output were generated with the same weights and options.
 
         Raises:
-          UserError: they were not (the message lists the differences), or there is no record.
+          UserError: some differ (the message lists them), or the output has no record.
         """
         if not self.path.is_file():
-            raise UserError(f"{self._output} has texts, and no {self.path.name} beside it says what made them: {ANEW}")
+            raise UserError(f"{self._output} has texts, but the record {self.path.name} is missing: {NEXT_STEP}")
         before = parse_json_object(self.path.read_bytes(), self.path)
-        differing = [name for name, value in self._facts.items() if _compared(before.get(name)) != _compared(value)]
+        differing = [name for name, value in self._facts.items() if _comparable(before.get(name)) != _comparable(value)]
         if differing:
-            then, now = (_in_words(facts, differing) for facts in (before, self._facts))
-            raise UserError(f"{self._output} was made with {then}, and this command has {now}: {ANEW}")
+            then, now = (_describe(facts, differing) for facts in (before, self._facts))
+            raise UserError(f"{self._output} was generated with {then}, and this command has {now}: {NEXT_STEP}")
 
     def write(self) -> None:
         """Writes the record.
 
         Raises:
-          UserError: the disk refuses.
+          UserError: the file can't be written.
         """
         temporary = self.path.with_name(f".{self.path.name}.new")
         try:
@@ -78,16 +78,16 @@ class OutputRecord:
             raise UserError(f"{self.path} can't be written: {first_line(e)}") from e
 
 
-def _compared(value: Any) -> Any:
-    """What is compared of a fact: of files their digest, wherever they lie."""
+def _comparable(value: Any) -> Any:
+    """Returns the part of a fact that must match: for files the digest, not the path."""
     return value.get("digest") if isinstance(value, dict) else value
 
 
-def _in_words(facts: Facts, names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {_value_in_words(facts.get(name))}" for name in names)
+def _describe(facts: Facts, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {_describe_value(facts.get(name))}" for name in names)
 
 
-def _value_in_words(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value.get('name')} ({str(value.get('digest'))[:DIGITS]})"
     return "none" if value is None or value == [] else json.dumps(value, ensure_ascii=False)

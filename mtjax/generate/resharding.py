@@ -1,4 +1,4 @@
-"""Trained parameters on the mesh that writes: layer after layer, so that there is never a second copy in float32."""
+"""Reshards trained parameters for generation, layer by layer, so that there is never a second float32 copy of all."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mtjax.generate.inference_weights import Call, Stacks, places_of
+from mtjax.generate.inference_weights import Call, Stacks, layer_locations
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import dimension_axes, partition_spec
 from mtjax.theory.layout import gathers_in_compute_dtype
@@ -20,81 +20,84 @@ Tree = Any
 
 
 class LayerwiseTransfer:
-    """A GPT's or Llama's parameters on their way from the mesh they were trained on to one of its devices, or of some.
+    """Moves a GPT's or Llama's parameters from the training mesh to a mesh of the same devices, or of some of them.
 
-    Matrices are in the compute type when they arrive. What each layer's programs send are its own parameters: a sum
-    over the ranks that have different layers, and whatever the other mesh splits differently.
+    Matrices are converted to the compute dtype before they are sent. The program for a layer communicates that layer's
+    parameters only: an all-reduce over the ranks that have different layers, and the resharding of its dimensions.
     """
 
     def __init__(self, trained: ShardedModel, placed: ShardedModel, call: Call) -> None:
         self._trained, self._placed, self._call = trained, placed, call
 
     def of(self, parameters: Tree) -> tuple[Any, Stacks]:
-        """The model without its layers, and these in their order, each as a stack of its own.
+        """Returns the model without its layers, and the layers in order, each as a stack of one.
 
         Args:
-          parameters: as they are stored; abstract ones stay abstract.
+          parameters: as they are stored in training; abstract ones stay abstract.
         """
-        model, places = places_of(self._trained.model(parameters))
-        movers = {id(stack): self._mover(stack, _layer_at) for stack, _ in places}
-        layers = ((self._moved(movers[id(stack)], stack, np.int32(place)), 0) for stack, place in places)
-        return self._moved(self._mover(model, lambda leaf, _: leaf), model), layers
+        model, locations = layer_locations(self._trained.model(parameters))
+        transfers = {id(stack): self._transfer(stack, _layer_at) for stack, _ in locations}
+        # A generator: a layer is moved when `prepare_weights` takes it, and its transferred copy freed before the next.
+        layers = ((self._move(transfers[id(stack)], stack, np.int32(index)), 0) for stack, index in locations)
+        return self._move(self._transfer(model, lambda leaf, _: leaf), model), layers
 
-    def _moved(self, move: "Transfer", module: Any, place: Any = None) -> Any:
+    def _move(self, transfer: "Transfer", module: Any, index: Any = None) -> Any:
+        """Moves a module; `index` selects a layer of a stack."""
         leaves, structure = jax.tree.flatten(module)
-        moved = self._trained.on_mesh(self._call, move.program, leaves, place)
-        return jax.tree.unflatten(structure, move.put(moved))
+        moved = self._trained.on_mesh(self._call, transfer.program, leaves, index)
+        return jax.tree.unflatten(structure, transfer.put(moved))
 
-    def _mover(self, module: Any, part: Any) -> "Transfer":
-        """What puts `part` of each leaf of a module where the other mesh has it."""
+    def _transfer(self, module: Any, select: Any) -> "Transfer":
+        """Builds the transfer that applies `select` to each leaf of a module and reshards the result."""
         variables = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         names = [variable.get_metadata()["axes"] for variable in variables]
         dtype, placed = self._placed.config.training.compute_dtype, self._placed
 
-        def move(leaves: list[Array], place: Array | None) -> list[Array]:
-            parts = [part(leaf, place) for leaf in leaves]
-            pairs = zip(parts, names, strict=True)
-            return [array.astype(dtype) if gathers_in_compute_dtype(own) else array for array, own in pairs]
+        def move(leaves: list[Array], index: Array | None) -> list[Array]:
+            pairs = zip([select(leaf, index) for leaf in leaves], names, strict=True)
+            return [array.astype(dtype) if gathers_in_compute_dtype(axes) else array for array, axes in pairs]
 
-        def sharding(variable: Any, own: tuple[str, ...]) -> NamedSharding:
-            whole = (None,) * (len(variable.shape) - len(own)) + tuple(own)
-            return NamedSharding(placed.mesh, partition_spec(placed.layout.rules, whole))
+        def sharding(variable: Any, axes: tuple[str, ...]) -> NamedSharding:
+            all_axes = (None,) * (len(variable.shape) - len(axes)) + tuple(axes)  # the layer dimension has no name
+            return NamedSharding(placed.mesh, partition_spec(placed.layout.rules, all_axes))
 
         shardings = [sharding(*pair) for pair in zip(variables, names, strict=True)]
         if placed.mesh.size == self._trained.mesh.size:
             return Transfer(jax.jit(move, out_shardings=shardings), None)
+        # XLA: a program's outputs are on all of its devices. For fewer devices they are replicated, and `put` reshards.
         return Transfer(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, PartitionSpec())), shardings)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How parts of a module come to another mesh."""
+    """A program on the training mesh, and the shardings that its outputs are put on afterwards."""
 
     program: Any
-    """Its results lie there already; or are whole on every device, where the other mesh has fewer of them."""
+    """Its outputs have their final sharding, or are replicated if the other mesh has fewer devices."""
     shardings: list[NamedSharding] | None
-    """Those of the other mesh, in the latter case."""
+    """In the latter case, the final shardings on the other mesh."""
 
     def put(self, arrays: list[Any]) -> list[Any]:
-        """The program's results on the other mesh; abstract ones too."""
+        """Puts the program's outputs on the other mesh; abstract outputs get the final shardings."""
         if self.shardings is None:
             return arrays
         pairs = zip(arrays, self.shardings, strict=True)
         return [
-            jax.device_put(a, own) if isinstance(a, Array) else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own)
-            for a, own in pairs
+            jax.device_put(a, to) if isinstance(a, Array) else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)
+            for a, to in pairs
         ]
 
 
-def _layer_at(stack: Array, place: Array) -> Array:
-    """One layer of a stack, [1, ...], on every rank: those that have others add zeros."""
+def _layer_at(stack: Array, index: Array) -> Array:
+    """Returns one layer of a stack [layers, ...], whose first dimension may be sharded, on every rank: [1, ...]."""
     sharding = jax.typeof(stack).sharding
-    first, *rest = sharding.spec
-    ways = math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 0))
-    shares = stack.reshape(ways, -1, *stack.shape[1:], out_sharding=PartitionSpec(first, None, *rest))
-    each = shares.shape[1]
-    own = lax.dynamic_index_in_dim(shares, place % each, axis=1)
-    if ways == 1:
-        return own[0]
-    is_held = (jnp.arange(ways) == place // each).reshape(-1, *(1,) * (own.ndim - 1))
-    return jnp.where(is_held, own, 0).sum(0)
+    first, *dimensions = sharding.spec
+    degree = math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 0))
+    shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=PartitionSpec(first, None, *dimensions))
+    layers = shards.shape[1]
+    layer = lax.dynamic_index_in_dim(shards, index % layers, axis=1)
+    if degree == 1:
+        return layer[0]
+    # A masked sum, which is an all-reduce in which the ranks that do not have the layer contribute zeros.
+    is_owner = (jnp.arange(degree) == index // layers).reshape(-1, *(1,) * (layer.ndim - 1))
+    return jnp.where(is_owner, layer, 0).sum(0)

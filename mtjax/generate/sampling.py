@@ -1,12 +1,12 @@
-"""The next token of each row, drawn where its logits are: vocabulary-parallel sampling.
+"""Vocabulary-parallel sampling: the next token of each row, sampled from logits that stay sharded.
 
-Each model rank computes the logits of its own columns of the vocabulary, as in `mtjax.sharding.vocab`, and they stay
-there. What is sent are a few numbers for each row: a maximum and whose it is, sums of probabilities, counts. Thresholds
-of top-k and top-p are found by bisection over the bits of a float32, with one sum for each bit, so they are exact for
-any k and p. Noise derives from a row's seed, the number of the draw and the column in the entire vocabulary: what is
-drawn depends neither on the mesh nor on the other rows.
+Each tensor parallel rank computes the logits of its columns of the vocabulary, as in `mtjax.sharding.vocab`, and never
+gathers them. The collectives carry a few numbers for each row: a maximum and its column, sums of probabilities, counts.
+The thresholds of top-k and top-p are found by bisection over the bits of a float32, with one all-reduce for each bit,
+so they are exact for any k and p. The noise is a function of the row's seed, the index of the draw and the global
+column, so sampled tokens depend neither on the mesh nor on the other rows of the batch.
 
-Shape suffixes: B rows, H hidden, V this rank's vocabulary columns, N the most likely ones that are reported.
+Shape suffixes: B rows, H hidden, V this rank's vocabulary columns, N the most likely tokens that are reported.
 """
 
 from collections.abc import Callable
@@ -26,93 +26,96 @@ from mtjax.theory.decoding import REPORTED
 
 Table = Array | Int8Matrix
 MOST_LIKELY = REPORTED
-"""Columns that are reported with their log-probabilities."""
+"""Number of most likely tokens that are reported with their log-probabilities."""
 IN_PROMPT = 1 << 30
-"""Bit of a count that says the token is in the prompt; the bits below count how often it was drawn."""
+"""Bit of a count that is set if the token is in the prompt; the lower bits count how often it was sampled."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LogitsParams:
-    """How logits become the distribution that is drawn from; each array is [rows]."""
+    """Logits processors and warpers of each row; each array is [rows]."""
 
     temperature: Float[Array, " rows"]
-    """By which logits are divided; 0 takes the most likely token."""
+    """Divides the logits; 0 is greedy."""
     top_k: Int[Array, " rows"]
-    """Only the k most likely tokens (and those as likely as the last of them); 0 takes all."""
+    """Keeps the k most likely tokens (and ties with the last of them); 0 disables it."""
     top_p: Float[Array, " rows"]
-    """Only the most likely tokens whose probabilities reach p together; 1 takes all. Behind top_k."""
+    """Keeps the smallest set of most likely tokens whose probabilities add up to p, after top-k; 1 disables it."""
     min_p: Float[Array, " rows"]
-    """Only tokens at least this share as likely as the most likely one; 0 takes all."""
+    """Keeps tokens with at least this fraction of the most likely token's probability; 0 disables it."""
     repetition: Float[Array, " rows"]
-    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and of those drawn (arXiv
-    1909.05858); 1 changes nothing."""
+    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or were sampled (arXiv
+    1909.05858); 1 disables it."""
     presence: Float[Array, " rows"]
-    """Subtracted from the logits of tokens drawn before."""
+    """Subtracted from the logits of tokens that were sampled before."""
     frequency: Float[Array, " rows"]
-    """Subtracted from the logits of tokens drawn before, once for each time."""
+    """Subtracted from the logits of tokens that were sampled before, once for each occurrence."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What each row asks for."""
+    """Sampling parameters of each row."""
 
     warping: LogitsParams
     seed: UInt32[Array, "rows 2"]
-    number: Int[Array, " rows"]
-    """Of the draw, from 0."""
-    reports: Bool[Array, " rows"]
-    """Whether log-probabilities are wanted."""
+    draw_index: Int[Array, " rows"]
+    """Number of tokens that the row has sampled so far."""
+    with_logprobs: Bool[Array, " rows"]
+    """Whether log-probabilities are reported."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens, and natural log-probabilities by the model itself, before any warping; zeros where not wanted."""
+    """Sampled tokens and natural log-probabilities from the unprocessed logits; zeros if none were requested."""
 
     token: Int[Array, " rows"]
     logprob: Float[Array, " rows"]
-    likely: Int[Array, "rows n"]
-    """The most likely tokens, in descending order; up to `MOST_LIKELY`."""
-    likely_logprobs: Float[Array, "rows n"]
+    top_ids: Int[Array, "rows n"]
+    """The most likely tokens in descending order, at most `MOST_LIKELY`."""
+    top_logprobs: Float[Array, "rows n"]
 
 
-def draw_tokens(
+def sample_tokens(
     hidden: Float[Array, "rows embed"],
     table: Float[Array, "vocab embed"] | Int8Matrix,
     counts: Int[Array, "rows vocab"],
     draws: SamplingBatch,
     vocab_size: int,
 ) -> SampledTokens:
-    """Draws a token for each row from softmax(hidden @ table.T), warped as the row asks.
+    """Samples a token for each row from softmax(hidden @ table.T), with the row's logits processors.
 
     Args:
-      hidden: final hidden states in the compute type.
-      table: rows split over `model`.
-      counts: of each token in the row so far (see `IN_PROMPT`), split like the table's rows.
-      draws: what each row asks for.
-      vocab_size: rows of the table from here on are padding, and never drawn.
+      hidden: final hidden states in the compute dtype.
+      table: output embedding, rows sharded over `model`.
+      counts: occurrences of each token in the row so far (see `IN_PROMPT`), sharded like the table's rows.
+      draws: sampling parameters of each row.
+      vocab_size: rows of the table from here on are padding, and never sampled.
     """
-    places = VocabSpecs.in_force()
+    specs = VocabSpecs.in_force()
 
     def local(hidden_BH: Array, table_VH: Table, counts_BV: Array, draws: SamplingBatch) -> SampledTokens:
-        logits_BV, column_V = _logits(places, hidden_BH, table_VH, None, vocab_size)
-        ranks = _Ranks(places, logits_BV, column_V)
+        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, None, vocab_size)
+        shards = _VocabShards(specs, logits_BV, column_V)
         warping = draws.warping
+        # Each lax.cond skips work that no row of the batch needs: most batches have neither penalties nor sampling.
         penalised = (warping.repetition != 1) | (warping.presence != 0) | (warping.frequency != 0)
-        warped_BV = lax.cond(penalised.any(), _penalise, lambda logits, *_: logits, logits_BV, counts_BV, warping)
-        greedy = ranks.best(warped_BV)[1]
+        warped_BV = lax.cond(
+            penalised.any(), _apply_penalties, lambda logits, *_: logits, logits_BV, counts_BV, warping
+        )
+        greedy = shards.argmax(warped_BV)[1]
 
         def sample() -> Array:
-            return jnp.where(warping.temperature > 0, _sample(ranks, warped_BV, draws, vocab_size), greedy)
+            return jnp.where(warping.temperature > 0, _sample(shards, warped_BV, draws, vocab_size), greedy)
 
         token = lax.cond((warping.temperature > 0).any(), sample, lambda: greedy)
-        return _reported(ranks, token, draws.reports)
+        return _report_if_requested(shards, token, draws.with_logprobs)
 
     with jax.named_scope("sampling"):
         mapped = map_ranks(
-            local, (REPLICATED, _place_of(places, table), spec("batch", "vocab"), REPLICATED), REPLICATED
+            local, (REPLICATED, _table_spec(specs, table), spec("batch", "vocab"), REPLICATED), REPLICATED
         )
         return mapped(hidden, table, counts, draws)
 
@@ -124,176 +127,202 @@ def score_tokens(
     vocab_size: int,
     bias: Float[Array, " vocab"] | None = None,
 ) -> SampledTokens:
-    """Log-probabilities of given tokens, reported as if they had been drawn; `bias` is added to the logits."""
-    places = VocabSpecs.in_force()
+    """Returns given tokens with log-probabilities, as if they had been sampled; `bias` is added to the logits."""
+    specs = VocabSpecs.in_force()
 
     def local(hidden_BH: Array, table_VH: Table, tokens_B: Array, *bias_V: Array) -> SampledTokens:
-        logits_BV, column_V = _logits(places, hidden_BH, table_VH, bias_V[0] if bias_V else None, vocab_size)
-        return _report(_Ranks(places, logits_BV, column_V), tokens_B)
+        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, bias_V[0] if bias_V else None, vocab_size)
+        return _report(_VocabShards(specs, logits_BV, column_V), tokens_B)
 
-    given, where = ((), ()) if bias is None else ((bias,), (places.bias,))
+    biases, bias_specs = ((), ()) if bias is None else ((bias,), (specs.bias,))
     with jax.named_scope("sampling"):
-        mapped = map_ranks(local, (REPLICATED, _place_of(places, table), REPLICATED, *where), REPLICATED)
-        return mapped(hidden, table, tokens, *given)
+        mapped = map_ranks(local, (REPLICATED, _table_spec(specs, table), REPLICATED, *bias_specs), REPLICATED)
+        return mapped(hidden, table, tokens, *biases)
 
 
 def _logits(
-    places: VocabSpecs, hidden_BH: Array, table_VH: Table, bias_V: Array | None, vocab_size: int
+    specs: VocabSpecs, hidden_BH: Array, table_VH: Table, bias_V: Array | None, vocab_size: int
 ) -> tuple[Array, Array]:
+    """Computes the local logits [B, V] and the global column of each, [V]."""
     dtype = hidden_BH.dtype
     if isinstance(table_VH, Int8Matrix):
-        return local_logits(places, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
-    return local_logits(places, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
+        return local_logits(specs, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
+    return local_logits(specs, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
 
 
-def _place_of(places: VocabSpecs, table: Table) -> Any:
-    return Int8Matrix(places.table, places.bias) if isinstance(table, Int8Matrix) else places.table  # pyright: ignore[reportArgumentType]
+def _table_spec(specs: VocabSpecs, table: Table) -> Any:
+    return Int8Matrix(specs.table, specs.bias) if isinstance(table, Int8Matrix) else specs.table  # pyright: ignore[reportArgumentType]
 
 
 def count_prompt(
     counts: Int[Array, "rows vocab"], row: Int[Array, ""], tokens: Int[Array, " seq"], is_first: Bool[Array, ""]
 ) -> Int[Array, "rows vocab"]:
-    """`counts` in which one row's prompt has these tokens too; negative ones are none. The first ones clear the row."""
+    """Marks the tokens of a prompt chunk in one row of `counts`; negative tokens are padding.
+
+    The first chunk of a prompt clears the row, which still has the counts of the slot's previous sequence.
+    """
 
     def local(counts_BV: Array, row: Array, tokens: Array, is_first: Array) -> Array:
-        own_V = lax.dynamic_index_in_dim(counts_BV, row, keepdims=False)
-        own_V = jnp.where(is_first, 0, own_V).at[_own_or_outside(places, tokens, counts_BV)].set(IN_PROMPT, mode="drop")
-        return lax.dynamic_update_index_in_dim(counts_BV, own_V, row, 0)
+        row_V = lax.dynamic_index_in_dim(counts_BV, row, keepdims=False)
+        row_V = jnp.where(is_first, 0, row_V).at[_local_index(specs, tokens, counts_BV)].set(IN_PROMPT, mode="drop")
+        return lax.dynamic_update_index_in_dim(counts_BV, row_V, row, 0)
 
-    places, place = VocabSpecs.in_force(), spec("batch", "vocab")
-    return map_ranks(local, (place, REPLICATED, REPLICATED, REPLICATED), place)(counts, row, tokens, is_first)
+    specs, counts_spec = VocabSpecs.in_force(), spec("batch", "vocab")
+    in_specs = (counts_spec, REPLICATED, REPLICATED, REPLICATED)
+    return map_ranks(local, in_specs, counts_spec)(counts, row, tokens, is_first)
 
 
-def count_drawn(counts: Int[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Int[Array, "rows vocab"]:
-    """`counts` in which each row has one more of its token; negative ones are none."""
+def count_sampled(counts: Int[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Int[Array, "rows vocab"]:
+    """Increments the count of each row's token; negative tokens are ignored."""
 
     def local(counts_BV: Array, tokens_B: Array) -> Array:
-        at = _own_or_outside(places, tokens_B, counts_BV)
-        return counts_BV.at[jnp.arange(len(tokens_B)), at].add(1, mode="drop")
+        column_B = _local_index(specs, tokens_B, counts_BV)
+        return counts_BV.at[jnp.arange(len(tokens_B)), column_B].add(1, mode="drop")
 
-    places, place = VocabSpecs.in_force(), spec("batch", "vocab")
-    return map_ranks(local, (place, REPLICATED), place)(counts, tokens)
+    specs, counts_spec = VocabSpecs.in_force(), spec("batch", "vocab")
+    return map_ranks(local, (counts_spec, REPLICATED), counts_spec)(counts, tokens)
 
 
-def _own_or_outside(places: VocabSpecs, tokens: Array, counts_BV: Array) -> Array:
+def _local_index(specs: VocabSpecs, tokens: Array, counts_BV: Array) -> Array:
+    """Returns each token's local column, or V (out of bounds, dropped by scatters) if another rank has it."""
     columns = counts_BV.shape[1]
-    row, owned = local_rows(places, tokens, columns)
-    return jnp.where(owned, row, columns)
+    row, is_local = local_rows(specs, tokens, columns)
+    return jnp.where(is_local, row, columns)
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """What the ranks tell each other about their columns."""
+class _VocabShards:
+    """Reductions over the vocabulary shards of all ranks.
 
-    places: VocabSpecs
+    Attributes:
+      specs: mesh axes and PartitionSpecs of the vocabulary.
+      logits_BV: this rank's logits.
+      column_V: their global columns.
+    """
+
+    specs: VocabSpecs
     logits_BV: Array
     column_V: Array
 
-    def best(self, scores_BV: Array) -> tuple[Array, Array]:
-        """The highest score of each row and its column: the first of several, as argmax of the gathered row has it."""
+    def argmax(self, scores_BV: Array) -> tuple[Array, Array]:
+        """Returns each row's maximum and its global column; among ties the lowest, as argmax of the gathered row."""
         value, last = scores_BV.max(-1), scores_BV.shape[1] - 1
-        # Not argmax, of which XLA for CPUs makes a loop over single numbers.
-        own = jnp.where(scores_BV == value[:, None], jnp.arange(last + 1), last).min(-1)
-        top = lax.pmax(value, self.places.rows)
-        column = jnp.where(value == top, self.column_V[own], jnp.iinfo(jnp.int32).max)
-        return top, lax.pmin(column.astype(jnp.int32), self.places.rows)
+        # XLA: not jnp.argmax, which the CPU backend compiles into a scalar loop.
+        local_B = jnp.where(scores_BV == value[:, None], jnp.arange(last + 1), last).min(-1)
+        top = lax.pmax(value, self.specs.rows)
+        column = jnp.where(value == top, self.column_V[local_B], jnp.iinfo(jnp.int32).max)
+        return top, lax.pmin(column.astype(jnp.int32), self.specs.rows)
 
     def sum(self, values_BV: Array) -> Array:
-        """Over the vocabulary."""
-        return lax.psum(values_BV.sum(-1), self.places.rows)
+        """Sums over the vocabulary, with an all-reduce."""
+        return lax.psum(values_BV.sum(-1), self.specs.rows)
 
-    def side_by_side(self, own_BN: Array) -> Array:
-        """Every rank's few columns, by a sum: jax 0.10 does not know of its all-gather that all ranks get the same."""
-        ranks, few = lax.axis_size(self.places.rows), own_BN.shape[1]
-        is_own = jnp.arange(ranks)[:, None] == lax.axis_index(self.places.rows)
-        spread = jnp.where(is_own, own_BN[:, None], 0).reshape(len(own_BN), ranks * few)
-        return lax.psum(spread, self.places.rows)
+    def all_gather(self, local_BN: Array) -> Array:
+        """Concatenates each rank's N columns."""
+        # An all-reduce of zero-padded arrays: jax 0.10 does not infer that the result of all_gather is replicated.
+        ranks, columns = lax.axis_size(self.specs.rows), local_BN.shape[1]
+        is_local = jnp.arange(ranks)[:, None] == lax.axis_index(self.specs.rows)
+        padded = jnp.where(is_local, local_BN[:, None], 0).reshape(len(local_BN), ranks * columns)
+        return lax.psum(padded, self.specs.rows)
 
 
-def _penalise(logits_BV: Array, counts_BV: Array, warping: LogitsParams) -> Array:
-    drawn_BV = counts_BV & (IN_PROMPT - 1)
+def _apply_penalties(logits_BV: Array, counts_BV: Array, warping: LogitsParams) -> Array:
+    """Applies repetition, presence and frequency penalties to logits [B, V]."""
+    sampled_BV = counts_BV & (IN_PROMPT - 1)
     repetition = warping.repetition[:, None]
     repeated = jnp.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
     logits_BV = jnp.where(counts_BV > 0, repeated, logits_BV)
-    logits_BV -= warping.presence[:, None] * (drawn_BV > 0)
-    return logits_BV - warping.frequency[:, None] * drawn_BV
+    logits_BV -= warping.presence[:, None] * (sampled_BV > 0)
+    return logits_BV - warping.frequency[:, None] * sampled_BV
 
 
-def _sample(ranks: _Ranks, logits_BV: Array, draws: SamplingBatch, vocab_size: int) -> Array:
-    """The columns of the highest sums of logit and Gumbel noise, among those that the warping lets through."""
+def _sample(shards: _VocabShards, logits_BV: Array, draws: SamplingBatch, vocab_size: int) -> Array:
+    """Samples with the Gumbel-max trick: the argmax of logits plus noise, among the tokens that the warpers keep."""
     warping = draws.warping
     temperature = jnp.where(warping.temperature > 0, warping.temperature, 1)[:, None]
     scaled_BV = logits_BV / temperature
-    top_B = lax.pmax(scaled_BV.max(-1), ranks.places.rows)
+    top_B = lax.pmax(scaled_BV.max(-1), shards.specs.rows)
     limited = (warping.top_k > 0) | (warping.top_p < 1)
     ordered_BV = _ordered(scaled_BV)
     threshold_B = lax.cond(
         limited.any(),
-        lambda: _threshold(ranks, scaled_BV - top_B[:, None], ordered_BV, warping, vocab_size),
+        lambda: _threshold(shards, scaled_BV - top_B[:, None], ordered_BV, warping, vocab_size),
         lambda: jnp.zeros(len(logits_BV), jnp.uint32),
     )
-    least_B = jnp.where(warping.min_p > 0, top_B + jnp.log(warping.min_p), -jnp.inf)
-    kept_BV = (ordered_BV >= threshold_B[:, None]) & (scaled_BV >= least_B[:, None])
-    noise_BV = jax.vmap(_gumbel, (0, 0, None))(draws.seed, draws.number, ranks.column_V)
-    is_token_V = ranks.column_V < vocab_size
-    return ranks.best(jnp.where(kept_BV & is_token_V, scaled_BV + noise_BV, -jnp.inf))[1]
+    # min-p: p >= min_p * p_top is equivalent to score >= top + log(min_p).
+    min_score_B = jnp.where(warping.min_p > 0, top_B + jnp.log(warping.min_p), -jnp.inf)
+    kept_BV = (ordered_BV >= threshold_B[:, None]) & (scaled_BV >= min_score_B[:, None])
+    noise_BV = jax.vmap(_gumbel, (0, 0, None))(draws.seed, draws.draw_index, shards.column_V)
+    is_token_V = shards.column_V < vocab_size
+    return shards.argmax(jnp.where(kept_BV & is_token_V, scaled_BV + noise_BV, -jnp.inf))[1]
 
 
-def _threshold(ranks: _Ranks, below_top_BV: Array, ordered_BV: Array, warping: LogitsParams, vocab_size: int) -> Array:
-    """The lowest score, as `_ordered` writes it, that top-k and then top-p let through."""
-    most = jnp.where(warping.top_k > 0, jnp.minimum(warping.top_k, vocab_size), vocab_size)
-    by_count = _bisect(ordered_BV, lambda over_BV: ranks.sum(over_BV.astype(jnp.int32)) >= most)
-    probability_BV = jnp.where(ordered_BV >= by_count[:, None], jnp.exp(below_top_BV), 0)
-    enough = warping.top_p * ranks.sum(probability_BV)
-    by_mass = _bisect(ordered_BV, lambda over_BV: ranks.sum(jnp.where(over_BV, probability_BV, 0)) >= enough)
-    return jnp.maximum(by_count, jnp.where(warping.top_p < 1, by_mass, 0))
+def _threshold(
+    shards: _VocabShards, below_top_BV: Array, ordered_BV: Array, warping: LogitsParams, vocab_size: int
+) -> Array:
+    """Returns the lowest score, in the order of `_ordered`, that top-k followed by top-p keeps; uint32[B]."""
+    k_B = jnp.where(warping.top_k > 0, jnp.minimum(warping.top_k, vocab_size), vocab_size)
+    top_k_B = _bisect(ordered_BV, lambda over_BV: shards.sum(over_BV.astype(jnp.int32)) >= k_B)
+    # exp(score - top) is the probability times a constant, which cancels: top_p is a fraction of the remaining sum.
+    probability_BV = jnp.where(ordered_BV >= top_k_B[:, None], jnp.exp(below_top_BV), 0)
+    required_B = warping.top_p * shards.sum(probability_BV)
+    top_p_B = _bisect(ordered_BV, lambda over_BV: shards.sum(jnp.where(over_BV, probability_BV, 0)) >= required_B)
+    return jnp.maximum(top_k_B, jnp.where(warping.top_p < 1, top_p_B, 0))
 
 
 def _bisect(ordered_BV: Array, holds: Callable[[Array], Array]) -> Array:
-    """The highest threshold at which `holds`, of which columns reach it, is true, as it is of all lower ones."""
+    """Returns the highest threshold for which `holds`, a monotonic predicate of bool[B, V] (score >= threshold)."""
 
-    def turn(i: Array, threshold_B: Array) -> Array:
+    def set_bit(i: Array, threshold_B: Array) -> Array:
         higher_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(ordered_BV >= higher_B[:, None]), higher_B, threshold_B)
 
-    return lax.fori_loop(0, 32, turn, jnp.zeros(len(ordered_BV), jnp.uint32))
+    return lax.fori_loop(0, 32, set_bit, jnp.zeros(len(ordered_BV), jnp.uint32))
 
 
 def _ordered(x: Array) -> Array:
-    """float32 as uint32 in the same order."""
+    """Maps float32 to uint32, preserving the order."""
+    # The bits of positive floats are already ordered as integers; those of negative ones are in reverse order.
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _gumbel(seed: Array, number: Array, column_V: Array) -> Array:
-    """Noise whose highest sum with logits falls on each column with its probability (Gumbel-max)."""
-    count = jnp.full(column_V.shape, number.astype(jnp.uint32))
-    first, second = threefry(seed, varying_like(count, column_V), column_V.astype(jnp.uint32))
-    # Of -log(1 - v), small values matter: there v, from 32 bits, is fine-grained.
+def _gumbel(seed: Array, draw_index: Array, column_V: Array) -> Array:
+    """Returns Gumbel(0, 1) noise of one row for the given global columns, float32[V]."""
+    index_V = jnp.full(column_V.shape, draw_index.astype(jnp.uint32))
+    first, second = threefry(seed, varying_like(index_V, column_V), column_V.astype(jnp.uint32))
+    # Gumbel = -log(-log(u)) with u = 1 - v: large noise, which decides the argmax, comes from small v, where a float32
+    # has many more distinct values than near 1.
     v = ((first ^ second).astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(v, jnp.float32(1 - 2**-24))))
 
 
-def _reported(ranks: _Ranks, token_B: Array, reports: Array) -> SampledTokens:
-    rows, few = len(token_B), min(MOST_LIKELY, ranks.logits_BV.shape[1])
+def _report_if_requested(shards: _VocabShards, token_B: Array, with_logprobs: Array) -> SampledTokens:
+    """Reports log-probabilities if any row requests them, else zeros."""
+    rows, columns = len(token_B), min(MOST_LIKELY, shards.logits_BV.shape[1])
 
     def nothing() -> SampledTokens:
-        zeros = jnp.zeros((rows, few))
+        zeros = jnp.zeros((rows, columns))
         return SampledTokens(token_B, zeros[:, 0], zeros.astype(jnp.int32), zeros)
 
-    return lax.cond(reports.any(), lambda: _report(ranks, token_B), nothing)
+    return lax.cond(with_logprobs.any(), lambda: _report(shards, token_B), nothing)
 
 
-def _report(ranks: _Ranks, token_B: Array) -> SampledTokens:
-    """Log-probabilities; a token that is among the most likely has the very number that it has there."""
-    logits_BV = ranks.logits_BV
-    own_BN, index_BN = lax.top_k(logits_BV, min(MOST_LIKELY, logits_BV.shape[1]))
-    value_BN, likely_BN = ranks.side_by_side(own_BN), ranks.side_by_side(ranks.column_V[index_BN].astype(jnp.int32))
-    value_BN, order_BN = lax.top_k(value_BN, own_BN.shape[1])
-    likely_BN = jnp.take_along_axis(likely_BN, order_BN, axis=1)
-    row, owned = local_rows(ranks.places, token_B, logits_BV.shape[1])
-    chosen = jnp.where(owned, jnp.take_along_axis(logits_BV, row[:, None], axis=1)[:, 0], 0)
+def _report(shards: _VocabShards, token_B: Array) -> SampledTokens:
+    """Reports log-probabilities of the tokens and of the most likely ones.
+
+    A token that is among the most likely ones has the bit-identical log-probability there.
+    """
+    logits_BV = shards.logits_BV
+    local_BN, index_BN = lax.top_k(logits_BV, min(MOST_LIKELY, logits_BV.shape[1]))
+    # The global top N are among the local top N of all ranks.
+    value_BN, column_BN = shards.all_gather(local_BN), shards.all_gather(shards.column_V[index_BN].astype(jnp.int32))
+    value_BN, order_BN = lax.top_k(value_BN, local_BN.shape[1])
+    column_BN = jnp.take_along_axis(column_BN, order_BN, axis=1)
+    row, is_local = local_rows(shards.specs, token_B, logits_BV.shape[1])
+    chosen = jnp.where(is_local, jnp.take_along_axis(logits_BV, row[:, None], axis=1)[:, 0], 0)
     top = value_BN[:, 0]
-    mass, chosen = lax.psum(jnp.stack((jnp.exp(logits_BV - top[:, None]).sum(-1), chosen)), ranks.places.rows)
+    # One all-reduce for both: the softmax's denominator, and the token's logit, which only one rank has.
+    mass, chosen = lax.psum(jnp.stack((jnp.exp(logits_BV - top[:, None]).sum(-1), chosen)), shards.specs.rows)
     log_z = top + jnp.log(mass)
-    return SampledTokens(token_B, chosen - log_z, likely_BN, value_BN - log_z[:, None])
+    return SampledTokens(token_B, chosen - log_z, column_BN, value_BN - log_z[:, None])

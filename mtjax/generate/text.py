@@ -1,26 +1,26 @@
-"""From tokens to text as they come: entire characters only, and nothing beyond a stop string."""
+"""Incremental detokenization: complete characters only, and nothing beyond a stop sequence."""
 
 from collections.abc import Sequence
 
 from mtjax.data.tokens.tokenizer import Tokenizer
 
 CONTEXT = 6
-"""Tokens of the prompt that are decoded along: some decoders drop the space at the beginning of a text."""
+"""Prompt tokens that are decoded together with the text: some tokenizers drop a space at the start of a text."""
 BROKEN = "\ufffd"
-"""What decoders write for bytes that are not a character, or not yet."""
+"""Replacement character, to which tokenizers decode the bytes of an incomplete character."""
 
 
 class TextWriter:
-    """The text of a sequence of tokens.
+    """Decodes a sequence of tokens one by one.
 
     Args:
-      tokenizer: the model's.
-      prompt: ids that come before; their text is not told.
-      stops: strings that end the text.
+      tokenizer: the model's tokenizer.
+      prompt: ids before the text; they are not part of it.
+      stops: stop sequences.
 
     Attributes:
-      text: what was told so far.
-      is_stopped: whether a stop string has come; what follows is not told.
+      text: the final text so far.
+      is_stopped: whether a stop sequence was found; further tokens are ignored.
       new: the text that the last token has added, held back or not; "" for a token that leaves a character incomplete.
     """
 
@@ -33,16 +33,18 @@ class TextWriter:
         self.text, self.is_stopped, self.new = "", False, ""
 
     def add(self, token: int) -> str:
-        """The text that a token makes certain, which may be empty: half a character, or the begin of a stop string."""
+        """Adds a token; returns text that became final: "" within a character or a possible stop sequence."""
         self._ids.append(token)
         self.new = self._new(is_end=False)
-        return self._tell(self.new, is_end=False)
+        return self._release(self.new, is_end=False)
 
     def end(self) -> str:
-        """What was held back; no token follows."""
-        return self._tell(self._new(is_end=True), is_end=True)
+        """Ends the text; returns what was held back."""
+        return self._release(self._new(is_end=True), is_end=True)
 
     def _new(self, is_end: bool) -> str:
+        """Decodes the text of the tokens since the last complete character."""
+        # Tokens are decoded together with those before them: a token alone may decode to a different text.
         before = self._tokenizer.decode(self._ids[self._start : self._decoded])
         now = self._tokenizer.decode(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith(BROKEN) and not is_end):
@@ -50,22 +52,23 @@ class TextWriter:
         self._start, self._decoded = self._decoded, len(self._ids)
         return now[len(before) :]
 
-    def _tell(self, new: str, is_end: bool) -> str:
+    def _release(self, new: str, is_end: bool) -> str:
+        """Appends new text; returns what can no longer become part of a stop sequence."""
         if self.is_stopped:
             return ""
         held = self._held + new
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [index for stop in self._stops if (index := held.find(stop)) >= 0]
         if found:
             held, self._held, self.is_stopped = held[: min(found)], "", True
         elif is_end:
             self._held = ""
         else:
-            kept = max((overlap(held, stop) for stop in self._stops), default=0)
-            held, self._held = held[: len(held) - kept], held[len(held) - kept :]
+            held_back = max((overlap(held, stop) for stop in self._stops), default=0)
+            held, self._held = held[: len(held) - held_back], held[len(held) - held_back :]
         self.text += held
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

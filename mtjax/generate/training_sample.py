@@ -1,4 +1,4 @@
-"""What a model that was just trained writes: the sample at the end of a run, on the run's own devices."""
+"""The text sample at the end of a training run, generated on the run's devices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,42 +24,42 @@ SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_k=40)
 
 
 def continue_text(trained: ShardedModel, parameters: Tree, tokenizer: Tokenizer, prompt: str) -> str:
-    """`prompt` and up to 96 tokens after it, drawn from the 40 most likely: the same on every mesh.
+    """Returns `prompt` and up to 96 tokens after it, sampled with top-k 40: the same text on every mesh.
 
-    Spaces at the prompt's end are left out: in most vocabularies a word's token begins with the space before it, and
-    after a separate space the model would be in the middle of a word. Of a long prompt the end is read. For the time
-    of it, the devices hold the model once more, in the compute type.
+    Trailing spaces of the prompt are removed: in most vocabularies a word's token begins with the space before it, so
+    after a separate space the model would be in the middle of a word. A long prompt is truncated to its end. Meanwhile
+    the devices hold a second copy of the model, in the compute dtype.
 
     Args:
-      trained: a GPT or Llama with a head of language.
-      parameters: as it stores them.
-      tokenizer: its own.
+      trained: a GPT or Llama.
+      parameters: as they are stored in training.
+      tokenizer: the model's tokenizer.
       prompt: a text.
     """
-    asked = PromptTokens.of(trained, tokenizer, prompt)
-    ids = list(asked.ids)
+    prompt_tokens = PromptTokens.of(trained, tokenizer, prompt)
+    ids = list(prompt_tokens.ids)
 
-    def told(token: Any) -> bool:
+    def on_token(token: Any) -> bool:
         ids.append(token.id)
         return False
 
-    if asked.has_room:
-        decoder = Decoder(writer_of(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
+    if prompt_tokens.fits:
+        decoder = Decoder(generation_model(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
         engine = Engine(decoder, sequences=1)
-        engine.submit(Request(asked.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=told))
+        engine.submit(Request(prompt_tokens.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=on_token))
         engine.run()
     return tokenizer.decode(ids)
 
 
 def lower_continuation(trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> list[jax.stages.Lowered]:
-    """The programs of `continue_text`, lowered from abstract parameters; see there."""
-    asked, programs = PromptTokens.of(trained, tokenizer, prompt), Programs({})
-    if asked.has_room:
+    """Lowers the programs of `continue_text` from abstract parameters."""
+    prompt_tokens, programs = PromptTokens.of(trained, tokenizer, prompt), Programs({})
+    if prompt_tokens.fits:
         target, size = trained.restore_target, tokenizer.vocab_size
-        decoder = Decoder(writer_of(trained), target, trained=trained, vocab_size=size, call=programs)
+        decoder = Decoder(generation_model(trained), target, trained=trained, vocab_size=size, call=programs)
         engine = Engine(decoder, sequences=1)
-        request = Request(asked.ids, SAMPLING)
-        cache, sequences = decoder.empty(1, engine.room(request))
+        request = Request(prompt_tokens.ids, SAMPLING)
+        cache, sequences = decoder.empty(1, engine.cache_length_for(request))
         for start, length in engine.prefill_chunks(request.prompt):
             chunk = prompt_chunk(request.prompt, start, length, 0, sampling_batch(SAMPLING, False))
             cache, sequences, *_ = decoder.prefill(cache, sequences, chunk, False)
@@ -69,15 +69,15 @@ def lower_continuation(trained: ShardedModel, tokenizer: Tokenizer, prompt: str)
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt in tokens."""
+    """An encoded prompt."""
 
     ids: tuple[int, ...]
-    has_room: bool
-    """Whether a token fits behind it."""
+    fits: bool
+    """Whether the context has space for at least one more token."""
 
     @classmethod
     def of(cls, trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> "PromptTokens":
-        """A text, or the end of one that would fill more than half of the context."""
+        """Encodes a text, truncated to its last tokens if it is longer than half of the context."""
         most = trained.config.model.sequence_length
         ids = tokenizer.encode(prompt.rstrip(" "))[-most // 2 :] or [tokenizer.eod]
         return cls(tuple(ids), len(ids) < most)
@@ -85,12 +85,12 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class Programs:
-    """Each program once, lowered instead of called."""
+    """Collects programs, each once, by lowering them instead of calling them."""
 
     lowered: dict[Any, jax.stages.Lowered]
 
     def __call__(self, function: Any, *arguments: Any) -> Any:
-        """What `function` would return, in shapes."""
+        """Lowers `function`; returns the shapes of its outputs."""
         traced = function.trace(*arguments)
         key = function, str(traced.jaxpr.in_avals)
         if key not in self.lowered:
@@ -98,20 +98,22 @@ class Programs:
         return traced.out_info
 
 
-def writer_of(trained: ShardedModel) -> ShardedModel:
-    """The model on the devices that write: its own; of the CPU devices of one process, which are one machine's cores
-    under several names, the first alone."""
+def generation_model(trained: ShardedModel) -> ShardedModel:
+    """Reshards a model for generation on its devices; on the CPU devices of one process, on the first device only."""
+    # Multiple CPU devices of a process share the same cores: collectives between them would only cost time.
     devices = list(trained.mesh.devices.flat)
-    return spread(trained, devices[:1] if devices[0].platform == "cpu" and jax.process_count() == 1 else devices)
+    return reshard_for_generation(
+        trained, devices[:1] if devices[0].platform == "cpu" and jax.process_count() == 1 else devices
+    )
 
 
-def spread(trained: ShardedModel, devices: list[Any]) -> ShardedModel:
-    """The model over as many model ways of these devices as divide it.
+def reshard_for_generation(trained: ShardedModel, devices: list[Any]) -> ShardedModel:
+    """Reshards a model over these devices with the highest tensor parallel degree that the model supports.
 
-    So a device holds little of it, whatever stages and ZeRO split before.
+    This replaces the pipeline stages and the distributed optimizer's shards, which also bounded the memory per device.
     """
-    for ways in sorted(divisors(len(devices)), reverse=True):
-        shape = parse_mesh(f"{len(devices) // ways}x{ways}")
+    for degree in sorted(divisors(len(devices)), reverse=True):
+        shape = parse_mesh(f"{len(devices) // degree}x{degree}")
         batch = {"global_batch_size": shape.size, "microbatch_size": None}
         config = without_training(trained.config, Parallel(mesh=str(shape)), **batch)
         try:
@@ -119,4 +121,4 @@ def spread(trained: ShardedModel, devices: list[Any]) -> ShardedModel:
         except UserError:
             continue
         return ShardedModel(config, make_mesh(shape, devices))
-    raise AssertionError("one model way splits nothing")
+    raise AssertionError("tensor parallel degree 1 is always valid")

@@ -1,4 +1,4 @@
-"""How matrices are kept for generating: in the compute type or in 8 bits, as they are or turned."""
+"""The format of matrices for generation: in the compute dtype or int8, transposed or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,32 +13,36 @@ from mtjax.sharding.int8 import to_int8
 from mtjax.theory.layout import gathers_in_compute_dtype
 
 Names = tuple[str | None, ...]
-"""Of a parameter's dimensions."""
+"""Logical axis names of a parameter's dimensions."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of layers are kept."""
+    """The format of the matrices of layers."""
 
     dtype: Any
-    """Of those that are not in 8 bits."""
+    """Dtype of matrices that are not quantized."""
     int8: bool
-    turned: bool
+    """Whether matrices are quantized to int8."""
+    transposed: bool
+    """Whether matrices are stored transposed, except for those of experts."""
 
     def __call__(self, matrix: Array, names: Names) -> Any:
-        """A layer's matrix; the residual stream is all of its inputs or all of its outputs, or it is the experts'."""
+        """Converts a layer's matrix."""
+        # A matrix reads the residual stream (its first dimension is "embed", the only input) or writes to it (its last
+        # dimension is "embed", the only output); all other dimensions are on the other side.
         inputs = len(names) - 1 if names[-1] == "embed" else 1
         if self.int8:
             return to_int8(matrix, range(inputs))
         matrix = matrix.astype(self.dtype)
-        return TransposedWeight.of(matrix, inputs) if self.turned and "expert" not in names else matrix
+        return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
 
 
-def with_matrices(module: Any, kept: Callable[[Array, Names], Any]) -> Any:
-    """A module with its matrices as they are kept."""
+def with_matrices(module: Any, convert: Callable[[Array, Names], Any]) -> Any:
+    """Applies `convert` to the matrices of a module."""
 
     def cast(variable: Any) -> Any:
         names, value = variable.get_metadata()["axes"], variable[...]
-        return variable.replace(kept(value, names)) if gathers_in_compute_dtype(names) else variable
+        return variable.replace(convert(value, names)) if gathers_in_compute_dtype(names) else variable
 
     return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))

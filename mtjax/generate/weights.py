@@ -1,4 +1,4 @@
-"""Weights of any kind, on a mesh: of a run, a checkpoint, Hugging Face's folders and Megatron's checkpoints."""
+"""Loads weights onto a mesh: of a run, a checkpoint, a Hugging Face folder or a Megatron-LM checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with everything that generating needs."""
+    """A model with everything that generation needs."""
 
     placed: ShardedModel
     parameters: Tree
@@ -33,34 +33,34 @@ class LoadedModel:
     stop_ids: frozenset[int]
     """Tokens that end a text."""
     folder: Path
-    """Where the tokenizer's files are."""
+    """Folder of the tokenizer's files."""
     tokenizer_name: str
-    """As `--tokenizer` names it."""
+    """The tokenizer's name in the form of `--tokenizer`."""
     identity: str
-    """Changes with the weights."""
+    """Digest of the weights."""
     first_ids: list[int]
-    """Tokens that stand before a text of which every token is to be predicted."""
+    """Tokens to put before a text so that all of its tokens can be scored; see `first_tokens`."""
     start_id: int = 0
-    """With which a T5's texts begin."""
+    """The first token of a T5's decoder."""
 
     def on(self, mesh: Mesh) -> "LoadedModel":
-        """The same on another mesh of as many model ways."""
+        """Copies the model to another mesh with the same tensor parallel degree."""
         placed = ShardedModel(self.placed.config, mesh)
         return replace(self, placed=placed, parameters=jax.device_put(self.parameters, placed.parameter_sharding))
 
     @property
     def family(self) -> str:
-        """Of the model."""
+        """The model family."""
         return self.placed.config.model.family
 
     def prompt_ids(self, text: str) -> list[int]:
-        """A prompt as the model is given it.
+        """Encodes a prompt in the form that the model was trained on.
 
-        A T5's ends as the texts that it was trained on, a BERT's stands between [CLS] and [SEP]; in both, names of
-        special tokens such as <extra_id_0> and [MASK] are these tokens.
+        A T5's prompt ends with EOS, a BERT's is between [CLS] and [SEP]; in both, names of special tokens in the text,
+        such as <extra_id_0> and [MASK], are encoded as these tokens.
 
         Raises:
-          UserError: the tokenizer lacks what that takes.
+          UserError: the tokenizer lacks one of the special tokens.
         """
         if self.family == "t5":
             return [*self.tokenizer.encode_marked(text), t5_ids(self.tokenizer).eos]
@@ -77,45 +77,50 @@ def load_model(
     tokenizer: str | None = None,
     devices: Mesh | None = None,
 ) -> LoadedModel:
-    """The weights that `DIR` or `KIND:DIR` names, placed on a mesh of this machine's devices, or of those given.
+    """Loads the weights that `DIR` or `KIND:DIR` names onto a mesh.
 
     Args:
-      source: a folder of `mtjax train` or `mtjax convert`, or a checkpoint; hf:DIR and megatron:DIR for others'.
+      source: a folder of `mtjax train` or `mtjax convert`, a checkpoint, hf:DIR or megatron:DIR.
       mesh: DATAxMODEL.
-      dtype: of matrices and activations; bfloat16 on GPUs and float32 on CPUs when None.
-      tokenizer: how `--tokenizer` names one; the weights' own when None.
-      devices: the mesh of this shape, whatever processes share it.
+      dtype: dtype of matrices and activations; if None, bfloat16 on GPUs and float32 on CPUs.
+      tokenizer: a tokenizer in the form of `--tokenizer`; if None, the one that comes with the weights.
+      devices: a mesh of this shape; if None, it is built from this machine's devices.
 
     Raises:
-      UserError: there are no such weights, they have no tokenizer or no head of language, or don't fit the mesh.
+      UserError: the weights are missing, have no tokenizer or no language model head, or are not compatible with the
+        mesh.
     """
     shape = parse_mesh(mesh)
     check_no_context_parallel(shape)
     devices = devices or attach_devices(shape)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
-    if lacking := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
-        raise UserError(f"{source} is an encoder without the head that fills masks: it has no {', '.join(lacking)}")
+    if missing := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
+        raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     batch = {"global_batch_size": shape.size, "microbatch_size": None}
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
-    name, read_by = saved.tokenizer(tokenizer)
+    name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     parameters = saved.parameters(placed)
-    stops, first, start = stop_ids_of(saved, read_by), first_tokens_of(saved, read_by), start_id_of(saved, read_by)
-    return LoadedModel(placed, parameters, read_by, stops, files, name, saved.identity, first, start)
+    stops, first, start = (
+        stop_ids_of(saved, loaded_tokenizer),
+        first_tokens_of(saved, loaded_tokenizer),
+        start_id_of(saved, loaded_tokenizer),
+    )
+    return LoadedModel(placed, parameters, loaded_tokenizer, stops, files, name, saved.identity, first, start)
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a text: those that came with Hugging Face's weights, else those of the data it was trained on."""
+    """Returns the stop tokens: `eos_token_id` in Hugging Face's configs, else the end-of-document token of training."""
     ends: set[int] = set()
     for named in (entry.get("eos_token_id") for entry in _settings(saved)):
         ends |= {index for index in (named if isinstance(named, list) else [named]) if type(index) is int}
-    own = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
-    return frozenset(ends or {own})
+    default = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
+    return frozenset(ends or {default})
 
 
 def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
-    """The token with which a T5's texts begin, likewise; 0 of other families, which have none."""
+    """Returns the first token of a T5's decoder, from the same sources; 0 for families without an encoder."""
     if saved.config.model.family != "t5":
         return 0
     named = [entry.get("decoder_start_token_id") for entry in _settings(saved)]
@@ -129,19 +134,21 @@ def _settings(saved: SavedModel) -> list[Mapping[str, Any]]:
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:
-    """The id of a special token.
+    """Returns the id of a special token.
 
     Raises:
-      UserError: the vocabulary has none of that name.
+      UserError: the vocabulary has no special token of that name.
     """
     index = tokenizer.special(name)
     if index is None:
-        raise UserError(f"the vocabulary has no {name}, and a BERT's prompt needs it: give its own --tokenizer")
+        raise UserError(
+            f"the vocabulary has no {name}, which a bert's prompt needs: pass the model's tokenizer with --tokenizer"
+        )
     return index
 
 
-def config_in_words(config: Config, parameters: Tree) -> str:
-    """What was loaded, for people."""
+def describe_config(config: Config, parameters: Tree) -> str:
+    """Describes a loaded model in one line."""
     model, count = config.model, sum(leaf.size for leaf in jax.tree.leaves(parameters))
     return (
         f"{model.family}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers, hidden {model.hidden_size}, "

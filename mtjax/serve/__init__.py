@@ -1,1 +1,1 @@
-"""Trained weights behind HTTP: OpenAI's completions and chats, and Megatron-LM's `PUT /api` (docs/serve.md)."""
+"""HTTP serving: OpenAI's completions and chat completions, and Megatron-LM's `PUT /api` (docs/serve.md)."""

@@ -9,18 +9,18 @@ from mtjax.interrupt import CtrlC
 from mtjax.serve.options import DESCRIPTION, Options
 
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
-"""Of the extra serve."""
+"""Libraries of the extra serve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments; returns its exit code."""
+    """Runs `mtjax serve` with command-line arguments; returns the exit code."""
 
     def body() -> None:
         options: Options = read(Options, argv, "mtjax serve", DESCRIPTION)
         for library in LIBRARIES:
             require(library, "serve")
         with CtrlC():
-            from mtjax.serve.command import run  # seconds to import: not before the options are right
+            from mtjax.serve.command import run  # takes seconds to import: not before the options are checked
 
             run(options)
 

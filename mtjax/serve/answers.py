@@ -1,4 +1,4 @@
-"""Texts for a request of OpenAI's kind: asked of the engine, answered whole or as server-sent events."""
+"""What completions and chat completions share: fields, and responses in full or as server-sent events."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,136 +13,140 @@ from starlette.types import Receive, Scope, Send
 
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
-from mtjax.generate.request import Sampling, for_text
+from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.serve.api_error import ApiError, as_json, json_response
-from mtjax.serve.fields import Fields, strings_or_one, wrong
+from mtjax.serve.fields import Fields, invalid_value, strings_or_one
 from mtjax.serve.host import PendingResponse, TextEvent
-from mtjax.serve.service import Service, random_seed, unless_gone
+from mtjax.serve.service import Service, random_seed, unless_disconnected
 
 MOST_SAMPLES = 128
-"""Of `n`."""
+"""Maximum of `n`."""
 MOST_STOPS = 16
-"""Strings of `stop`."""
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields for OpenAI's own books."""
+"""Maximum number of stop sequences."""
+IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields for OpenAI's accounting, which have no effect here."""
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class CommonFields:
-    """What completions and chats have in common."""
+    """Fields of both completions and chat completions."""
 
     sampling: Sampling
-    """Without the number of tokens."""
+    """Sampling parameters without `max_tokens`."""
     has_seed: bool
-    """Whether the request gives a seed; if not, each of its prompts draws different noise."""
+    """Whether the request has a seed; if not, each of its prompts uses different seeds."""
     samples: int
+    """Number of texts for each prompt."""
     stops: tuple[str, ...]
+    """Stop sequences."""
     stream: bool
     usage: bool
-    """Whether the last event tells the tokens."""
+    """Whether the last event has the token counts."""
 
     @classmethod
     def of(cls, service: Service, fields: Fields) -> "CommonFields":
-        """Reads the fields.
+        """Takes the shared fields of a request.
 
         Raises:
-          Refused: one is wrong.
+          ApiError: a field is invalid.
         """
         service.check_name(fields.take("model"))
         has_seed = fields.has("seed")
         sampling = fields.sampling(temperature=1.0, seed=random_seed())
-        samples = fields.whole("n", 1, MOST_SAMPLES) or 1
+        samples = fields.integer("n", 1, MOST_SAMPLES) or 1
         stops = strings_or_one(fields.take("stop"), "stop", MOST_STOPS)
-        stream, options = fields.flag("stream"), fields.take("stream_options")
+        stream, options = fields.boolean("stream"), fields.take("stream_options")
         if options is not None and not stream:
-            raise ApiError(400, "stream_options has an effect with stream only: leave it out", "stream_options")
+            raise ApiError(
+                400, "stream_options requires stream: set it to true, or remove stream_options", "stream_options"
+            )
         if options is not None and not isinstance(options, dict):
-            raise wrong("stream_options", shortened(options), "an object")
+            raise invalid_value("stream_options", shortened(options), "an object")
         more = Fields(options or {}, without_effect=["include_obfuscation"])
-        usage = more.flag("include_usage")
-        more.close()
-        fields.without("logit_bias", "this server has no bias of logits", {})
+        usage = more.boolean("include_usage")
+        more.reject_unknown()
+        fields.reject_unsupported("logit_bias", "this server does not support it", {})
         return cls(sampling, has_seed, samples, stops, stream, usage)
 
 
-class AnswerFormat(Protocol):
-    """How one kind of answer is written."""
+class ResponseFormat(Protocol):
+    """The JSON format of one kind of response."""
 
     @property
     def prefix(self) -> str:
-        """Of ids."""
+        """Prefix of response ids."""
         ...
 
     @property
     def names(self) -> tuple[str, str]:
-        """`object` of the answer, and of an event."""
+        """`object` of a full response, and of an event."""
         ...
 
-    def whole(self, index: int, text: Completion) -> dict[str, Any]:
-        """A choice, without `index` and `finish_reason`."""
+    def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
+        """Returns a choice of a full response, without `index` and `finish_reason`."""
         ...
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """The choice of an event before any piece; None for no event."""
+    def first_choice(self, index: int) -> dict[str, Any] | None:
+        """Returns the choice of a text's first event, before any piece; None for no event."""
         ...
 
-    def piece(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
-        """The choice of an event with a piece of the prompt or the text; None if nothing is to be said of it."""
+    def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
+        """Returns the choice of an event for a piece of the prompt or the text; None for no event."""
         ...
 
-    def last(self) -> dict[str, Any]:
-        """The choice of the event that tells why a text ended."""
+    def last_choice(self) -> dict[str, Any]:
+        """Returns the choice of the event with the finish reason."""
         ...
 
 
 class Texts:
-    """Several samples of each prompt."""
+    """The texts of one request: samples of each prompt."""
 
     def __init__(
-        self, service: Service, asked: CommonFields, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
+        self, service: Service, fields: CommonFields, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
     ) -> None:
-        self._service, self._asked, self._prompts = service, asked, prompts
-        self._ticket = service.ticket()
+        self._service, self._fields, self._prompts = service, fields, prompts
+        self._pending = service.pending_response()
         self._texts = [
             service.completion(
-                prompt, for_text(sampling, number, 0 if asked.has_seed else place), stops=asked.stops, **more
+                prompt, with_text_seed(sampling, number, 0 if fields.has_seed else index), stops=fields.stops, **more
             )
-            for place, prompt in enumerate(prompts)
-            for number in range(asked.samples)
+            for index, prompt in enumerate(prompts)
+            for number in range(fields.samples)
         ]
 
-    async def answer(self, request: HttpRequest, form: AnswerFormat) -> Response:
-        """Waits for the texts, or begins to stream them.
+    async def respond(self, request: HttpRequest, form: ResponseFormat) -> Response:
+        """Submits the texts; returns a stream of events, or waits for the texts and returns the full response.
 
         Raises:
-          Refused: the engine does not take them, or they are not done in time.
+          ApiError: the texts are rejected, or not done before the timeout.
         """
-        if self._asked.stream:
+        if self._fields.stream:
             for index, text in enumerate(self._texts):
-                text.on_piece = partial(self._tell, index, text)
-        self._service.host.submit(self._ticket, [text.request for text in self._texts])
-        if self._asked.stream:
-            return EventStream(self._events(form), self._service, self._ticket)
+                text.on_piece = partial(self._put_piece, index, text)
+        self._service.host.submit(self._pending, [text.request for text in self._texts])
+        if self._fields.stream:
+            return EventStream(self._events(form), self._service, self._pending)
         try:
-            return await unless_gone(request.receive, self._whole(form))
+            return await unless_disconnected(request.receive, self._full_response(form))
         finally:
-            self._service.host.cancel(self._ticket)
+            self._service.host.cancel(self._pending)
 
-    def _tell(self, index: int, text: Completion, piece: Piece) -> None:
-        self._ticket.tell(TextEvent(index, piece, is_prompt=not text.pieces))
+    def _put_piece(self, index: int, text: Completion, piece: Piece) -> None:
+        self._pending.put_event(TextEvent(index, piece, is_prompt=not text.pieces))
 
-    async def _whole(self, form: AnswerFormat) -> Response:
-        await self._ticket.done()
+    async def _full_response(self, form: ResponseFormat) -> Response:
+        await self._pending.done()
         choices = [
-            {"index": index, **form.whole(index, text), "finish_reason": text.ended}
+            {"index": index, **form.full_choice(index, text), "finish_reason": text.ended}
             for index, text in enumerate(self._texts)
         ]
         return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage()})
 
-    async def _events(self, form: AnswerFormat) -> AsyncIterator[bytes]:
+    async def _events(self, form: ResponseFormat) -> AsyncIterator[bytes]:
         head = self._head(form, form.names[1])
-        counted = {"usage": None} if self._asked.usage else {}
+        counted = {"usage": None} if self._fields.usage else {}
 
         def event(index: int, choice: dict[str, Any], ended: str | None = None) -> bytes:
             choices = [{"index": index, **choice, "finish_reason": ended}]
@@ -150,21 +154,21 @@ class Texts:
 
         try:
             for index in range(len(self._texts)):
-                if first := form.first(index):
+                if first := form.first_choice(index):
                     yield event(index, first)
-            async for news in self._ticket.news():
-                if news.piece is None:
-                    yield event(news.text, form.last(), self._texts[news.text].ended)
-                elif choice := form.piece(news.text, news.piece, news.is_prompt):
-                    yield event(news.text, choice)
-        except ApiError as e:  # too late for a status
+            async for update in self._pending.events():
+                if update.piece is None:
+                    yield event(update.text, form.last_choice(), self._texts[update.text].ended)
+                elif choice := form.piece_choice(update.text, update.piece, update.is_prompt):
+                    yield event(update.text, choice)
+        except ApiError as e:  # the status line has already been sent: the error becomes an event
             yield b"data: " + as_json(e.body()) + b"\n\n"
             return
-        if self._asked.usage:
+        if self._fields.usage:
             yield b"data: " + as_json({**head, "choices": [], "usage": self._usage()}) + b"\n\n"
         yield DONE
 
-    def _head(self, form: AnswerFormat, name: str) -> dict[str, Any]:
+    def _head(self, form: ResponseFormat, name: str) -> dict[str, Any]:
         return {
             "id": f"{form.prefix}-{uuid4().hex}",
             "object": name,
@@ -173,25 +177,29 @@ class Texts:
         }
 
     def _usage(self) -> dict[str, int]:
-        read = sum(map(len, self._prompts))
-        written = sum(piece.token is not None for text in self._texts for piece in text.pieces)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        prompt_tokens = sum(map(len, self._prompts))
+        generated = sum(piece.token is not None for text in self._texts for piece in text.pieces)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": prompt_tokens + generated,
+        }
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends them, the engine hears of it."""
+    """A response of server-sent events; when it ends, for whatever reason, its texts are cancelled."""
 
-    def __init__(self, events: AsyncIterator[bytes], service: Service, ticket: PendingResponse) -> None:
+    def __init__(self, events: AsyncIterator[bytes], service: Service, pending: PendingResponse) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._service, self._ticket = service, ticket
+        self._service, self._pending = service, pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until all are sent, or the client leaves, or reads too slowly."""
+        """Sends the events until the last one, or until the client disconnects or the send timeout expires."""
         try:
-            async with self._ticket.patience():
+            async with self._pending.send_timeout():
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            return  # the connection is cut
+            return  # closes the connection
         finally:
-            self._service.host.cancel(self._ticket)
+            self._service.host.cancel(self._pending)

@@ -1,4 +1,4 @@
-"""What `mtjax serve` does: loads the weights, and serves them."""
+"""The command `mtjax serve`: loads the weights and serves them."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.weights import LoadedModel, config_in_words, load_model
+from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.serve.host import Host
 from mtjax.serve.options import KEYS, Options
-from mtjax.serve.replicas import Asked, Replica, as_asked, replicas_on, work
+from mtjax.serve.replicas import Replica, ReplicaEngine, replica_engines, replicas_on, run_worker
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
@@ -27,10 +27,10 @@ from mtjax.train.processes.peers import Peers
 
 
 def run(options: Options) -> None:
-    """Serves until SIGTERM or Ctrl-C. Of several processes the first one does, and the others work for it.
+    """Serves until SIGTERM or Ctrl-C; with multiple processes, process 0 serves and the others are its workers.
 
     Raises:
-      UserError: weights, keys or the address are wrong.
+      UserError: weights, API keys or the address are invalid.
     """
     keys = read_keys(options.keys, os.environ)
     given = {name: getattr(options, name) for name in ("mesh", "coordinator", "num_processes", "process_id")}
@@ -38,64 +38,66 @@ def run(options: Options) -> None:
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the server again"
         if this_process():
-            for number in (signal.SIGTERM, signal.SIGINT):  # process 0 says when it is over
+            for number in (signal.SIGTERM, signal.SIGINT):  # only process 0 decides when to stop
                 signal.signal(number, signal.SIG_IGN)
-            served = load(options, peers.count)
-            return work(served.own, served.engines, this_process())
+            loaded = load(options, peers.count)
+            return run_worker(loaded.local, loaded.engines, this_process())
         with listen(options.host, options.port) as bound:
-            served = load(options, peers.count)
-            serve(options, keys, as_asked(served.replicas, served.engines, options.batch), served.model, bound)
+            loaded = load(options, peers.count)
+            serve(options, keys, replica_engines(loaded.replicas, loaded.engines, options.batch), loaded.model, bound)
     return None
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a process serves with."""
+    """Replicas, engines and model of a process."""
 
     replicas: list[Replica]
-    """All of them."""
-    own: list[Replica]
-    """Those that this process works on."""
+    """All replicas."""
+    local: list[Replica]
+    """Those with devices of this process."""
     engines: list[Engine]
-    """Of each of these."""
+    """An engine for each of the local replicas."""
     model: LoadedModel
-    """Without its weights."""
+    """The model without its weights."""
 
 
 def load(options: Options, processes: int) -> Loaded:
-    """An engine for each replica that this process works on.
+    """Loads the weights and builds an engine for each replica with devices of this process.
 
     Raises:
-      UserError: the weights are wrong, or the mesh does not divide over the processes.
+      UserError: the weights are invalid, or the mesh can't be divided among the processes.
     """
     shape = parse_mesh(options.mesh)
     check_no_context_parallel(shape)
     replicas = replicas_on(shape, processes)
-    own = [replica for replica in replicas if this_process() in replica.processes]
+    local = [replica for replica in replicas if this_process() in replica.processes]
     given = (str(shape.replica_shape), options.dtype, options.tokenizer)
-    model = load_model(options.source, *given, devices=own[0].mesh)
+    model = load_model(options.source, *given, devices=local[0].mesh)
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
-        say(f"model   {config_in_words(model.placed.config, model.parameters)}{count}")
+        say(f"model   {describe_config(model.placed.config, model.parameters)}{count}")
     engines = []
-    for replica in own:
-        placed = model if replica is own[0] else model.on(replica.mesh)
+    for replica in local:
+        placed = model if replica is local[0] else model.on(replica.mesh)
         decoder = Decoder(placed.placed, placed.parameters, placed.start_id, int8=options.weights_dtype == "int8")
         engines.append(Engine(decoder, options.batch))
-    return Loaded(replicas, own, engines, replace(model, parameters=None))  # their memory is free again
+    return Loaded(
+        replicas, local, engines, replace(model, parameters=None)
+    )  # frees their memory: the decoders have converted them
 
 
 def serve(
     options: Options,
     keys: Sequence[str],
-    engines: Sequence[Asked],
+    engines: Sequence[ReplicaEngine],
     model: LoadedModel,
     bound: socket.socket,
 ) -> None:
-    """Serves at an address.
+    """Serves the model on a bound socket.
 
     Raises:
-      UserError: the model's chat template can't be read.
+      UserError: the model's chat template is invalid.
     """
     host = Host(engines, options.batch, options.most_waiting)
     limits = Limits(options.most_body, options.most_tokens or host.max_context, options.most_seconds)
@@ -104,8 +106,8 @@ def serve(
     service = Service(name, tokens, model.stop_ids, host, limits, Keys(keys))
 
     def ready() -> None:
-        whom = f"{len(keys)} API key{'s' * (len(keys) > 1)}" if keys else "no API key is asked for"
-        say(f"ready   {service.name!r} at {address_of(bound)} ({whom})")
+        access = f"{len(keys)} API key{'s' * (len(keys) > 1)}" if keys else "no API key is required"
+        say(f"ready   {service.name!r} at {address_of(bound)} ({access})")
 
     Server(service, options.drain_seconds, ready).run([bound])
     if host.failure is not None:
@@ -114,7 +116,7 @@ def serve(
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
-    """API keys of a file and of the environment.
+    """Reads API keys from a file and from the environment.
 
     Raises:
       UserError: the file can't be read, or has no key.
@@ -126,6 +128,6 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
         except UserError as e:
             raise UserError(f"--keys {e}") from e
         if not any(lines):
-            raise UserError(f"--keys {file} has no key: write one a line, or leave the option out")
+            raise UserError(f"--keys {file} has no key: write one key a line, or remove the option")
         keys += lines
     return [key for key in keys if key]

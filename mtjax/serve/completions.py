@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: OpenAI's completions of strings and of ids."""
+"""`POST /v1/completions`: OpenAI's completions of strings and of token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,72 +10,75 @@ from starlette.responses import Response
 from mtjax.errors import shortened
 from mtjax.generate.completion import Completion, Piece
 from mtjax.generate.sampling import MOST_LIKELY
-from mtjax.serve.answers import WITHOUT_EFFECT, CommonFields, Texts
+from mtjax.serve.answers import IGNORED_FIELDS, CommonFields, Texts
 from mtjax.serve.api_error import ApiError
-from mtjax.serve.fields import Fields, checked_text, wrong
+from mtjax.serve.fields import Fields, checked_text, invalid_value
 from mtjax.serve.logprobs import CompletionLogprobs
 from mtjax.serve.service import Service
 
 TOKENS = 16
-"""Written when a request doesn't say how many: OpenAI's default."""
+"""Default of `max_tokens`, as in OpenAI's API."""
 ID_BOUND = 2**31
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued."""
+    """A prompt, as token ids and as text."""
 
     ids: Sequence[int]
     text: str
 
 
-async def answer(service: Service, request: HttpRequest) -> Response:
-    """Answers one.
+async def create_completion(service: Service, request: HttpRequest) -> Response:
+    """Handles a completion request.
 
     Raises:
-      Refused: something is wrong with it.
+      ApiError: the request is invalid.
     """
-    fields = Fields(await service.read_object(request), WITHOUT_EFFECT)
-    asked = CommonFields.of(service, fields)
+    fields = Fields(await service.read_object(request), IGNORED_FIELDS)
+    common = CommonFields.of(service, fields)
     given = fields.take("prompt")
-    tokens = fields.whole("max_tokens", 0, 2**31)
-    most_likely = fields.whole("logprobs", 0, MOST_LIKELY)
-    echo = fields.flag("echo")
-    fields.without("suffix", "this server writes at the end of texts only", "")
-    fields.without("best_of", "this server writes n texts and keeps them all", asked.samples)
-    fields.close()
+    tokens = fields.integer("max_tokens", 0, 2**31)
+    most_likely = fields.integer("logprobs", 0, MOST_LIKELY)
+    echo = fields.boolean("echo")
+    fields.reject_unsupported("suffix", "this server does not insert text before a suffix", "")
+    fields.reject_unsupported("best_of", "this server returns all n texts", common.samples)
+    fields.reject_unknown()
     if tokens == 0 and not echo:
-        raise ApiError(400, "max_tokens is 0, and without echo there is nothing to tell", "max_tokens")
+        raise ApiError(
+            400, "max_tokens is 0, which requires echo: set echo to true, or generate at least one token", "max_tokens"
+        )
     prompts = await read_prompts(service, given)
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = service.room(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
+    # With max_tokens 0 one token is generated, which ends the request, and not returned.
+    max_new_tokens = service.max_new_tokens(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
     with_logprobs = most_likely is not None
     texts = Texts(
         service,
-        asked,
+        common,
         [prompt.ids for prompt in prompts],
-        replace(asked.sampling, max_tokens=room),
+        replace(common.sampling, max_tokens=max_new_tokens),
         logprobs=with_logprobs,
         echo=echo and with_logprobs,
-        # Whoever asks how likely a prompt is (lm-eval's harness does) counts on one token behind it, whatever it is.
-        **({"stop_ids": frozenset[int]()} if echo and with_logprobs and room == 1 else {}),
+        # Clients that score a prompt, such as lm-eval, expect exactly one token after it, even if it is a stop token.
+        **({"stop_ids": frozenset[int]()} if echo and with_logprobs and max_new_tokens == 1 else {}),
     )
-    form = CompletionFormat(service, prompts, asked.samples, most_likely, echo, is_written=tokens != 0)
-    return await texts.answer(request, form)
+    form = CompletionFormat(service, prompts, common.samples, most_likely, echo, has_text=tokens != 0)
+    return await texts.respond(request, form)
 
 
 async def read_prompts(service: Service, given: Any) -> list[Prompt]:
-    """A string, a list of strings, ids, or a list of ids.
+    """Reads a string, a list of strings, a list of token ids, or a list of lists of token ids.
 
     Raises:
-      Refused: it is not one of these, or too many.
+      ApiError: the value is none of these, or has too many prompts.
     """
-    words = "a string, a list of strings, a list of ids, or a list of lists of ids"
+    expected = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
     if given is None:
-        raise ApiError(400, f"prompt is missing: it is {words}", "prompt")
+        raise ApiError(400, f"prompt is missing: send {expected}", "prompt")
     several = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
-    if len(several) > service.host.most_texts:
-        raise wrong("prompt", f"a list of {len(several)}", f"of at most {service.host.most_texts}")
+    if len(several) > service.host.max_texts:
+        raise invalid_value("prompt", f"a list of {len(several)}", f"of at most {service.host.max_texts}")
     prompts = []
     for one in several:
         if isinstance(one, str):
@@ -83,7 +86,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
         elif isinstance(one, list) and one and all(map(_is_id, one)):
             prompts.append(Prompt(one, await service.tokens.decode(one)))
         else:
-            raise wrong("prompt", shortened(given), words)
+            raise invalid_value("prompt", shortened(given), expected)
     if not all(prompt.ids for prompt in prompts):
         raise ApiError(400, "a prompt has no tokens: give at least one", "prompt")
     return prompts
@@ -94,7 +97,7 @@ def _is_id(value: Any) -> bool:
 
 
 class CompletionFormat:
-    """How completions are written."""
+    """The JSON format of completions."""
 
     prefix = "cmpl"
     names = ("text_completion", "text_completion")
@@ -107,39 +110,39 @@ class CompletionFormat:
         most_likely: int | None,
         echo: bool,
         *,
-        is_written: bool,
+        has_text: bool,
     ) -> None:
         self._prompts = [prompt for prompt in prompts for _ in range(samples)]
-        self._echo, self._is_written = echo, is_written
+        self._echo, self._has_text = echo, has_text
         self._logprobs: list[CompletionLogprobs] | None = None
         if most_likely is not None:
             starts = [self._start(service, prompt) if echo else 0 for prompt in self._prompts]
             self._logprobs = [CompletionLogprobs(service.tokens, most_likely, start) for start in starts]
 
     def _start(self, service: Service, prompt: Prompt) -> int:
-        """Less than 0 where the tokenizer puts something before a text, such as `<s>`."""
+        """Returns the text offset of a prompt's first token: below 0 if the tokenizer adds a token such as `<s>`."""
         return min(len(prompt.text) - len(service.tokens.decoder.decode(prompt.ids)), 0)
 
-    def whole(self, index: int, text: Completion) -> dict[str, Any]:
-        """A choice: the text, and its tokens."""
-        pieces = [*text.prompt_pieces, *(text.pieces if self._is_written else ())]
-        words = (self._prompts[index].text if self._echo else "") + (text.text if self._is_written else "")
-        return {"text": words, "logprobs": self._of(index, pieces)}
+    def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
+        """Returns a choice with the text and its log-probabilities."""
+        pieces = [*text.prompt_pieces, *(text.pieces if self._has_text else ())]
+        content = (self._prompts[index].text if self._echo else "") + (text.text if self._has_text else "")
+        return {"text": content, "logprobs": self._choice_logprobs(index, pieces)}
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is to be told."""
+    def first_choice(self, index: int) -> dict[str, Any] | None:
+        """Returns the prompt's text if it is echoed."""
         return {"text": self._prompts[index].text, "logprobs": None} if self._echo else None
 
-    def piece(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
-        """Text behind the prompt; of the prompt, which was told as a whole, log-probabilities alone."""
-        if not (is_prompt or self._is_written):
+    def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
+        """Returns a piece of text; for the prompt, whose text is in the first choice, log-probabilities only."""
+        if not (is_prompt or self._has_text):
             return None
         text = "" if is_prompt else piece.text
-        return {"text": text, "logprobs": self._of(index, [piece])} if text or self._logprobs else None
+        return {"text": text, "logprobs": self._choice_logprobs(index, [piece])} if text or self._logprobs else None
 
-    def last(self) -> dict[str, Any]:
-        """No more text."""
+    def last_choice(self) -> dict[str, Any]:
+        """Returns an empty text."""
         return {"text": "", "logprobs": None}
 
-    def _of(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _choice_logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs[index].of(pieces)

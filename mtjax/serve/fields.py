@@ -1,4 +1,4 @@
-"""The JSON object of a request, read field by field: whatever is wrong is a 400 that names the field."""
+"""Reads the JSON object of a request field by field; invalid values raise a 400 error that names the field."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -14,78 +14,78 @@ BOUNDS = {field.name: setting_of(field).bound for field in fields_of(Sampling)}
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object that a body is.
+    """Parses the JSON object of a request's body.
 
     Raises:
-      Refused: it is not an object in JSON.
+      ApiError: the body is not a JSON object.
     """
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not valid in JSON")
 
     try:
         value = json.loads(body.decode(), parse_constant=constant)
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {first_line(e)}") from e
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is {shortened(value)}, and should be a JSON object")
+        raise ApiError(400, f"the body is {shortened(value)}, and must be a JSON object")
     return value
 
 
 class Fields:
-    """An object, read by asking for its fields; null is the same as not given.
+    """A JSON object whose fields are taken one by one; null counts as not given.
 
     Args:
       values: the object.
-      without_effect: fields that may be there and change nothing.
+      without_effect: fields that are accepted and ignored.
     """
 
     def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
-        self._left = {name: value for name, value in values.items() if value is not None}
+        self._remaining = {name: value for name, value in values.items() if value is not None}
         self._known = set(without_effect)
         for name in without_effect:
-            self._left.pop(name, None)
+            self._remaining.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Tells whether a field is given and has not been taken yet."""
-        return name in self._left
+        """Returns whether a field is given and has not been taken yet."""
+        return name in self._remaining
 
     def take(self, name: str) -> Any:
-        """A field of any kind; None when it is not given."""
+        """Takes a field of any type; None if it is not given."""
         self._known.add(name)
-        return self._left.pop(name, None)
+        return self._remaining.pop(name, None)
 
-    def flag(self, name: str) -> bool:
-        """True or false; false when it is not given."""
+    def boolean(self, name: str) -> bool:
+        """Takes a Boolean; False if it is not given."""
         return self._typed(name, bool, "true or false") or False
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Takes a string; None if it is not given."""
         value = self._typed(name, str, "a string")
         return None if value is None else checked_text(value, name)
 
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        """A whole number."""
-        value = self._typed(name, int, "a whole number")
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """Takes an integer in a range; None if it is not given."""
+        value = self._typed(name, int, "an integer")
         if value is not None and not least <= value <= most:
-            raise wrong(name, value, f"from {least} to {most}")
+            raise invalid_value(name, value, f"from {least} to {most}")
         return value
 
-    def number(self, name: str, admits: Callable[[float], bool], words: str) -> float | None:
-        """A number; `words` say which are admitted."""
+    def number(self, name: str, is_valid: Callable[[float], bool], expected: str) -> float | None:
+        """Takes a number for which `is_valid` holds; `expected` describes the valid ones in error messages."""
         value = self._typed(name, int | float, "a number")
         try:
             number = None if value is None else float(value)
         except OverflowError:
-            raise wrong(name, value, words) from None
-        if number is not None and not admits(number):
-            raise wrong(name, value, words)
+            raise invalid_value(name, value, expected) from None
+        if number is not None and not is_valid(number):
+            raise invalid_value(name, value, expected)
         return number
 
     def sampling(self, **defaults: Any) -> Sampling:
-        """How tokens are chosen: fields with the names that `Sampling` has; `defaults` are of those not given.
+        """Takes the fields of `Sampling`, except for `max_tokens`; `defaults` replace the defaults of `Sampling`.
 
-        A seed below 0 counts down from 2^64, as other servers have it.
+        A negative seed is taken modulo 2^64, as by other servers.
         """
         chosen = dict(defaults)
         for field in fields_of(Sampling):
@@ -96,59 +96,74 @@ class Fields:
             value = self._bounded(field.name, bound, whole=field.type is int)
             if value is not None:
                 chosen[field.name] = value
-        seed = self.whole("seed", -(2**63), 2**64 - 1)
+        seed = self.integer("seed", -(2**63), 2**64 - 1)
         if seed is not None:
             chosen["seed"] = seed % 2**64
         return Sampling(**chosen)
 
     def _bounded(self, name: str, bound: Bound, *, whole: bool) -> float | None:
-        value = self._typed(name, int, "a whole number") if whole else self._typed(name, int | float, "a number")
-        if value is not None and (words := bound.why_not(value)):
-            raise wrong(name, value, words)
+        value = self._typed(name, int, "an integer") if whole else self._typed(name, int | float, "a number")
+        if value is not None and (expected := bound.why_not(value)):
+            raise invalid_value(name, value, expected)
         return value if value is None or whole else float(value)
 
-    def without(self, name: str, what: str, *same: Any) -> None:
-        """A field of which only values that change nothing are taken: `what` says what the server lacks."""
+    def reject_unsupported(self, name: str, reason: str, *accepted: Any) -> None:
+        """Takes a field that the server does not support, and rejects values other than those in `accepted`.
+
+        Args:
+          name: the field.
+          reason: why it is not supported, for the error message.
+          accepted: values that ask for nothing.
+
+        Raises:
+          ApiError: the field has another value.
+        """
         value = self.take(name)
-        if value is not None and not any(type(value) is type(other) and value == other for other in same):
-            raise ApiError(400, f"{name} is {shortened(value)}, and {what}: leave it out", name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in accepted):
+            raise ApiError(400, f"{name} is {shortened(value)}, and {reason}: remove it", name)
 
-    def close(self) -> None:
-        """Refuses what nobody has asked for."""
-        for name in self._left:
+    def reject_unknown(self) -> None:
+        """Rejects fields that were not taken.
+
+        Raises:
+          ApiError: names the unknown field.
+        """
+        for name in self._remaining:
             known = nearest(name, self._known)
-            raise ApiError(400, f"no field is called {shortened(repr(name))}{known}", shortened(name))
+            raise ApiError(400, f"unknown field {shortened(repr(name))}{known}", shortened(name))
 
-    def _typed(self, name: str, kind: Any, words: str) -> Any:
+    def _typed(self, name: str, kind: Any, expected: str) -> Any:
         value = self.take(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise wrong(name, json.dumps(value), words)
+            raise invalid_value(name, json.dumps(value), expected)
         return value
 
 
-def wrong(name: str, value: object, words: str) -> ApiError:
-    """A field whose value is not one of those in words."""
-    return ApiError(400, f"{name} is {shortened(value)}, and must be {words}", name)
+def invalid_value(name: str, value: object, expected: str) -> ApiError:
+    """Builds the error for a field with an invalid value; `expected` describes the valid ones."""
+    return ApiError(400, f"{name} is {shortened(value)}, and must be {expected}", name)
 
 
 def checked_text(text: str, name: str) -> str:
-    """A string whose characters are whole: JSON can write halves of them.
+    """Returns a string after checking that it has no lone surrogates, which JSON can express.
 
     Raises:
-      Refused: they are not.
+      ApiError: the string has one.
     """
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise ApiError(400, f"{name} has half a character at {e.start}: write it in UTF-8", name) from e
+        raise ApiError(
+            400, f"{name} has half of a surrogate pair at {e.start}, which is not a character: encode it as UTF-8", name
+        ) from e
     return text
 
 
 def strings_or_one(value: Any, name: str, most: int) -> tuple[str, ...]:
-    """A string, or a list of at most `most`; nothing for None."""
+    """Reads a string or a list of at most `most` strings; returns an empty tuple for None."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise wrong(name, json.dumps(value), "a string or a list of strings")
+        raise invalid_value(name, json.dumps(value), "a string or a list of strings")
     if len(texts) > most:
-        raise wrong(name, f"a list of {len(texts)}", f"of at most {most}")
+        raise invalid_value(name, f"a list of {len(texts)}", f"of at most {most}")
     return tuple(checked_text(text, name) for text in texts)

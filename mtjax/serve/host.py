@@ -1,4 +1,4 @@
-"""Engines in threads of their own, and what clients wait for: the bridge between the device and asyncio."""
+"""The bridge between the engines' threads and asyncio: each engine runs in its own thread, clients await events."""
 
 import asyncio
 import contextlib
@@ -13,102 +13,112 @@ from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.completion import Piece
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.serve.api_error import ApiError
 from mtjax.serve.metrics import Metrics
-from mtjax.serve.replicas import Asked
+from mtjax.serve.replicas import ReplicaEngine
 
-STOPPING = "the server stops: try again later"
-GRACE = 10.0
-"""Seconds beyond its time that an answer has to reach its client."""
+SHUTTING_DOWN = "the server is shutting down: try again later"
+SEND_GRACE_SECONDS = 10.0
+"""Time after a response's deadline until which it may still be sent to a slow client."""
 
 
 class TextEvent(NamedTuple):
-    """What became of one of a ticket's texts."""
+    """A new piece of one of a response's texts, or the end of that text."""
 
     text: int
-    """Its number."""
+    """Index of the text in the response."""
     piece: Piece | None
-    """None: it has ended."""
+    """None: the text has ended."""
     is_prompt: bool = False
-    """Whether the piece is of the prompt."""
+    """Whether the piece is part of the prompt."""
 
 
 class PendingResponse:
-    """The texts that one request over HTTP asks for. It belongs to the loop that made it.
+    """The texts of one HTTP request. It belongs to the event loop in which it was created.
 
     Args:
-      seconds: after which nobody waits any longer.
+      seconds: timeout.
+
+    Attributes:
+      requests: the engine requests, by the index of the text.
     """
 
     def __init__(self, seconds: float) -> None:
         self._loop, self._seconds = asyncio.get_running_loop(), seconds
         self._deadline = self._loop.time() + seconds
-        self._news: asyncio.Queue[TextEvent | ApiError] = asyncio.Queue()
-        self.open: dict[int, Request] = {}
+        self._queue: asyncio.Queue[TextEvent | ApiError] = asyncio.Queue()
+        self.requests: dict[int, Request] = {}
 
-    def tell(self, news: TextEvent) -> None:
-        """Puts news where `news` finds them; from any thread."""
-        self.call(self._news.put_nowait, news)
+    def put_event(self, event: TextEvent) -> None:
+        """Puts an event into the queue that `events` reads, from any thread."""
+        self.call_in_loop(self._queue.put_nowait, event)
 
-    def refuse(self, refused: ApiError) -> None:
-        """Ends the wait with an error."""
-        self._news.put_nowait(refused)
+    def fail(self, error: ApiError) -> None:
+        """Makes `events` raise an error."""
+        self._queue.put_nowait(error)
 
-    def call(self, function: Any, *arguments: Any) -> None:
-        """Calls a function in the loop, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+    def call_in_loop(self, function: Any, *arguments: Any) -> None:
+        """Calls a function in the event loop, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    async def news(self) -> AsyncIterator[TextEvent]:
-        """Pieces as they come, until all texts have ended.
+    async def events(self) -> AsyncIterator[TextEvent]:
+        """Yields events until all texts have ended.
 
         Raises:
-          Refused: that took too long, or the engine has failed.
+          ApiError: the timeout has expired, or the engine has failed.
         """
         ended = 0
-        while ended < len(self.open):
+        while ended < len(self.requests):
             try:
                 async with asyncio.timeout_at(self._deadline):
-                    news = await self._news.get()
+                    event = await self._queue.get()
             except TimeoutError:
-                raise ApiError(504, f"it was not done within {self._seconds:g} s: ask for fewer tokens") from None
-            if isinstance(news, ApiError):
-                raise news
-            ended += news.piece is None
-            yield news
+                message = f"the request timed out after {self._seconds:g} s: ask for fewer tokens"
+                raise ApiError(504, message) from None
+            if isinstance(event, ApiError):
+                raise event
+            ended += event.piece is None
+            yield event
 
-    def patience(self) -> asyncio.Timeout:
-        """A context in which to send the answer, which ends a while after the deadline."""
-        return asyncio.timeout_at(self._deadline + GRACE)
+    def send_timeout(self) -> asyncio.Timeout:
+        """Returns a context for sending the response, which times out some seconds after the deadline."""
+        return asyncio.timeout_at(self._deadline + SEND_GRACE_SECONDS)
 
     async def done(self) -> None:
         """Waits until all texts have ended.
 
         Raises:
-          Refused: as `news`.
+          ApiError: as in `events`.
         """
-        async for _ in self.news():
+        async for _ in self.events():
             pass
 
 
 class Host:
-    """Runs engines, each in a thread: replicas of one model, of which a text goes to the one with the least to do.
+    """Runs one engine thread per replica, and submits each text to the replica with the lowest load.
 
     Args:
-      engines: nobody else calls them.
-      sequences: that each can write at a time.
-      most_waiting: texts that wait at most, beyond those that are being written.
+      engines: one for each replica; nothing else may call them.
+      sequences: number of slots of each.
+      most_waiting: maximum number of texts in the queues, in addition to those in slots.
+
+    Attributes:
+      metrics: Prometheus metrics.
+      failure: the exception that has ended an engine's thread; None if none has.
+      draining: whether new requests are rejected.
+      idle: set while no text is in flight.
     """
 
-    def __init__(self, engines: Sequence[Asked], sequences: int, most_waiting: int) -> None:
+    def __init__(self, engines: Sequence[ReplicaEngine], sequences: int, most_waiting: int) -> None:
         self._engines, self._engine = tuple(engines), engines[0]
-        self._most = sequences * len(engines) + most_waiting
+        self._max_texts = sequences * len(engines) + most_waiting
         self.metrics = Metrics([lambda engine=engine: engine.load for engine in engines], sequences)
         self.failure: BaseException | None = None
         self.draining = False
-        self._open = 0
-        self._tickets: set[PendingResponse] = set()
+        self._in_flight = 0
+        self._pending: set[PendingResponse] = set()
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(engine,), name=f"engine {number}", daemon=True)
@@ -119,27 +129,27 @@ class Host:
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest text, prompt included."""
+        """Maximum number of tokens of a sequence, prompt included."""
         return self._engine.max_context
 
     @property
-    def reads_text(self) -> bool:
-        """Whether prompts take no room from the texts: a T5 answers them."""
-        return self._engine.reads_text
+    def is_encoder_decoder(self) -> bool:
+        """Whether the encoder reads the prompt, as in T5, so that it takes no space from the generated text."""
+        return self._engine.is_encoder_decoder
 
     @property
-    def most_texts(self) -> int:
-        """Texts that one request may ask for."""
-        return self._most
+    def max_texts(self) -> int:
+        """Maximum number of texts of one HTTP request."""
+        return self._max_texts
 
     def start(self, on_failure: Callable[[], object] = lambda: None) -> None:
-        """Compiles what every text needs, and begins to work for the running loop.
+        """Compiles the programs that every text needs, and starts the engines' threads.
 
         Args:
-          on_failure: called in the loop when the device fails.
+          on_failure: called in the running event loop if an engine fails.
         """
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
-        for engine in self._engines:  # those of other processes begin at once
+        for engine in self._engines:  # engines of other processes start to compile right away, in parallel
             engine.submit(Request((0,), Sampling(max_tokens=2)))
         for engine in self._engines:
             engine.run()
@@ -147,68 +157,68 @@ class Host:
         for thread in self._threads:
             thread.start()
 
-    def refuse_rest(self) -> None:
-        """Ends what is left."""
-        for ticket in list(self._tickets):
-            ticket.refuse(ApiError(503, STOPPING))
-            self.cancel(ticket)
+    def fail_pending(self) -> None:
+        """Cancels all texts in flight, and answers their requests with status 503."""
+        for pending in list(self._pending):
+            pending.fail(ApiError(503, SHUTTING_DOWN))
+            self.cancel(pending)
 
     def stop(self) -> None:
-        """Ends the threads, once they have nothing left to do."""
+        """Stops the engines' threads as soon as they have no work left."""
         self._stopped.set()
         for engine in self._engines:
             engine.wake()
         for thread in self._threads:
             thread.join()
 
-    def submit(self, ticket: PendingResponse, requests: Sequence[Request]) -> None:
-        """Asks the engines for all of a ticket's texts, or for none.
+    def submit(self, pending: PendingResponse, requests: Sequence[Request]) -> None:
+        """Submits all texts of a response, or none of them.
 
         Raises:
-          Refused: the server stops, has too much to do, or can't continue one of the prompts.
+          ApiError: the server is shutting down, its queue is full, or one of the prompts is invalid.
         """
-        self._check_room(len(requests))
-        self._tickets.add(ticket)
+        self._check_capacity(len(requests))
+        self._pending.add(pending)
         now = time.perf_counter()
         try:
             for index, request in enumerate(requests):
                 replica = self._least_busy()
-                watched = self._watched(ticket, index, request, now, replica)
-                self._engines[replica].submit(watched)
-                ticket.open[index] = watched
-                self._open += 1
+                counted = self._with_metrics(pending, index, request, now, replica)
+                self._engines[replica].submit(counted)
+                pending.requests[index] = counted
+                self._in_flight += 1
                 self.idle.clear()
                 self.metrics.prompt_tokens.inc(len(request.prompt))
         except UserError as e:
-            self.cancel(ticket)
+            self.cancel(pending)
             raise ApiError(400, str(e), "prompt") from e
 
     def search(
-        self, ticket: PendingResponse, beams: BeamSearch, prompt: tuple[int, ...], max_tokens: int
+        self, pending: PendingResponse, beams: BeamSearch, prompt: tuple[int, ...], max_tokens: int
     ) -> list[Beam]:
-        """Asks for a ticket's only text, by a search that the first engine's other texts wait for.
+        """Submits a beam search as a response's only text; the first replica runs nothing else meanwhile.
 
         Returns:
-          Where the beams will be when the ticket is done.
+          A list that will have the beams once the response is done.
 
         Raises:
-          Refused: the server stops, or has too much to do.
+          ApiError: the server is shutting down, or its queue is full.
         """
-        assert isinstance(self._engine, Engine)  # `decoder` was there
-        self._check_room(1)
-        self._tickets.add(ticket)
+        assert isinstance(self._engine, Engine)  # the caller has checked `decoder`
+        self._check_capacity(1)
+        self._pending.add(pending)
         start, found = time.perf_counter(), list[Beam]()
 
         def job() -> None:
-            if ticket in self._tickets:
-                found.extend(beams.search(prompt, max_tokens, lambda: ticket not in self._tickets))
-            self.metrics.whole.observe(time.perf_counter() - start)
-            self.metrics.texts.labels("stop" if found and found[0].is_stopped else "length").inc()
-            ticket.tell(TextEvent(0, None))
-            ticket.call(self._ended)
+            if pending in self._pending:
+                found.extend(beams.search(prompt, max_tokens, lambda: pending not in self._pending))
+            self.metrics.request_seconds.observe(time.perf_counter() - start)
+            self.metrics.finished.labels("stop" if found and found[0].is_stopped else "length").inc()
+            pending.put_event(TextEvent(0, None))
+            pending.call_in_loop(self._on_ended)
 
-        ticket.open[0] = Request(prompt)  # what is waited for
-        self._open += 1
+        pending.requests[0] = Request(prompt)  # not submitted: makes `events` wait for one text
+        self._in_flight += 1
         self.idle.clear()
         self.metrics.prompt_tokens.inc(len(prompt))
         self._engine.submit_job(job)
@@ -216,71 +226,80 @@ class Host:
 
     @property
     def decoder(self) -> Decoder | None:
-        """What searches beams: the first replica's; None where several processes share it, which only know requests."""
+        """The first replica's decoder, for beam search; None if the replica spans multiple processes."""
         return self._engine.decoder if isinstance(self._engine, Engine) else None
 
-    def cancel(self, ticket: PendingResponse) -> None:
-        """Ends what is left of a ticket; its client has gone, or was answered."""
-        self._tickets.discard(ticket)
-        for request in ticket.open.values():
-            for engine in self._engines:  # one of them has it
+    def cancel(self, pending: PendingResponse) -> None:
+        """Cancels the remaining texts of a response whose client has disconnected or has been answered."""
+        self._pending.discard(pending)
+        for request in pending.requests.values():
+            for engine in self._engines:  # engines that do not have the request ignore it
                 engine.cancel(request)
 
     def _least_busy(self) -> int:
-        """The number of the engine with the fewest texts."""
+        """Returns the index of the engine with the fewest waiting and running texts."""
         return min(range(len(self._engines)), key=lambda number: sum(self._engines[number].load))
 
-    def _check_room(self, texts: int) -> None:
-        if self.failure is not None:
-            raise self._failed()
-        if self.draining:
-            raise ApiError(503, STOPPING)
-        if texts > self._most:
-            raise ApiError(400, f"{texts} texts are more than this server takes at once, {self._most}: ask less")
-        if self._open + texts > self._most:
-            raise ApiError(429, f"{self._open} texts are under way already, of at most {self._most}: try again later")
+    def _check_capacity(self, texts: int) -> None:
+        """Checks that so many more texts may be submitted.
 
-    def _watched(self, ticket: PendingResponse, index: int, request: Request, start: float, replica: int) -> Request:
-        """A request that also tells the ticket of its end, and is counted."""
+        Raises:
+          ApiError: the engine has failed, the server is shutting down, or there would be too many texts.
+        """
+        if self.failure is not None:
+            raise self._failure_error()
+        if self.draining:
+            raise ApiError(503, SHUTTING_DOWN)
+        if texts > self._max_texts:
+            message = f"the request has {texts} texts (prompts times n), and the server's maximum is {self._max_texts}"
+            raise ApiError(400, f"{message}: send fewer")
+        if self._in_flight + texts > self._max_texts:
+            message = f"the queue is full: {self._in_flight} texts in flight, of at most {self._max_texts}"
+            raise ApiError(429, f"{message}: try again later")
+
+    def _with_metrics(
+        self, pending: PendingResponse, index: int, request: Request, start: float, replica: int
+    ) -> Request:
+        """Returns a request that also updates the metrics, and puts the end of the text into the response's events."""
         metrics, last = self.metrics, start
 
         def on_token(token: Token) -> bool:
             nonlocal last
             now = time.perf_counter()
-            (metrics.first if last is start else metrics.between).observe(now - last)
+            (metrics.time_to_first_token if last is start else metrics.time_per_token).observe(now - last)
             last = now
             metrics.count_token(replica)
             return request.on_token(token)
 
-        def on_end(why: ENDED) -> None:
-            request.on_end(why)
-            metrics.texts.labels(why).inc()
-            metrics.whole.observe(time.perf_counter() - start)
-            ticket.tell(TextEvent(index, None))
-            ticket.call(self._ended)
+        def on_end(reason: FinishReason) -> None:
+            request.on_end(reason)
+            metrics.finished.labels(reason).inc()
+            metrics.request_seconds.observe(time.perf_counter() - start)
+            pending.put_event(TextEvent(index, None))
+            pending.call_in_loop(self._on_ended)
 
         return replace(request, on_token=on_token, on_end=on_end)
 
-    def _ended(self) -> None:
-        self._open -= 1
-        if not self._open:
+    def _on_ended(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
             self.idle.set()
 
-    def _run(self, engine: Asked) -> None:
+    def _run(self, engine: ReplicaEngine) -> None:
         try:
             engine.run(self._stopped)
-        except BaseException as e:  # of the device: every client hears of it, and the process ends
+        except BaseException as e:  # for example, out of memory: all clients get the error, and the process ends
             self.failure = e
             assert self._loop is not None
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_failure)
+                self._loop.call_soon_threadsafe(self._fail_all)
 
-    def _tell_failure(self) -> None:
+    def _fail_all(self) -> None:
         self.idle.set()
-        for ticket in self._tickets:
-            ticket.refuse(self._failed())
+        for pending in self._pending:
+            pending.fail(self._failure_error())
         self._on_failure()
 
-    def _failed(self) -> ApiError:
+    def _failure_error(self) -> ApiError:
         assert self.failure is not None
         return ApiError(503, f"the engine has failed: {first_line(self.failure)}")

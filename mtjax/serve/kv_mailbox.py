@@ -1,4 +1,4 @@
-"""Words from one process to others, in their order: at jax's coordination service, under numbered keys."""
+"""Ordered messages from one process to others, under numbered keys of JAX's coordination service."""
 
 import itertools
 import json
@@ -10,49 +10,49 @@ import jax
 
 from mtjax.train.processes.coordination import service
 
-PATIENCE_MS = 5000
-"""Of one look for a letter; then comes another."""
+POLL_MS = 5000
+"""Timeout of one attempt to read a message, after which it is repeated."""
 
 
-def receive(place: str, *, only_reader: bool = False) -> Iterator[Any]:
-    """What is left at a place, as it comes; whoever reads alone takes it away."""
+def receive(prefix: str, *, only_reader: bool = False) -> Iterator[Any]:
+    """Yields the messages under a key prefix in order, waiting for each; an `only_reader` deletes what it has read."""
     for count in itertools.count():
-        key = f"{place}/{count}"
-        letter = _wait_for(key)
+        key = f"{prefix}/{count}"
+        message = _wait_for(key)
         if only_reader:
             service().key_value_delete(key)
-        yield json.loads(letter)
+        yield json.loads(message)
 
 
 def _wait_for(key: str) -> str:
     while True:
         try:
-            return service().blocking_key_value_get(key, PATIENCE_MS)
+            return service().blocking_key_value_get(key, POLL_MS)
         except jax.errors.JaxRuntimeError as e:
             if "DEADLINE_EXCEEDED" not in str(e):
                 raise
 
 
 class Sender:
-    """Leaves words at a place, from a thread of its own: nobody waits for the service.
+    """Sends items under a key prefix from a separate thread, so that no caller waits for the service.
 
-    What gathers while a letter is being left goes with the next: letters are lists of words.
+    A message is a list of items: those that arrive while a message is being sent are sent together in the next.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place, self._words = place, list[Any]()
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._items = prefix, list[Any]()
         self._changed, self._closed = threading.Condition(), False
-        self._thread = threading.Thread(target=self._send, name=f"sender {place}", daemon=True)
+        self._thread = threading.Thread(target=self._send, name=f"sender {prefix}", daemon=True)
         self._thread.start()
 
-    def send(self, word: Any) -> None:
-        """Sends a word, from any thread; anything that JSON has."""
+    def send(self, item: Any) -> None:
+        """Queues an item, a JSON value, from any thread."""
         with self._changed:
-            self._words.append(word)
+            self._items.append(item)
             self._changed.notify()
 
     def close(self) -> None:
-        """Returns when all is sent."""
+        """Waits until all items are sent, and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -61,12 +61,12 @@ class Sender:
     def _send(self) -> None:
         for count in itertools.count():
             with self._changed:
-                while not (self._words or self._closed):
+                while not (self._items or self._closed):
                     self._changed.wait()
-                words, self._words = self._words, []
-            if not words:
+                items, self._items = self._items, []
+            if not items:
                 return
             try:
-                service().key_value_set(f"{self._place}/{count}", json.dumps(words))
-            except jax.errors.JaxRuntimeError:  # it went with process 0, and `Peers` ends this one
+                service().key_value_set(f"{self._prefix}/{count}", json.dumps(items))
+            except jax.errors.JaxRuntimeError:  # the service ended with process 0; `Peers` ends this process
                 return

@@ -1,9 +1,9 @@
-"""Several processes with one replica: the first of them tells the others what to do before each step.
+"""Replicas that span multiple processes: the first process (the leader) broadcasts a plan before each step.
 
-Each process runs an `Engine` of its own over the mesh that they share. Engines that are asked for the same requests in
-the same order, and cancel the same ones before the same steps, run the same programs. So the first process leaves a
-plan for every step at jax's coordination service: requests that join, and those that end. What ends a text by its words
-is known there alone; there it ends at once, and everywhere with the next plan.
+Each process runs an `Engine` over the shared mesh. Engines that get the same requests in the same order, and cancel the
+same ones before the same steps, run the same programs. So the leader publishes a plan for every step in JAX's
+coordination service: the requests that join, and those that are cancelled. Only the leader detokenizes, and so detects
+stop sequences; there a text ends at once, and in all engines with the next plan.
 """
 
 import dataclasses
@@ -13,49 +13,49 @@ from collections.abc import Callable
 from typing import Any
 
 from mtjax.generate.engine import Engine
-from mtjax.generate.request import ENDED, Request, Sampling, Token
+from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.serve.kv_mailbox import receive
 from mtjax.train.processes.coordination import service
 
-KEPT = 64
-"""Plans that stay: none is behind by more steps, since steps are collective."""
+RETAINED_PLANS = 64
+"""Number of plans that are retained: as steps are collective, no process is further behind."""
 
 
-def plans(replica: int) -> str:
-    """Where a replica's plans are left."""
+def plan_prefix(replica: int) -> str:
+    """Returns the key prefix of a replica's plans."""
     return f"mtjax/serve/{replica}/plan"
 
 
 class LockstepLeader:
-    """The engine of a replica's first process, as `Host` uses one; a search for beams it does not do.
+    """The leader's engine, with the interface that `Host` uses; without beam search.
 
     Args:
-      engine: nobody else calls it.
-      replica: the number of the one that the processes share.
+      engine: the engine; nothing else may call it.
+      replica: index of the replica.
     """
 
     def __init__(self, engine: Engine, replica: int) -> None:
-        self._place = plans(replica)
-        self._engine, self.max_context, self.reads_text = engine, engine.max_context, engine.reads_text
+        self._prefix = plan_prefix(replica)
+        self._engine, self.max_context, self.is_encoder_decoder = engine, engine.max_context, engine.is_encoder_decoder
         self._changed = threading.Condition()
         self._joining: list[Request] = []
         self._ending: list[Request] = []
         self._numbers: dict[Request, int] = {}
-        self._followed: dict[Request, Request] = {}
-        """Of a request, the one that the engine has."""
+        self._engine_requests: dict[Request, Request] = {}
+        """By request, its wrapped copy that the engine has."""
         self._count = self._plans = 0
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests that wait, and that run."""
+        """Numbers of waiting and of running requests."""
         waiting, running = self._engine.load
         return waiting + len(self._joining), running
 
     def submit(self, request: Request) -> None:
-        """Puts a request into the next plan.
+        """Adds a request to the next plan.
 
         Raises:
-          UserError: it can't be continued.
+          UserError: the request is invalid.
         """
         self._engine.check(request)
         with self._changed:
@@ -63,18 +63,18 @@ class LockstepLeader:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with the next plan."""
+        """Cancels a request with the next plan."""
         with self._changed:
             self._ending.append(request)
             self._changed.notify()
 
     def wake(self) -> None:
-        """Lets `run` look at `stopped`."""
+        """Wakes `run` so that it checks `stopped`."""
         with self._changed:
             self._changed.notify_all()
 
     def run(self, stopped: threading.Event | None = None) -> None:
-        """Works until nothing is left to do; with `stopped`, until that is set, and then lets the others go."""
+        """Steps until no work is left; with `stopped`, until it is set, and then stops the other processes."""
         busy = True
         while True:
             with self._changed:
@@ -82,59 +82,60 @@ class LockstepLeader:
                     if stopped is None:
                         return None
                     if stopped.is_set():
-                        return self._tell({"stop": True})
+                        return self._publish({"stop": True})
                     self._changed.wait()
                 joining, self._joining = self._joining, []
                 ending, self._ending = self._ending, []
             busy = self._step(joining, ending)
 
     def _step(self, joining: list[Request], ending: list[Request]) -> bool:
+        """Publishes a plan and steps; returns whether there was any work."""
         for request in joining:
             self._numbers[request], self._count = self._count, self._count + 1
-            self._followed[request] = told_once(request, self._forget, self.cancel)
+            self._engine_requests[request] = ending_once(request, self._forget, self.cancel)
         ends = [request for request in ending if request in self._numbers]
         plan = {
-            "join": [[self._numbers[request], as_words(request)] for request in joining],
+            "join": [[self._numbers[request], request_to_json(request)] for request in joining],
             "end": [self._numbers[request] for request in ends],
         }
-        self._tell(plan)
+        self._publish(plan)
         for request in joining:
-            self._engine.submit(self._followed[request])
+            self._engine.submit(self._engine_requests[request])
         for request in ends:
-            self._engine.cancel(self._followed[request])
+            self._engine.cancel(self._engine_requests[request])
         return self._engine.step()
 
     def _forget(self, request: Request) -> None:
-        del self._numbers[request], self._followed[request]
+        del self._numbers[request], self._engine_requests[request]
 
-    def _tell(self, plan: dict[str, Any]) -> None:
-        service().key_value_set(f"{self._place}/{self._plans}", json.dumps(plan))
-        if self._plans >= KEPT:
-            service().key_value_delete(f"{self._place}/{self._plans - KEPT}")
+    def _publish(self, plan: dict[str, Any]) -> None:
+        service().key_value_set(f"{self._prefix}/{self._plans}", json.dumps(plan))
+        if self._plans >= RETAINED_PLANS:
+            service().key_value_delete(f"{self._prefix}/{self._plans - RETAINED_PLANS}")
         self._plans += 1
 
 
-def told_once(request: Request, forget: Callable[[Request], None], end: Callable[[Request], None]) -> Request:
-    """A request that others end later than its listener does, and of which nothing is told in between.
+def ending_once(request: Request, forget: Callable[[Request], None], end: Callable[[Request], None]) -> Request:
+    """Wraps a request whose listener ends it before the engines do; the tokens in between are dropped.
 
     Args:
-      request: whose listener may end it.
-      forget: called when the others have ended it.
-      end: asks them to.
+      request: the request, whose `on_token` may end it.
+      forget: called when the engines have ended it.
+      end: makes the engines end it.
     """
-    told = False
+    has_ended = False
 
-    def on_end(why: ENDED) -> None:
-        nonlocal told
+    def on_end(reason: FinishReason) -> None:
+        nonlocal has_ended
         forget(request)
-        if not told:
-            told = True
-            request.on_end(why)
+        if not has_ended:
+            has_ended = True
+            request.on_end(reason)
 
     def on_token(token: Token) -> bool:
-        nonlocal told
-        if not told and request.on_token(token):
-            told = True
+        nonlocal has_ended
+        if not has_ended and request.on_token(token):
+            has_ended = True
             request.on_end("stop")
             end(request)
         return False
@@ -143,13 +144,14 @@ def told_once(request: Request, forget: Callable[[Request], None], end: Callable
 
 
 def follow(engine: Engine, replica: int) -> None:
-    """Does what the first process of a replica says, until that stops."""
+    """Executes the plans of a replica's leader until it stops."""
     requests: dict[int, Request] = {}
-    for plan in receive(plans(replica)):
+    for plan in receive(plan_prefix(replica)):
         if "stop" in plan:
             return
-        for number, words in plan["join"]:
-            requests[number] = request = from_words(words, on_end=lambda why, number=number: requests.pop(number))
+        for number, fields in plan["join"]:
+            on_end = lambda reason, number=number: requests.pop(number)  # noqa: E731
+            requests[number] = request = request_from_json(fields, on_end=on_end)
             engine.submit(request)
         for number in plan["end"]:
             if number in requests:
@@ -157,8 +159,8 @@ def follow(engine: Engine, replica: int) -> None:
         engine.step()
 
 
-def as_words(request: Request) -> dict[str, Any]:
-    """What other processes need of a request."""
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Serializes a request, without its listeners."""
     return {
         "prompt": request.prompt,
         "sampling": dataclasses.asdict(request.sampling),
@@ -168,8 +170,7 @@ def as_words(request: Request) -> dict[str, Any]:
     }
 
 
-def from_words(words: dict[str, Any], **listeners: Any) -> Request:
-    """The request that `as_words` wrote, with these listeners."""
-    sampling, stop_ids = Sampling(**words["sampling"]), frozenset(words["stop_ids"])
-    prompt, told = tuple(words["prompt"]), {"logprobs": words["logprobs"], "echo": words["echo"]}
-    return Request(prompt, sampling, stop_ids, **told, **listeners)
+def request_from_json(fields: dict[str, Any], **listeners: Any) -> Request:
+    """Deserializes a request of `request_to_json`, with these listeners."""
+    sampling, stop_ids = Sampling(**fields["sampling"]), frozenset(fields["stop_ids"])
+    return Request(tuple(fields["prompt"]), sampling, stop_ids, fields["logprobs"], fields["echo"], **listeners)

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it."""
+"""The server's Prometheus metrics."""
 
 import threading
 import time
@@ -8,72 +8,84 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 WINDOW = 10.0
-"""Seconds over which tokens per second are taken."""
-FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Seconds over which tokens per second are averaged."""
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """One server's numbers.
+    """The metrics of one server.
 
     Args:
-      loads: of each replica, requests to its engine that wait, and that run.
-      sequences: that can run at a time in each.
+      loads: for each replica, a function that returns its numbers of waiting and of running requests.
+      sequences: number of slots of each replica.
     """
 
     def __init__(self, loads: Sequence[Callable[[], tuple[int, int]]], sequences: int) -> None:
         self._registry = registry = CollectorRegistry()
-        gauge = Gauge("mtjax_texts_waiting", "Texts that wait for a slot", registry=registry)
+        gauge = Gauge("mtjax_texts_waiting", "Texts that wait in the queue for a slot", registry=registry)
         gauge.set_function(lambda: sum(load()[0] for load in loads))
-        gauge = Gauge("mtjax_slots_in_use", "Sequences that are being read or written", registry=registry)
+        gauge = Gauge("mtjax_slots_in_use", "Slots with a sequence in prefill or decode", registry=registry)
         gauge.set_function(lambda: sum(load()[1] for load in loads))
-        gauge = Gauge("mtjax_slots", "Sequences that can be written at a time", registry=registry)
+        gauge = Gauge("mtjax_slots", "Slots: sequences that can be generated at a time", registry=registry)
         gauge.set(sequences * len(loads))
-        waiting = Gauge("mtjax_replica_texts_waiting", "Of each replica", ["replica"], registry=registry)
-        running = Gauge("mtjax_replica_slots_in_use", "Of each replica", ["replica"], registry=registry)
+        waiting = Gauge("mtjax_replica_texts_waiting", "Waiting texts by replica", ["replica"], registry=registry)
+        running = Gauge("mtjax_replica_slots_in_use", "Slots in use by replica", ["replica"], registry=registry)
         for number, load in enumerate(loads):
             waiting.labels(number).set_function(lambda load=load: load()[0])
             running.labels(number).set_function(lambda load=load: load()[1])
-        written = Counter("mtjax_replica_generated_tokens", "Of each replica", ["replica"], registry=registry)
-        self._of_replica = [written.labels(number) for number in range(len(loads))]
+        generated = Counter(
+            "mtjax_replica_generated_tokens", "Generated tokens by replica", ["replica"], registry=registry
+        )
+        self._of_replica = [generated.labels(number) for number in range(len(loads))]
         self._rate = Rate()
-        gauge = Gauge("mtjax_tokens_per_second", f"Tokens written in the last {WINDOW:g} s", registry=registry)
+        gauge = Gauge(
+            "mtjax_tokens_per_second", f"Generated tokens per second over the last {WINDOW:g} s", registry=registry
+        )
         gauge.set_function(self._rate.per_second)
-        self.requests = Counter("mtjax_requests", "Answers", ["path", "code"], registry=registry)
-        self.prompt_tokens = Counter("mtjax_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._tokens = Counter("mtjax_generated_tokens", "Tokens written", registry=registry)
-        self.texts = Counter("mtjax_texts", "Texts that ended, by why", ["ended"], registry=registry)
-        self.first = Histogram(
-            "mtjax_time_to_first_token_seconds", "From a request to its first token", registry=registry, buckets=FIRST
+        self.requests = Counter(
+            "mtjax_requests", "HTTP responses by path and status", ["path", "code"], registry=registry
         )
-        self.between = Histogram(
-            "mtjax_time_per_token_seconds", "From a token to the next of its text", registry=registry, buckets=BETWEEN
+        self.prompt_tokens = Counter("mtjax_prompt_tokens", "Prompt tokens", registry=registry)
+        self._tokens = Counter("mtjax_generated_tokens", "Generated tokens", registry=registry)
+        self.finished = Counter("mtjax_texts", "Finished texts by finish reason", ["ended"], registry=registry)
+        self.time_to_first_token = Histogram(
+            "mtjax_time_to_first_token_seconds",
+            "From a request to its first token",
+            registry=registry,
+            buckets=FIRST_TOKEN_BUCKETS,
         )
-        self.whole = Histogram(
-            "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=WHOLE
+        self.time_per_token = Histogram(
+            "mtjax_time_per_token_seconds",
+            "From one token of a text to the next",
+            registry=registry,
+            buckets=PER_TOKEN_BUCKETS,
+        )
+        self.request_seconds = Histogram(
+            "mtjax_text_seconds", "From a request to the end of a text", registry=registry, buckets=REQUEST_BUCKETS
         )
 
     def count_token(self, replica: int) -> None:
-        """One more token was written, by this replica."""
+        """Counts a token that a replica has generated."""
         self._tokens.inc()
         self._of_replica[replica].inc()
         self._rate.count()
 
     def page(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class Rate:
-    """Events per second, lately: counted and read in any thread."""
+    """Events per second over the last `WINDOW` seconds; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: deque[tuple[int, int]] = deque()
 
     def count(self) -> None:
-        """One more."""
+        """Counts an event."""
         now = int(time.monotonic())
         with self._lock:
             if self._seconds and self._seconds[-1][0] == now:
@@ -83,7 +95,7 @@ class Rate:
                 self._forget(now)
 
     def per_second(self) -> float:
-        """Over the last `WINDOW`."""
+        """Returns the rate."""
         with self._lock:
             self._forget(int(time.monotonic()))
             return sum(count for _, count in self._seconds) / WINDOW

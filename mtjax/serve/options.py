@@ -1,4 +1,4 @@
-"""What `mtjax serve` reads."""
+"""Options of `mtjax serve`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +8,10 @@ import tyro
 
 from mtjax.config.field_metadata import WIDTH, Bound, at_least, seconds, setting
 
-DESCRIPTION = """Serves a trained GPT or Llama over HTTP, as clients of OpenAI and of Megatron-LM ask for texts.
+DESCRIPTION = """Serves a trained GPT, Llama or T5 over HTTP, with the APIs of OpenAI and of Megatron-LM.
 
-Weights are named as for `mtjax generate`. There is a page to try it at /, and numbers for Prometheus at /metrics.
-SIGTERM and Ctrl-C finish what is under way, and take nothing more. Needs the extra serve.
+Weights are named as for `mtjax generate`. A web page to try the model is at /, Prometheus metrics are at /metrics.
+On SIGTERM or Ctrl-C the server rejects new requests and finishes those in flight. Needs the extra serve.
 
 Examples:
   mtjax serve --from runs/default-1
@@ -19,53 +19,54 @@ Examples:
   mtjax serve --from hf:llama --mesh 2x4 --host 0.0.0.0 --keys keys.txt
 """
 KEYS = "MTJAX_API_KEYS"
-"""Variable of the environment with API keys, separated by commas."""
+"""Environment variable with API keys, separated by commas."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which weights, for whom, and how much of them."""
+    """Weights, address, limits and processes."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="DIR|KIND:DIR")]
-    """Weights to read."""
+    """Weights to load."""
     name: str | None = None
-    """Under which clients ask for the model; the weights' folder when not given."""
+    """Model name that clients put into requests. Default: the name of the weights' folder."""
     host: str = "127.0.0.1"
-    """Address to listen at: this machine alone hears the default, everybody 0.0.0.0 or ::."""
+    """Address to listen on: the default accepts connections from this machine only, 0.0.0.0 or :: from anywhere."""
     port: int = setting(8000, bound=Bound(lambda value: 0 <= value < 2**16, "from 0 to 65535"))
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 chooses a free one."""
     keys: Path | None = None
-    """File with API keys, a line each, besides those of the variable MTJAX_API_KEYS (separated by commas). Without any
-    key everybody may ask."""
+    """File with API keys, one a line, in addition to those in the environment variable MTJAX_API_KEYS (separated by
+    commas). Without any key, requests need no authentication."""
     mesh: str = "1x1"
-    """Devices as DATAxMODEL: heads, MLP, vocabulary and cache are split over the model ways; each data way is a replica
-    with texts of its own."""
+    """Devices as DATAxMODEL: DATA replicas, in each of which attention heads, MLP, vocabulary and KV cache are sharded
+    over the tensor parallel degree MODEL."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of matrices, activations and cache; bfloat16 on GPUs and float32 on CPUs when not given."""
+    """Dtype of matrices, activations and KV cache. Default: bfloat16 on GPUs, float32 on CPUs."""
     weights_dtype: Literal["int8"] | None = None
-    """Keep the matrices of layers and logits in 8 bits, with a scale for each output; --dtype is that of products."""
+    """Quantize the matrices of the layers and of the output logits to int8, with a scale for each output channel;
+    matrix products are still computed in --dtype."""
     tokenizer: str | None = None
-    """A tokenizer as `mtjax train` takes it; the weights' own when not given."""
+    """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)
-    """Texts that are written at a time by each replica."""
+    """Maximum number of sequences that each replica generates at a time (continuous batching)."""
     most_waiting: int = at_least(0, 256, most=2**20)
-    """Texts that wait for their turn; beyond them requests are answered with 429."""
+    """Maximum number of texts that wait in the queue; requests beyond it get HTTP status 429."""
     most_tokens: int | None = at_least(1, None, most=2**24)
-    """Tokens of a text; as many as the model's context has room for when not given."""
+    """Maximum number of generated tokens for each text. Default: limited by the model's context length only."""
     most_body: int = at_least(1024, 4 << 20, most=1 << 30)
-    """Bytes of a request."""
+    """Maximum size of a request's body in bytes."""
     most_seconds: float = seconds(600.0)
-    """For a request, waiting included."""
+    """Timeout of a request in seconds, including the time in the queue."""
     drain_seconds: float = seconds(30.0)
-    """For what is under way at SIGTERM; then it is cut off."""
+    """Seconds to finish requests in flight after SIGTERM; the remaining ones are then cancelled."""
     coordinator: str | None = None
-    """host:port of process 0, for several processes that were not started by torchrun, Slurm, MPI or Kubernetes.
-    Clients ask process 0 (--host, --port)."""
+    """host:port of process 0, for multiple processes that were not started by torchrun, Slurm, MPI or Kubernetes.
+    Clients connect to process 0 (--host, --port)."""
     num_processes: int | None = at_least(1, None, most=WIDTH)
-    """Number of processes, which share the mesh; goes with --coordinator."""
+    """Number of processes that the mesh spans; requires --coordinator."""
     process_id: int | None = at_least(0, None, most=WIDTH)
-    """Number of this process, from 0; goes with --coordinator."""
+    """Index of this process, from 0; requires --coordinator."""
     peer_timeout: float = seconds(30.0)
-    """Seconds within which all processes end when one of them is lost."""
+    """Seconds after which all processes exit if one of them is lost."""
     compile_cache: str | None = None
-    """Folder where compiled programs are kept, as of `mtjax train`; off keeps none."""
+    """Folder for the persistent compilation cache, as for `mtjax train`; off disables it."""

@@ -1,4 +1,4 @@
-"""Which process works on which replica of a mesh, and how process 0 speaks with each."""
+"""Assigns the replicas of a mesh to processes, and builds the engine interface of each for process 0."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -9,67 +9,69 @@ from jax.sharding import Mesh
 from mtjax.errors import UserError
 from mtjax.generate.engine import Engine
 from mtjax.serve.lockstep import LockstepLeader, follow
-from mtjax.serve.remote_replica import RemoteReplica, answer
+from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.sharding.mesh import attach_devices, replica_meshes
 from mtjax.theory.mesh import MeshShape
 
-Asked = Engine | LockstepLeader | RemoteReplica
-"""What process 0 asks for a replica's texts."""
+ReplicaEngine = Engine | LockstepLeader | RemoteReplica
+"""Process 0's interface to a replica: in this process, across processes, or in another process."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A data way of the mesh."""
+    """A data parallel replica of the mesh."""
 
     number: int
     mesh: Mesh
-    """Of its devices."""
+    """Mesh of the replica's devices."""
 
     @property
     def processes(self) -> list[int]:
-        """Whose devices it has; the first leads the others."""
+        """Processes whose devices it has; the first is the leader."""
         return sorted({device.process_index for device in self.mesh.devices.flat})
 
 
 def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
-    """All replicas of a mesh over this machine's devices, or over those of all processes.
+    """Builds all replicas of a mesh over this machine's devices, or over those of all processes.
 
     Raises:
-      UserError: there are too few devices, or a process would have parts of several replicas.
+      UserError: there are too few devices, or a process would have parts of multiple replicas.
     """
-    own, each = shape.size // processes, shape.replica_shape.size
-    if not shape.size % processes and own % each and each % own:
+    local, each = shape.size // processes, shape.replica_shape.size
+    if not shape.size % processes and local % each and each % local:
         raise UserError(
-            f"mesh {shape} gives each of {processes} processes {own} devices, and a replica has {each}: one must be a "
-            "multiple of the other"
+            f"mesh {shape} gives each of {processes} processes {local} devices, and a replica has {each}: one number "
+            "must be a multiple of the other"
         )
     return [Replica(number, mesh) for number, mesh in enumerate(replica_meshes(attach_devices(shape, processes)))]
 
 
-def as_asked(replicas: Sequence[Replica], own: Sequence[Engine], sequences: int) -> list[Asked]:
-    """What process 0 asks, for each replica; `own` are the engines of those that it works on, the first ones."""
-    asked: list[Asked] = []
+def replica_engines(replicas: Sequence[Replica], local: Sequence[Engine], sequences: int) -> list[ReplicaEngine]:
+    """Returns process 0's interface to each replica; `local` are its engines, which are of the first replicas."""
+    engines: list[ReplicaEngine] = []
     for replica in replicas:
-        if replica.number >= len(own):
-            asked.append(RemoteReplica(replica.number, own[0], sequences))
+        if replica.number >= len(local):
+            engines.append(RemoteReplica(replica.number, local[0], sequences))
         else:
-            asked.append(led(replica, own[replica.number]))
-    return asked
+            engines.append(leading_engine(replica, local[replica.number]))
+    return engines
 
 
-def led(replica: Replica, engine: Engine) -> Engine | LockstepLeader:
-    """The engine of the first process of a replica, which others may follow."""
+def leading_engine(replica: Replica, engine: Engine) -> Engine | LockstepLeader:
+    """Wraps the engine of a replica's first process as a `LockstepLeader` if the replica spans multiple processes."""
     return LockstepLeader(engine, replica.number) if len(replica.processes) > 1 else engine
 
 
-def work(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:
-    """What a process does that is not process 0: works on its replicas, until process 0 lets it go."""
+def run_worker(replicas: Sequence[Replica], engines: Sequence[Engine], process: int) -> None:
+    """Runs the local replicas of a process other than process 0, until process 0 stops."""
     jobs: list[Callable[[], None]] = []
     for replica, engine in zip(replicas, engines, strict=True):
         if process > replica.processes[0]:
             jobs.append(lambda engine=engine, number=replica.number: follow(engine, number))
         else:
-            jobs.append(lambda replica=replica, engine=engine: answer(led(replica, engine), replica.number))
-    threads = ThreadPoolExecutor(len(jobs), "replica")  # not waited for when one fails: the process ends
+            jobs.append(
+                lambda replica=replica, engine=engine: serve_replica(leading_engine(replica, engine), replica.number)
+            )
+    threads = ThreadPoolExecutor(len(jobs), "replica")  # if one fails, the process ends without waiting for the others
     for done in as_completed([threads.submit(job) for job in jobs]):
         done.result()

@@ -1,4 +1,4 @@
-"""uvicorn around the application: where it listens, and how it ends."""
+"""The uvicorn server: sockets, header timeouts and draining."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ from mtjax.serve.service import Service
 
 KEEP_ALIVE_SECONDS = 30
 HEADER_SECONDS = 30
-"""That a client has to send the headers of a request."""
+"""Timeout for the headers of a request."""
 BACKLOG = 1024
 LAST_ANSWERS = 5
-"""Seconds for answers that are being sent when the engine has stopped."""
+"""Seconds for responses that are still being sent when the engine has stopped."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has its address, and does not listen yet.
+    """Binds a socket that does not accept connections yet.
 
     Raises:
-      UserError: the address is not this machine's, or taken.
+      UserError: the address is not available on this machine, or in use.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -39,63 +39,63 @@ def listen(host: str, port: int) -> socket.socket:
             bound.bind(address)
             closed.pop_all()
     except (OSError, UnicodeError) as e:
-        raise UserError(f"can't listen at {host} port {port}: {first_line(e)}") from e
+        raise UserError(f"can't listen on {host} port {port}: {first_line(e)}") from e
     return bound
 
 
 def address_of(bound: socket.socket) -> str:
-    """http://HOST:PORT."""
+    """Returns http://HOST:PORT of a socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Protocol(H11Protocol):
-    """HTTP of one connection, which ends where the headers of a request take too long; uvicorn would wait for ever."""
+    """The HTTP protocol of a connection, with a timeout for a request's headers, which uvicorn lacks."""
 
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait for headers."""
+        """Starts the header timeout."""
         super().connection_made(transport)
-        self._expect()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Goes on waiting as long as headers are not complete."""
+        """Passes data on; stops the timeout once the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
-            self._expect()
+            self._start_timer()
         else:
-            self._forget()
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is waited for."""
-        self._forget()
+        """Stops the timeout."""
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _expect(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEADER_SECONDS, self._refuse)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._send_timeout)
 
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _refuse(self) -> None:
+    def _send_timeout(self) -> None:
         if not self.transport.is_closing():
-            said = f"the headers did not come within {HEADER_SECONDS} s\n".encode()
-            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(said)}\r\n\r\n"
-            self.transport.write(head.encode() + said)
+            body = f"the headers were not received within {HEADER_SECONDS} s\n".encode()
+            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            self.transport.write(head.encode() + body)
             self.transport.close()
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to stop; then what is under way is finished, and nothing new is taken.
+    """Serves until it is drained: then new requests are rejected, and those in flight are finished.
 
     Args:
-      service: what is served.
-      drain_seconds: for what is under way.
-      ready: called when requests are taken.
+      service: the service.
+      drain_seconds: time to finish requests in flight.
+      ready: called when the server accepts requests.
     """
 
     def __init__(self, service: Service, drain_seconds: float, ready: Callable[[], None] = lambda: None) -> None:
@@ -118,16 +118,16 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the engine, then listens."""
+        """Starts the engines, then accepts connections."""
         self._loop = asyncio.get_running_loop()
         self._host.start(on_failure=self._begin_to_drain)
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends connections and the engine."""
+        """Closes connections and stops the engines."""
         self._host.draining = True
-        self._host.refuse_rest()
+        self._host.fail_pending()
         await super().shutdown(sockets)
         await asyncio.to_thread(self._host.stop)
 
@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C drain; uvicorn itself would end by the signal afterwards."""
+        """Installs `handle_exit` for SIGTERM and Ctrl-C; unlike uvicorn, does not raise the signal again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of the signals."""
+        """Starts to drain; before startup, exits."""
         if self._loop is None:  # nothing has begun
             raise SystemExit(0)
         self.drain()

@@ -1,4 +1,4 @@
-"""What every kind of request needs: the model's name, its tokenizer, the engine, and the limits."""
+"""What all endpoints share: the model's name, tokenizer, engines, limits and API keys."""
 
 import asyncio
 import hashlib
@@ -16,39 +16,39 @@ from starlette.types import Receive
 from mtjax.generate.completion import Completion
 from mtjax.generate.request import Sampling
 from mtjax.serve.api_error import ApiError
-from mtjax.serve.fields import parse_object, wrong
+from mtjax.serve.fields import invalid_value, parse_object
 from mtjax.serve.host import Host, PendingResponse
 from mtjax.serve.tokens import Tokens
 
 BODY_SECONDS = 30
-"""That a client has to send the body of a request."""
-GONE = 499
-"""nginx's status of a client that has left."""
+"""Timeout for the body of a request."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status if the client has disconnected."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     body: int
-    """Bytes of its body."""
+    """Bytes of the body."""
     tokens: int
-    """Tokens of each text."""
+    """Generated tokens of each text."""
     seconds: float
-    """Until its texts are done, waiting included."""
+    """Timeout, including the time in the queue."""
 
 
 class Keys:
-    """Who may ask. Comparing takes the same time for any key."""
+    """The valid API keys, which are compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     def check(self, authorization: str) -> None:
-        """Checks the header `Authorization: Bearer KEY`; with no keys everybody may ask.
+        """Checks the header `Authorization: Bearer KEY`; without any valid keys, all requests are accepted.
 
         Raises:
-          Refused: it is not one of the keys.
+          ApiError: the key is missing or invalid.
         """
         if not self._digests:
             return
@@ -56,8 +56,8 @@ class Keys:
         given = _digest(key.strip())
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(known):
-            what = "is not one of this server's" if key else "is missing"
-            raise ApiError(401, f"the API key {what}: send the header Authorization: Bearer KEY")
+            problem = "is invalid" if key else "is missing"
+            raise ApiError(401, f"the API key {problem}: send the header Authorization: Bearer KEY")
 
 
 def _digest(key: str) -> bytes:
@@ -69,12 +69,12 @@ class Service:
     """A model that is served.
 
     Args:
-      name: under which clients ask for it.
-      tokens: its tokenizer.
+      name: the model's name in requests.
+      tokens: the tokenizer.
       stop_ids: tokens that end a text.
-      host: its engine.
-      limits: of a request.
-      keys: that clients have.
+      host: the engines.
+      limits: limits of a request.
+      keys: the valid API keys.
     """
 
     name: str
@@ -86,83 +86,87 @@ class Service:
     created: int = int(time.time())
 
     def check_name(self, name: Any) -> None:
-        """Checks the model that a client names; none is this one.
+        """Checks a request's model name, which may be None.
 
         Raises:
-          Refused: there is no such model.
+          ApiError: it is not the name of this model.
         """
         if name is not None and not isinstance(name, str):
-            raise wrong("model", name, "a string")
+            raise invalid_value("model", name, "a string")
         if name is not None and name != self.name:
-            raise ApiError(404, f"no model is called {name[:200]!r} here: this is {self.name!r}", "model")
+            raise ApiError(404, f"unknown model {name[:200]!r}: this server has {self.name!r}", "model")
 
     async def read_object(self, request: HttpRequest) -> dict[str, Any]:
-        """The JSON object that a request brings.
+        """Reads the JSON object of a request's body.
 
         Raises:
-          Refused: it is too large, comes too slowly, or is not an object in JSON.
+          ApiError: the body is too large, takes too long, or is not a JSON object.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
-        parts, size = [], 0
+        chunks, size = [], 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    size += len(part)
+                async for chunk in request.stream():
+                    size += len(chunk)
                     if size > self.limits.body:
-                        raise ApiError(413, f"the body has more than {self.limits.body} bytes, the most that is read")
-                    parts.append(part)
+                        raise ApiError(413, f"the body has more than {self.limits.body} bytes, the server's limit")
+                    chunks.append(chunk)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS} s") from None
-        return parse_object(b"".join(parts))
+            raise ApiError(408, f"the body was not received within {BODY_SECONDS} s") from None
+        return parse_object(b"".join(chunks))
 
-    def room(self, longest: int, tokens: int | None, field: str, default: int | None = None) -> int:
-        """Tokens to write behind a prompt.
+    def max_new_tokens(self, longest: int, tokens: int | None, field: str, default: int | None = None) -> int:
+        """Returns the maximum number of tokens to generate after a prompt.
 
         Args:
           longest: tokens of the longest prompt.
-          tokens: that were asked for; None for `default`, or all that there is room for.
-          field: that asked.
-          default: at most, when none were asked for.
+          tokens: the requested maximum; None for `default`.
+          field: name of the request's field, for error messages.
+          default: default maximum; None for all that context and limits allow.
 
         Raises:
-          Refused: context or limits don't have that many.
+          ApiError: context or limits do not allow as many tokens.
         """
         context = self.host.max_context
-        longest = 0 if self.host.reads_text else longest  # the engine knows how long a text may be that is answered
+        longest = (
+            0 if self.host.is_encoder_decoder else longest
+        )  # the prompt is in the encoder, whose limit the engine checks
         if longest >= context:
-            raise ApiError(400, f"the prompt has {longest} tokens, and the model's context ends at {context}", "prompt")
-        room = min(context - longest, self.limits.tokens)
+            raise ApiError(
+                400, f"the prompt has {longest} tokens, and the model's context length is {context}", "prompt"
+            )
+        available = min(context - longest, self.limits.tokens)
         if tokens is None:
-            return room if default is None else min(default, room)
+            return available if default is None else min(default, available)
         if tokens > self.limits.tokens:
-            raise ApiError(400, f"{field} is {tokens}, and this server writes at most {self.limits.tokens}", field)
-        if tokens > room:
-            said = f"{longest} tokens of the prompt and {field} {tokens} are more than the context of {context} tokens"
-            raise ApiError(400, f"{said}: ask for at most {room}", field)
+            raise ApiError(400, f"{field} is {tokens}, and the server's limit is {self.limits.tokens}", field)
+        if tokens > available:
+            message = f"{longest} prompt tokens and {field} {tokens} exceed the context length of {context}"
+            raise ApiError(400, f"{message}: use at most {available}", field)
         return tokens
 
-    def ticket(self) -> PendingResponse:
-        """For the texts of one request."""
+    def pending_response(self) -> PendingResponse:
+        """Creates the pending response of a request."""
         return PendingResponse(self.limits.seconds)
 
     def completion(self, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Completion:
-        """A text to be written."""
+        """Creates the completion of a prompt."""
         return Completion(self.tokens.decoder, tuple(prompt), sampling, **{"stop_ids": self.stop_ids, **more})
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Response]) -> Response:
-    """The answer of some work, which is cancelled when the client leaves before."""
+async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
+    """Awaits a response; cancels it if the client disconnects before."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=GONE)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -173,5 +177,5 @@ Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
 
 
 def random_seed() -> int:
-    """For texts whose request has none."""
+    """Returns the seed for a request without one."""
     return secrets.randbits(63)

@@ -1,4 +1,4 @@
-"""Tokenizer and chat template behind the server: in one thread, and each token's own text."""
+"""The server's tokenizer and chat template, in a separate thread, and the text of single tokens."""
 
 import asyncio
 import pickle
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class Tokens:
-    """Strings and ids.
+    """Encodes and decodes text.
 
-    Encoding changes a tokenizer's settings for a moment, so it happens in one thread, with a tokenizer of its own.
+    Encoding temporarily changes a tokenizer's settings, so it happens in a single thread, with a separate tokenizer.
     Decoding changes nothing: the engine's thread and others share `decoder`.
 
     Args:
-      tokenizer: the model's.
-      folder: of its files.
-      first: ids that stand before a text: the BOS of tokenizer or model, or the end of a document where they have none.
-      prompt_ids: how a prompt becomes ids, with that tokenizer; by what it adds to texts when None.
+      tokenizer: the model's tokenizer.
+      folder: folder of its files.
+      first: ids to put before a text: the BOS token, or the end-of-document token if there is none.
+      prompt_ids: encodes a prompt with that tokenizer; if None, `Tokenizer.encode_prompt`.
     """
 
     def __init__(
@@ -47,46 +47,47 @@ class Tokens:
         self._texts: dict[int, str] = {}
 
     async def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued or answered, as the model is given it."""
-        return await self._apart(lambda: self._prompt_ids(text))
+        """Encodes a prompt in the form that the model was trained on."""
+        return await self._in_thread(lambda: self._prompt_ids(text))
 
     async def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added."""
-        return await self._apart(lambda: self._tokenizer.encode(text))
+        """Encodes a text without adding special tokens."""
+        return await self._in_thread(lambda: self._tokenizer.encode(text))
 
     async def encode_marked(self, text: str) -> list[int]:
-        """The same, where names of special tokens stand for them."""
-        return await self._apart(lambda: self._tokenizer.encode_marked(text))
+        """Encodes a text in which names of special tokens are encoded as these tokens."""
+        return await self._in_thread(lambda: self._tokenizer.encode_marked(text))
 
     async def encode_chat(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> list[int]:
-        """Ids of a conversation, up to where the model answers.
+        """Encodes a conversation, up to the generation prompt.
 
         Raises:
-          Refused: there is no template, or it refuses the conversation.
+          ApiError: there is no template, or it rejects the conversation.
         """
         template = self.template
         if template is None:
-            raise ApiError(400, "this model has no chat_template: ask /v1/completions", "messages")
+            raise ApiError(400, "this model has no chat_template: use /v1/completions", "messages")
         try:
-            return await self._apart(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
+            return await self._in_thread(lambda: self._tokenizer.encode_marked(template.render(messages, inputs)))
         except UserError as e:
             raise ApiError(400, str(e), "messages") from e
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
-        return await self._apart(lambda: self.decoder.decode(ids))
+        """Decodes ids."""
+        return await self._in_thread(lambda: self.decoder.decode(ids))
 
     def text_of(self, token: int) -> str:
-        """One token's text, as it reads behind others: with the space that it begins with."""
+        """Returns the text of a token inside a text, with its leading space."""
         if token not in self._texts:
+            # Decoded after another token: some tokenizers drop the space of the first token.
             before = self.decoder.decode(self._before)
             self._texts[token] = self.decoder.decode([*self._before, token])[len(before) :]
         return self._texts[token]
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """Its bytes in UTF-8; None where it is a part of a character."""
+        """Returns a token's bytes in UTF-8; None if it is part of a character."""
         text = self.text_of(token)
         return None if BROKEN in text else list(text.encode())
 
-    async def _apart(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

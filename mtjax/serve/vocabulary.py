@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them; lm-eval's harness asks for them."""
+"""vLLM's endpoints `/tokenize`, `/detokenize` and `/tokenizer_info`, which lm-eval uses."""
 
 from typing import Any
 
@@ -8,35 +8,35 @@ from starlette.responses import Response
 from mtjax.errors import shortened
 from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.chats import INPUTS, read_inputs, read_messages
-from mtjax.serve.fields import Fields, wrong
+from mtjax.serve.fields import Fields, invalid_value
 from mtjax.serve.service import Service
 
 
 async def tokenize(service: Service, request: HttpRequest) -> Response:
-    """Ids of `prompt`, or of `messages` as the chat template writes them.
+    """Encodes `prompt`, or `messages` rendered with the chat template.
 
-    With `add_special_tokens` they are those of a completion's prompt. Without, nothing is added, and names of special
-    tokens stand for them: so clients learn which id ends a text.
+    With `add_special_tokens` a prompt is encoded as for a completion. Without, nothing is added, and names of special
+    tokens are encoded as these tokens, by which clients find the id of the end-of-text token.
 
     Raises:
-      Refused: something is wrong with the request.
+      ApiError: the request is invalid.
     """
     fields = Fields(await service.read_object(request))
     service.check_name(fields.take("model"))
     prompt, messages = fields.text("prompt"), fields.take("messages")
     with_special = fields.take("add_special_tokens")
     if not isinstance(with_special, bool | None):
-        raise wrong("add_special_tokens", shortened(with_special), "true or false")
-    with_texts = fields.flag("return_token_strs")
+        raise invalid_value("add_special_tokens", shortened(with_special), "true or false")
+    with_texts = fields.boolean("return_token_strs")
     template, inputs = service.tokens.template, None
     if messages is not None:
         inputs = read_inputs(fields, template)
     else:
         for name in INPUTS:
-            fields.without(name, "only messages are written by the chat template", [], {})
-    fields.close()
+            fields.reject_unsupported(name, "the chat template renders messages only", [], {})
+    fields.reject_unknown()
     if (prompt is None) == (messages is None):
-        raise ApiError(400, "give either prompt or messages", "prompt")
+        raise ApiError(400, "send either prompt or messages", "prompt")
     if messages is not None:
         ids = await service.tokens.encode_chat(read_messages(messages, template), inputs)
     else:
@@ -47,23 +47,23 @@ async def tokenize(service: Service, request: HttpRequest) -> Response:
 
 
 async def detokenize(service: Service, request: HttpRequest) -> Response:
-    """Text of `tokens`.
+    """Decodes `tokens`.
 
     Raises:
-      Refused: something is wrong with the request.
+      ApiError: the request is invalid.
     """
     fields = Fields(await service.read_object(request))
     service.check_name(fields.take("model"))
     ids = fields.take("tokens")
-    fields.close()
+    fields.reject_unknown()
     size = service.tokens.decoder.vocab_size
     if not isinstance(ids, list) or not all(type(index) is int and 0 <= index < size for index in ids):
-        raise wrong("tokens", shortened(ids), f"a list of ids from 0 to {size - 1}")
+        raise invalid_value("tokens", shortened(ids), f"a list of token ids from 0 to {size - 1}")
     return json_response({"prompt": await service.tokens.decode(ids)})
 
 
 async def tokenizer_info(service: Service, request: HttpRequest) -> Response:
-    """What `tokenizer_config.json` says, with sizes and the token that ends a document."""
+    """Returns `tokenizer_config.json`, with sizes and the end-of-document token."""
     decoder = service.tokens.decoder
     known: dict[str, Any] = {
         "eos_token": decoder.token(decoder.eod),

@@ -142,7 +142,7 @@ def test_texts_leave_room_for_a_prompt(answering) -> None:
     with pytest.raises(UserError, match="texts of 16 tokens leave no room for a prompt in the 16"):
         answering.written([("the cat", {"max_gen_toks": 16})])
     assert answering.tokenizer.vocab_size > VOCAB  # a model that is smaller than its tokenizer: the ids are refused
-    with pytest.raises(UserError, match="the vocabulary ends at 249"):
+    with pytest.raises(UserError, match="the vocabulary has ids from 0 to 249"):
         answering.written([(answering.tokenizer.decode([260, 270]), {"max_gen_toks": 2})])
 
 

@@ -133,9 +133,9 @@ def test_tools_and_variables_of_a_row_reach_the_template():
         '{"name": "compare", "parameters": {"z": "3 < 4 && it\'s", "a": "Zürich"}}' + f"{END}it is{END}"
     )
     assert not remarks
-    with pytest.raises(UserError, match="chat_template of a test reads no tools: leave it out"):
+    with pytest.raises(UserError, match="chat_template of a test does not use tools: remove it"):
         encoded("chatml", chats.TWO, tools=[chats.TOOL])
-    with pytest.raises(UserError, match="reads no enable_thinkin - did you mean 'enable_thinking'"):
+    with pytest.raises(UserError, match="does not use enable_thinkin - did you mean 'enable_thinking'"):
         encoded("qwen3", chats.TWO, chat_template_kwargs={"enable_thinkin": False})
 
 

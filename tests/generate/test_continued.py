@@ -9,7 +9,7 @@ from mtjax.generate import training_sample as continued
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request
-from mtjax.generate.training_sample import SAMPLING, continue_text, lower_continuation, spread
+from mtjax.generate.training_sample import SAMPLING, continue_text, lower_continuation, reshard_for_generation
 from mtjax.models.sharded_model import ShardedModel
 from tests.tiny import VOCAB, program_of
 
@@ -76,14 +76,14 @@ def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
 def test_it_is_that_of_one_device(model, mesh, layout, devices, monkeypatch):
     program = program_of(mesh, **model, **layout)
     if devices == "all write":
-        monkeypatch.setattr(continued, "writer_of", everywhere)
+        monkeypatch.setattr(continued, "generation_model", everywhere)
     text = continue_text(program, program.initialize(0).parameters, TOKENIZER, "hello ")
     assert text == written_alone(tuple(model.items()))
 
 
 def everywhere(trained: ShardedModel) -> ShardedModel:
     """As on GPUs."""
-    writer = spread(trained, list(trained.mesh.devices.flat))
+    writer = reshard_for_generation(trained, list(trained.mesh.devices.flat))
     assert writer.mesh.size == trained.mesh.size > 1
     return writer
 

@@ -46,7 +46,9 @@ def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
 
 
 def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) -> Engine:
-    return Engine(decoder_of(family, mesh), sequences, chunks=(8, 16), read_between=8, shortest_cache=shortest)
+    return Engine(
+        decoder_of(family, mesh), sequences, chunks=(8, 16), prefill_tokens_per_step=8, min_cache_length=shortest
+    )
 
 
 def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
@@ -87,8 +89,8 @@ def test_the_cache_changes_no_probability(family: str) -> None:
     assert [token.id for token in scores] == list(whole) and scores[0].logprob is None
     read = scores[len(PROMPTS[2]) :]
     np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
-    assert all(next(iter(token.likely)) == token.id for token in out)  # greedy
-    assert all(token.likely[token.id] == token.logprob for token in out)
+    assert all(next(iter(token.top_logprobs)) == token.id for token in out)  # greedy
+    assert all(token.top_logprobs[token.id] == token.logprob for token in out)
 
 
 def test_sixteen_bits_are_near() -> None:
@@ -96,7 +98,7 @@ def test_sixteen_bits_are_near() -> None:
     for dtype, out in zip(("float32", "bfloat16"), told, strict=True):
         decoder = decoder_of("llama", "1x4", dtype)
         assert {a.dtype.name for a in jax.tree.leaves(decoder.empty(1, 16)[0])} == {dtype}
-        engine = Engine(decoder, 1, chunks=(16,), shortest_cache=32)
+        engine = Engine(decoder, 1, chunks=(16,), min_cache_length=32)
         engine.submit(Request(tuple(PROMPTS[1][:16]), Sampling(1), logprobs=True, echo=True, on_prompt=out.extend))
         engine.run()
     own, near = ([token.logprob for token in out[1:]] for out in told)
@@ -168,7 +170,7 @@ def test_one_thread_works_for_others() -> None:
     requests = [Request((1, 2), Sampling(4), on_end=lambda why: ended.release()) for _ in range(4)]
     for request in requests[:3]:
         engine.submit(request)
-    with pytest.raises(QueueFull, match="3 requests wait"):
+    with pytest.raises(QueueFull, match="queue is full with 3 waiting requests"):
         engine.submit(requests[3])
     worker.start()
     for _ in range(3):
@@ -183,7 +185,7 @@ def test_one_thread_works_for_others() -> None:
 
 def test_wrong_prompts_are_refused() -> None:
     engine = engine_of("gpt", "1x1", 2)
-    for prompt, why in (((), "no tokens"), ((1,) * 64, "context ends at 64"), ((3, VOCAB), "ends at 249")):
+    for prompt, why in (((), "no tokens"), ((1,) * 64, "context length is 64"), ((3, VOCAB), "ids from 0 to 249")):
         with pytest.raises(UserError, match=why):
             engine.submit(Request(prompt))
 
@@ -195,7 +197,7 @@ def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
     assert report.verdict.holds and not report.verdict.tolerated, report.verdict.violations
     assert {collective.kind for collective in report.collectives} == {"all-reduce"}
     assert max(c.elements for c in report.collectives) == sequences * MOST_LIKELY * 4  # never a vocabulary
-    alone = memory_of(decoder_of("llama", "1x1").lower_step(sequences, length).compile())
+    alone = memory_of(decoder_of("llama", "1x1").lower_decode(sequences, length).compile())
     for memory, heads in ((alone, 2), (report.memory, 1)):
         cache = config.model.num_layers * 2 * sequences * heads * length * 4 * 4
         assert memory.aliased >= cache > memory.temporaries
@@ -203,7 +205,7 @@ def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
 
 def test_a_step_for_one_text_copies_neither_its_cache_nor_a_matrix() -> None:
     """Of a cache with one sequence XLA likes to make a copy, and products on CPUs like to turn matrices first."""
-    config, compiled = tiny_config(), decoder_of("gpt", "1x1").lower_step(1, 64).compile()
+    config, compiled = tiny_config(), decoder_of("gpt", "1x1").lower_decode(1, 64).compile()
     copied = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|transpose)\(", compiled.as_text())
     smallest_matrix = config.model.hidden_size**2
     assert max(math.prod(map(int, filter(None, shape.split(",")))) for shape in copied) < smallest_matrix
@@ -217,11 +219,11 @@ def test_a_step_on_gpus_keeps_its_contract() -> None:
 
 
 def test_gathered_logits_break_the_contract(monkeypatch) -> None:
-    def gathered(ranks: Any, token: Any, reports: Any) -> SampledTokens:
-        whole = ranks.side_by_side(ranks.logits_BV)
-        return SampledTokens(token, whole[:, 0], token[:, None], whole[:, :1])
+    def gathered(shards: Any, token: Any, with_logprobs: Any) -> SampledTokens:
+        logits = shards.all_gather(shards.logits_BV)
+        return SampledTokens(token, logits[:, 0], token[:, None], logits[:, :1])
 
-    monkeypatch.setattr(sampling, "_reported", gathered)
+    monkeypatch.setattr(sampling, "_report_if_requested", gathered)
     config = tiny_config(sequence_length=64, mesh="1x2", num_layers=1)
     verdict = inspect_decoding(config, find_target("cpu"), 2, 16).verdict
     assert "1 extra all-reduce over model in sampling: f32[2,256] - the logits, unsplit" in "; ".join(
@@ -236,5 +238,5 @@ def test_training_is_compiled_as_before() -> None:
     before = program.lower_step().as_text()
     placed = ShardedModel(program.config, mesh_of("1x1"))
     decoder = Decoder(placed, initial_state(program).parameters)
-    assert ids(texts(Engine(decoder, 1, chunks=(8,), shortest_cache=16), [[1, 2, 3]], Sampling(2)))
+    assert ids(texts(Engine(decoder, 1, chunks=(8,), min_cache_length=16), [[1, 2, 3]], Sampling(2)))
     assert program.lower_step().as_text() == before

@@ -76,9 +76,9 @@ def test_what_is_wrong_is_said(folder, capsys) -> None:
     assert len(jax.devices()) >= 4
     wrong = {
         ("the city",): "has no [MASK]",
-        ("--samples", "2", "[MASK]"): "without any use for --samples",
-        ("--temperature", "1", "[MASK]"): "without any use for --temperature",
-        ("[MASK]" * 40,): "has 42 tokens, and the model reads at most 40",
+        ("--samples", "2", "[MASK]"): "does not support --samples",
+        ("--temperature", "1", "[MASK]"): "does not support sampling parameters such as --temperature",
+        ("[MASK]" * 40,): "has 42 tokens, and the model's maximum is 40",
     }
     for words, why in wrong.items():
         assert main(["generate", "--from", f"hf:{folder}", *words]) == 2
@@ -91,4 +91,4 @@ def test_an_encoder_without_its_head_is_refused(folder, tmp_path, capsys) -> Non
     transformers.BertTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
     capsys.readouterr()
     assert main(["generate", "--from", f"hf:{tmp_path}", TEXTS[1]]) == 2
-    assert "is an encoder without the head that fills masks: it has no head.bias, head.dense" in capsys.readouterr().err
+    assert "without the masked language model head: it lacks head.bias, head.dense" in capsys.readouterr().err

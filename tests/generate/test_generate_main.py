@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtjax.cli import main
-from mtjax.generate.show import COLOURS, colour
+from mtjax.generate.show import COLORS, color
 from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_tensors, write_folder
 
 pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
@@ -108,18 +108,21 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     assert target.read_bytes() == made
     (folder / "notes.jsonl").unlink()
     said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
-    assert "texts.jsonl was made with stop none, logprobs false, temperature 0.0, seed 0, and this command has" in said
+    assert (
+        "texts.jsonl was generated with stop none, logprobs false, temperature 0.0, seed 0, and this command has"
+        in said
+    )
     assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
     assert "max_tokens 6, and this command has max_tokens 7" in refused_with("--max-tokens", "7")
-    assert "was made with beams none, and this command has beams 2" in refused_with("--beams", "2")
+    assert "was generated with beams none, and this command has beams 2" in refused_with("--beams", "2")
     tensors = {name: 2 * tensor for name, tensor in random_tensors(gpt2_shapes()).items()}
     tensors |= {"transformer.wpe.weight": np.zeros((CONTEXT, HIDDEN), np.float32)}
     other = write_folder(tmp_path / "other", tensors, GPT2_CONFIG | {"n_positions": CONTEXT}, tokenizer=True)
     said = refused_with(source=other)
-    assert f"was made with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
+    assert f"was generated with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
     for lines, words in (
         ([prompts[0], {"prompt": "the road"}], "a text for the prompt 'the dog', and"),
-        ([prompts[0], {"prompt": "the dog"}], 'that was made with {"max_tokens": 2}, and the line has {}'),
+        ([prompts[0], {"prompt": "the dog"}], 'that was generated with {"max_tokens": 2}, and the line has {}'),
         (prompts[:1], f"a text for {source}:2, which has no prompt"),
     ):
         read(*lines)
@@ -130,12 +133,12 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     assert made.startswith(two) and len(made.splitlines()) == 4
     assert "--samples is 1: give at least 2" in refused_with()
     record.unlink()
-    assert "no texts.jsonl.settings.json beside it says what made them" in refused_with("--samples", "2")
+    assert "the record texts.jsonl.settings.json is missing" in refused_with("--samples", "2")
     generate(capsys, folder, *files, "--overwrite")
     assert target.read_bytes() == two and record.is_file()
     assert main(["generate", "--from", f"hf:{folder}", *files[:3], str(source), "--overwrite"]) == 2
-    assert "is --input: name another file" in capsys.readouterr().err and source.read_text()
-    assert "--overwrite has an effect with --output only" in refused(capsys, "--from", "x", "--overwrite", "y")
+    assert "is the same file as --input: name another file" in capsys.readouterr().err and source.read_text()
+    assert "--overwrite requires --output" in refused(capsys, "--from", "x", "--overwrite", "y")
 
 
 def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
@@ -178,11 +181,13 @@ def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
     source.write_text('{"prompt": "the cat", "top_k": 3}\n')
     target.unlink()
     assert main(["generate", "--from", f"hf:{folder}", *files]) == 2
-    assert f"{source}:1: --beams has use for max_tokens only" in capsys.readouterr().err
+    assert f"{source}:1: --beams (beam search) supports max_tokens only" in capsys.readouterr().err
     few = ("--from", f"hf:{folder}", "--beams", "2")
     assert "at least as many beams" in refused(capsys, *few, "--samples", "3", "x")
-    assert "any use for --stop" in refused(capsys, *few, "--stop", "a", "x")
-    assert "--beams only" in refused(capsys, "--from", f"hf:{folder}", "--length-penalty", "2", "x")
+    assert "does not support --stop" in refused(capsys, *few, "--stop", "a", "x")
+    assert "--length-penalty requires --beams" in refused(
+        capsys, "--from", f"hf:{folder}", "--length-penalty", "2", "x"
+    )
 
 
 @pytest.mark.long  # `mtjax evaluate` reads a converted folder in make test
@@ -221,8 +226,8 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
     source.write_text('{"prompt": 3}\n')
     files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
     assert "top_p is 0.0" in refused(capsys, "--from", str(folder), "--top-p", "0", "x")
-    assert "go together" in refused(capsys, "--from", str(folder), "--input", str(source))
-    assert "exclude each other" in refused(capsys, "--from", str(folder), *files, "x")
+    assert "require each other" in refused(capsys, "--from", str(folder), "--input", str(source))
+    assert "mutually exclusive" in refused(capsys, "--from", str(folder), *files, "x")
     assert f"say --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
     assert "does not exist" in refused(capsys, "--from", str(tmp_path / "none"), "x")
     assert "no effect" in refused(capsys, "--from", f"hf:{folder}", "--interactive", "--echo")
@@ -238,4 +243,4 @@ def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
 
 
 def test_colours_are_steps_of_probability() -> None:
-    assert [colour(np.log(p)) for p in (1e-9, 0.5, 1.0)] == [COLOURS[0], COLOURS[4], COLOURS[-1]]
+    assert [color(np.log(p)) for p in (1e-9, 0.5, 1.0)] == [COLORS[0], COLORS[4], COLORS[-1]]

@@ -45,7 +45,7 @@ def llama() -> tuple[dict, dict, dict]:
 
 def told(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh)
-    engine = Engine(Decoder(loaded.placed, loaded.parameters, int8=int8), 2, chunks=(8, 16), shortest_cache=32)
+    engine = Engine(Decoder(loaded.placed, loaded.parameters, int8=int8), 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
     for prompt, tokens in zip(PROMPTS, texts, strict=True):
         listen = {"on_prompt": tokens.extend, "on_token": tokens.append, "logprobs": True, "echo": True}

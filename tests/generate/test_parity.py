@@ -100,7 +100,7 @@ def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -
     expected = [theirs(model, prompt) for prompt in PROMPTS]
     for mesh in ("1x1", "1x2", "1x4", "2x2"):
         loaded = load_model(f"hf:{tmp_path}", mesh)
-        engine = Engine(Decoder(loaded.placed, loaded.parameters), 2, chunks=(8, 16), shortest_cache=32)
+        engine = Engine(Decoder(loaded.placed, loaded.parameters), 2, chunks=(8, 16), min_cache_length=32)
         for prompt, (ids, logprobs) in zip(PROMPTS, expected, strict=True):
             told: list[Token] = []
             listen = {"on_prompt": told.extend, "on_token": told.append, "logprobs": True, "echo": True}
@@ -137,7 +137,7 @@ def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes
         loaded = load_model(f"hf:{tmp_path}", mesh)
         assert loaded.start_id == 0 and loaded.stop_ids == {300}
         decoder = Decoder(loaded.placed, loaded.parameters, loaded.start_id)
-        engine = Engine(decoder, 2, chunks=(8, 16), shortest_cache=32)
+        engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
         told: list[list[Token]] = [[] for _ in PROMPTS]
         for prompt, out in zip(PROMPTS, told, strict=True):
             engine.submit(Request(tuple(prompt), Sampling(NEW, **LIVELY), logprobs=True, on_token=out.append))
@@ -175,8 +175,8 @@ def test_beams_are_transformers(family, penalty: float, tmp_path) -> None:
         ends = sorted({free[-NEW // 2], free[-3]})
         with torch.no_grad():
             out = model.generate(text, eos_token_id=ends, **settings)
-        begin = 1 if decoder.reads_text else len(prompt)
-        search = BeamSearch(decoder, 4, penalty, frozenset(ends), chunks=(8, 16), shortest_cache=32)
+        begin = 1 if decoder.is_encoder_decoder else len(prompt)
+        search = BeamSearch(decoder, 4, penalty, frozenset(ends), chunks=(8, 16), min_cache_length=32)
         found = search.search(prompt, NEW)
         for beam, ids, score in zip(found, out.sequences[:, begin:].tolist(), out.sequences_scores, strict=True):
             assert list(beam.ids) == ids[: len(beam.ids)] and set(ids[len(beam.ids) :]) <= {ends[0]}

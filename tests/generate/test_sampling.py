@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.generate.sampling import IN_PROMPT, LogitsParams, SamplingBatch, draw_tokens, score_tokens
+from mtjax.generate.sampling import IN_PROMPT, LogitsParams, SamplingBatch, sample_tokens, score_tokens
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of
@@ -57,7 +57,7 @@ def drawn(mesh: str, rows: int, **wanted: float) -> np.ndarray:
 def _compiled(hidden, table, counts, draws):
     place = lambda a, *names: jax.sharding.reshard(jnp.asarray(a), spec(*names))  # noqa: E731
     table, counts = place(table, "vocab", "embed"), place(counts, None, "vocab")
-    return draw_tokens(hidden, table, counts, draws, VOCAB).token
+    return sample_tokens(hidden, table, counts, draws, VOCAB).token
 
 
 SETTINGS = [
@@ -98,7 +98,7 @@ def test_log_probabilities_are_the_model_s_own() -> None:
         scores = score(np.tile(HIDDEN, (VOCAB, 1)), TABLE)
     expected = np.log(probabilities())
     np.testing.assert_allclose(scores.logprob, expected, atol=1e-5)
-    few = scores.likely.shape[1]
-    assert np.asarray(scores.likely)[0].tolist() == np.argsort(-expected)[:few].tolist()
-    first = np.asarray(scores.likely)[:, 0]
-    assert scores.logprob[first[0]] == scores.likely_logprobs[0, 0]  # the very number: lm-eval compares for equality
+    few = scores.top_ids.shape[1]
+    assert np.asarray(scores.top_ids)[0].tolist() == np.argsort(-expected)[:few].tolist()
+    first = np.asarray(scores.top_ids)[:, 0]
+    assert scores.logprob[first[0]] == scores.top_logprobs[0, 0]  # the very number: lm-eval compares for equality

@@ -58,7 +58,7 @@ def test_texts_are_those_of_apply_chat_template(name, given, theirs):
             try:
                 expected = theirs.apply_chat_template(messages, **how, **INPUTS[given])
             except Exception as e:
-                with pytest.raises(Exception, match="refuses this conversation") as ours:
+                with pytest.raises(Exception, match="rejects this conversation") as ours:
                     template.render(messages, inputs, to_be_answered=prompted)
                 assert str(e) in str(ours.value)
                 refused += 1

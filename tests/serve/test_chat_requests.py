@@ -77,12 +77,12 @@ def test_keys_of_messages(live, template) -> None:
     )
     template(CHATML)
     for key, value, why in (
-        ("bogus", 3, "messages[0] has no field called 'bogus'"),
-        ("nam", "x", "messages[0] has no field called 'nam' - did you mean 'name'?"),
-        ("prefix", True, "messages[0] has no field called 'prefix'"),
-        ("weight", 0, "messages[0] has no field called 'weight'"),
-        ("tool_calls", [CALL], "messages[0] has tool_calls, and this model's chat_template writes none: leave it out"),
-        ("refusal", "no", "messages[0] has refusal, and this model's chat_template writes none: leave it out"),
+        ("bogus", 3, "messages[0] has an unknown field 'bogus'"),
+        ("nam", "x", "messages[0] has an unknown field 'nam' - did you mean 'name'?"),
+        ("prefix", True, "messages[0] has an unknown field 'prefix'"),
+        ("weight", 0, "messages[0] has an unknown field 'weight'"),
+        ("tool_calls", [CALL], "messages[0] has tool_calls, and this model's chat_template does not use it: remove it"),
+        ("refusal", "no", "messages[0] has refusal, and this model's chat_template does not use it: remove it"),
     ):
         message = {**assistant("the cat"), key: value}
         assert refused(live, messages=[message])[1].startswith(why)
@@ -92,9 +92,9 @@ def test_keys_of_messages(live, template) -> None:
 
 def test_what_the_template_does_not_read_is_refused_by_name(live, template) -> None:
     template(CHATML)
-    assert refused(live, tools=[TOOL]) == ("tools", "the chat_template of a test reads no tools: leave it out")
+    assert refused(live, tools=[TOOL]) == ("tools", "the chat_template of a test does not use tools: remove it")
     assert refused(live, documents=[{"text": "x"}])[0] == "documents"
-    assert "reads no enable_thinking" in refused(live, chat_template_kwargs={"enable_thinking": False})[1]
+    assert "does not use enable_thinking" in refused(live, chat_template_kwargs={"enable_thinking": False})[1]
     assert "must be a list of objects" in refused(live, tools=["x"])[1]
     assert refused(live, tools=[TOOL], tool_choice="required")[0] == "tool_choice"
     assert refused(live, functions=[TOOL])[0] == "functions"

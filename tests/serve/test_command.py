@@ -31,7 +31,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys, monkeypatch) -> None:
     weights = ("--from", f"hf:{folder}")
     assert "--from is missing" in refused(capsys)
     assert "port is 65536" in refused(capsys, *weights, "--port", "65536")
-    assert "can't listen at 203.0.113.1" in refused(capsys, *weights, "--host", "203.0.113.1")
+    assert "can't listen on 203.0.113.1" in refused(capsys, *weights, "--host", "203.0.113.1")
     assert "can't be read" in refused(capsys, *weights, "--keys", str(tmp_path / "none"))
     (tmp_path / "keys").write_text("\n\n")
     assert "has no key" in refused(capsys, *weights, "--keys", str(tmp_path / "keys"))

@@ -20,7 +20,7 @@ class Failing(Engine):
     def __init__(self) -> None:
         self.max_context, self._asked, self._count = 96, threading.Event(), 0
 
-    load, reads_text = (0, 0), False
+    load, is_encoder_decoder = (0, 0), False
 
     def submit(self, request) -> None:
         self._count += 1
@@ -84,7 +84,7 @@ def test_a_request_ends_when_its_time_is_over(live) -> None:
     """With a status, or in a stream, for which that comes too late, with an event; the engine may forget it."""
     engine = Silent()
     with running(live, engine, seconds=0.3) as (address, _, server, _):
-        said = "it was not done within 0.3 s: ask for fewer tokens"
+        said = "the request timed out after 0.3 s: ask for fewer tokens"
         for path, method, body in (
             ("/v1/completions", "POST", b'{"prompt": "the cat"}'),
             ("/v1/chat/completions", "POST", b'{"messages": [{"role": "user", "content": "the cat"}]}'),

@@ -145,11 +145,11 @@ def test_errors_are_sentences(live) -> None:
         assert status == 400
         return answer
 
-    assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p 0.5: give one of them"
-    assert said(prompts=["x", "y"], beam_width=2) == "beam_width goes with one prompt, and there are 2"
-    assert said(prompts=["x"], beam_width=11) == "beam_width: 11 beams are too many: at most 10"
+    assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p is 0.5: send one of them"
+    assert said(prompts=["x", "y"], beam_width=2) == "beam_width requires a single prompt, and there are 2"
+    assert said(prompts=["x"], beam_width=11) == "beam_width: beam search with 11 beams: the maximum is 10"
     assert said(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
-    assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer used: say prompts"
+    assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer supported: use prompts"
     assert ask(live, "POST", "/api", {})[0] == 405
 
 

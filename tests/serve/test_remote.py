@@ -18,7 +18,7 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.serve import kv_mailbox as letters
 from mtjax.serve import lockstep as together
 from mtjax.serve.lockstep import LockstepLeader, follow
-from mtjax.serve.remote_replica import RemoteReplica, answer
+from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.serve.replicas import replicas_on
 from mtjax.theory.mesh import parse_mesh
 from tests.tiny import mesh_of, tiny_config
@@ -85,11 +85,11 @@ def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatc
     decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
     for module in (letters, together):
         monkeypatch.setattr(module, "service", lambda: service)
-    monkeypatch.setattr(letters, "PATIENCE_MS", 200)
-    own, first, second = (Engine(decoder, 2, chunks=(8,), shortest_cache=64) for _ in range(3))
+    monkeypatch.setattr(letters, "POLL_MS", 200)
+    own, first, second = (Engine(decoder, 2, chunks=(8,), min_cache_length=64) for _ in range(3))
     expected = ask(own)
     assert [heard.ends for heard in expected] == [["length"], ["length"], ["stop"], ["stop"], ["cancelled"]]
-    led = threading.Thread(target=answer, args=(LockstepLeader(first, 1), 1), daemon=True)
+    led = threading.Thread(target=serve_replica, args=(LockstepLeader(first, 1), 1), daemon=True)
     following = threading.Thread(target=follow, args=(second, 1), daemon=True)
     for thread in (led, following):
         thread.start()
@@ -97,7 +97,7 @@ def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatc
     for _ in range(2):
         assert ask(remote) == expected
         assert remote.load == first.load == (0, 0)
-    with pytest.raises(UserError, match="the prompt has the id 999, and the vocabulary ends at 249"):
+    with pytest.raises(UserError, match="the prompt has the token id 999, and the vocabulary has ids from 0 to 249"):
         remote.submit(Request((999,)))
     stopped.set()
     remote.wake()

@@ -45,4 +45,4 @@ def test_a_t5_answers_as_transformers_do(tmp_path) -> None:
         status, answer = ask(live, "POST", "/v1/completions", {**asked, "max_tokens": most})
         assert status == 200, answer
         status, answer = ask(live, "PUT", "/api", {"prompts": [PROMPT]})
-        assert status == 400 and "answers prompts and does not continue them" in answer
+        assert status == 400 and "needs a decoder-only model" in answer
