@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from mtjax.config import Config
 from mtjax.data.cache import Cache
 from mtjax.data.run_text import TRAINED, RunText
-from mtjax.data.tokens.end_file import END_FILE, end_content
+from mtjax.data.tokens.end_file import END_FILE, end_content, saved_end
 from mtjax.data.tokens.folder import (
     DESCRIPTIONS,
     GENERATION_CONFIG,
@@ -115,9 +115,11 @@ def with_end(found: Found, token: str | None, name: str) -> Found:
     Raises:
       UserError: it has no such token, or belongs to a run whose documents end with another one.
     """
-    if token is None or found.tokenizer.special(token) == found.tokenizer.eod:
+    if token is None:
         return found
     tokenizer, end = found.tokenizer.with_eod(token), found.tokenizer.token(found.tokenizer.eod)
+    if found.is_kept and end == token:
+        return found
     if found.is_kept:
         raise UserError(
             f"the documents of the run end with {end} ({name}), and --eod-token is {token}: remove it, or start a new "
@@ -173,13 +175,19 @@ def check_resumed(own: Owned, named: str | None) -> str | None:
         return None
     if not path_of(named).exists():
         return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
-    if why := prompt_difference(own.tokenizer, open_tokenizer(named)):
+    if why := prompt_difference(own.tokenizer, _open_named(named, own)):
         raise UserError(
             f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): "
             "remove tokenizer from the command and the config to go on with the run's own, or start a new run in "
             "another --out"
         )
     return None
+
+
+def _open_named(name: str, own: Owned) -> Tokenizer:
+    """Opens a tokenizer that may be the same as a run's or weights' own, with the end of document chosen for that."""
+    tokenizer, chosen = open_tokenizer(name), saved_end(path_of(own.name))
+    return tokenizer if chosen is None or tokenizer.special(chosen) is None else tokenizer.with_eod(chosen)
 
 
 def files_beside(name: str) -> dict[str, bytes]:
@@ -245,7 +253,7 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     if named is not None and not path_of(named).exists():
         notes = (f"the tokenizer {named} does not exist; the weights' own is used, {theirs.shown}",)
     elif named is not None and not same_path(named, theirs.name):
-        tokenizer = open_tokenizer(named)
+        tokenizer = _open_named(named, theirs)
         check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
         if prompt_difference(theirs.tokenizer, tokenizer):  # it has more tokens, or adds others to a prompt
             return RunTokenizer(tokenizer, _descriptions_of(weights)), named
