@@ -8,7 +8,6 @@ import io
 import os
 import re
 import select
-import shlex
 import signal
 import sys
 import traceback
@@ -27,6 +26,7 @@ from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import in_own_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
+from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
 from mtjax.migrate.argument import option_of
@@ -151,8 +151,6 @@ class Command(NamedTuple, Generic[Options]):
         return Path(self.source).name.removesuffix(".toml")
 
 
-DATASETS = ("--data", "--train-data", "--valid-data", "--test-data")
-"""Options that may be given more than once."""
 PLAIN = frozenset({"finetuning"})
 """Sections of the config that have no options, but where a command says so."""
 
@@ -184,7 +182,7 @@ def parse(
       UserError: the config file or an option is wrong, or values don't fit each other.
       SystemExit: help was asked for (0).
     """
-    argv, renamed = with_new_options(_with_joined_data(sys.argv[1:] if argv is None else argv))
+    argv, renamed = with_new_options(with_joined_data(sys.argv[1:] if argv is None else argv))
     name = argument(argv, "--config") or default
     path = config.find(name)
     in_file = config.read_toml(path)
@@ -353,27 +351,6 @@ def _listed(argv: Sequence[str]) -> Iterator[str]:
         option, equals, value = word.partition("=")
         is_list = (option if equals else before).replace("_", "-") in _lists()
         yield from [option, *value.split(",")] if is_list and equals else word.split(",") if is_list else [word]
-
-
-def _with_joined_data(argv: Sequence[str]) -> Sequence[str]:
-    """Returns `argv`, in which `--data A --data B` is `--data 'A B'`; a value that is the path of a file is quoted."""
-    words: list[str] = []
-    given: dict[str, list[str]] = {}
-    rest = iter(argv)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        name = option.replace("_", "-")
-        if name not in DATASETS:
-            words.append(word)
-        elif (value := value if equals else next(rest, None)) is None:
-            return argv
-        else:
-            given.setdefault(name, []).append(value)
-    if all(len(values) == 1 for values in given.values()):
-        return argv
-    for name, values in given.items():
-        words += [name, " ".join(shlex.quote(v) if len(values) > 1 and Path(v).exists() else v for v in values)]
-    return words
 
 
 @cache

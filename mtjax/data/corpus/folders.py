@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from mtjax.data.corpus.packed import without_suffixes
 from mtjax.errors import UserError
 
 TABLES = (".parquet", ".arrow")
-INFO, STATE, SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
-"""Files of `datasets`: of a dataset, of one that was saved, and of several splits that were saved."""
+TEXTS = (".jsonl", ".ndjson", ".csv", ".tsv")
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files that `save_to_disk` writes: of a dataset, and of several splits."""
 SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?:-\d{5}-of-\d{5})?\.(?:parquet|arrow)$")
 """A file's name by which a folder has several splits: `squad-train.arrow`, `test-00000-of-00001.parquet`."""
 
@@ -47,6 +49,8 @@ def files_in(folder: str, names: Sequence[str], read: Callable[[str], bytes]) ->
     tables = [name for name in final if name.endswith(TABLES)]
     if not tables:
         raise UserError(f"{folder} is a directory; name the files in it, say '{folder}/*.jsonl'")
+    if text := next((name for name in final if without_suffixes(name).endswith(TEXTS)), None):
+        raise UserError(f"{folder} has both tables and text ({text}): name those to read, say '{folder}/**/*.parquet'")
     _refuse_several(folder, tables)
     return sorted(tables)
 

@@ -249,6 +249,21 @@ def test_what_datasets_writes_is_read(tokenizer, expected, tmp_path):
         assert contents(tmp_path / "out_text_document") == expected
 
 
+def test_files_and_folders_at_urls(tokenizer, expected, tmp_path, capsys):
+    """Of fsspec's file system in memory, as of any other; `train` copies from object stores first."""
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    folder_of_parquet(tmp_path)
+    fs.put(str(tmp_path / "rows"), "/corpus/rows", recursive=True)
+    fs.pipe("/corpus/x.jsonl.GZ", gzip.compress(lines()))
+    fs.pipe("/corpus/x.csv", delimited(","))
+    for name in ("rows", "rows/", "rows/**/*.parquet", "x.jsonl.GZ", "*.GZ", "x.csv"):
+        arguments = (f"memory://corpus/{name}", tmp_path / "out", tokenizer, "--overwrite", "--text-key", "text")
+        assert run_preprocess(*arguments) == 0
+        assert contents(tmp_path / "out_text_document") == expected
+    assert run_preprocess("memory://corpus", tmp_path / "no", tokenizer) == 2
+    assert "memory://corpus has both tables and text (x.csv): name those to read" in capsys.readouterr().err
+
+
 def test_a_nested_key(tokenizer, expected, tmp_path, capsys):
     (tmp_path / "x.jsonl").write_bytes(lines())
     key = "meta.source.body"
