@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtjax.data.commands.clean import _read_ids
-from mtjax.data.corpus.reader import chunks, text_of
+from mtjax.data.corpus.documents import text_of
+from mtjax.data.corpus.reader import chunks
 from mtjax.data.json_lines import surrogate_in
 from mtjax.errors import UserError
 from mtjax.evaluate.tasks.text_file import json_lines

@@ -11,8 +11,8 @@ class Data:
     """What the model reads."""
 
     data: str | None = None
-    """Text (FILE.txt, FILE.jsonl, also .gz and .zst, globs), a Megatron PREFIX of .bin and .idx, or a blend like
-    '0.3 A 0.7 B'; when not given, the documentation that comes with Python."""
+    """Text (JSON lines, plain text, CSV, Parquet and Arrow files, also compressed; globs and folders), a Megatron
+    PREFIX of .bin and .idx, or a blend like '0.3 A 0.7 B'; when not given, the documentation that comes with Python."""
     train_data: str | None = None
     """Training data only, like --data but not split; goes with --valid-data and --test-data."""
     valid_data: str | None = None
@@ -22,6 +22,14 @@ class Data:
     tokenizer: str | None = None
     """A tokenizer.json, a Hugging Face folder, a folder with GPT-2's encoder.json and vocab.bpe, or KIND:PATH with the
     kind gpt2, bert, hf or sentencepiece; when not given, one trained on the text."""
+    text_key: str | None = None
+    """Key of the JSON objects, or column of the tables, with the text; a.b is the key b inside a. When not given, text;
+    CSV and TSV files need it."""
+    eod_token: str | None = None
+    """The token that ends documents, such as '<eos>'; when not given, the one that the tokenizer's files name."""
+    parse_special: bool = False
+    """Read names of special tokens in the text as these tokens, for corpora in a chat format; otherwise they are plain
+    text."""
     split: str = "969,30,1"
     """Shares of the text for training, validation and test."""
     cache_dir: Path | None = None

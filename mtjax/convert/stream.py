@@ -14,8 +14,9 @@ import numpy as np
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
+from mtjax.data.tokens.end_file import TOKENIZER_JSON
 from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of, tokenizer_of_run
-from mtjax.data.tokens.tokenizer import TOKENIZER_JSON, Tokenizer, open_tokenizer
+from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
 

@@ -1,7 +1,7 @@
 """The text of a run as token ids: prepared once into the cache, with a tokenizer trained on it where none is named."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,18 @@ from typing import Any
 from mtjax.config import Config, Data
 from mtjax.data.cache import Cache
 from mtjax.data.corpus import default_corpus
+from mtjax.data.corpus.documents import Fault, TextFields, parsed, text_of
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
 from mtjax.data.corpus.made_with import check_made_with, check_same_maker
 from mtjax.data.corpus.meta import read_meta
 from mtjax.data.corpus.preprocessing import Job, preprocess
-from mtjax.data.corpus.reader import chunks, expand, text_of
+from mtjax.data.corpus.reader import chunks, expand
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.progress import say
 from mtjax.data.tokens.identity import content_digest
-from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer, path_of
+from mtjax.data.tokens.tokenizer import Tokenizer, end_note, open_tokenizer, path_of
 from mtjax.data.tokens.train_tokenizer import DEFAULT_VOCAB_SIZE, train_byte_level_bpe
 from mtjax.errors import UserError
 
@@ -66,9 +67,20 @@ class RunText:
         """
         if self._given is not None:
             return self._given
-        tokenizer = open_tokenizer(self.name or f"hf:{self._trained_tokenizer()}")
-        self.notes = self.check_corpora(self.name or TRAINED, tokenizer)
+        tokenizer = open_tokenizer(self.name or f"hf:{self._trained_tokenizer()}", self.data.eod_token)
+        if self.data.tokenizer is None and self.name is not None and self.data.eod_token is None:
+            tokenizer = self._with_recorded_end(tokenizer)
+        several = end_note(tokenizer)
+        self.notes = [*([several] if several else []), *self.check_corpora(self.name or TRAINED, tokenizer)]
         return tokenizer
+
+    def _with_recorded_end(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Returns the tokenizer with the end of document that the corpora of token ids have, by their records."""
+        metas = [read_meta(source.paths[0]) for source in self._indexed_sources()]
+        ends = {meta.eod for meta in metas if meta is not None and meta.eod is not None}
+        if len(ends) != 1 or tokenizer.eod in ends:
+            return tokenizer
+        return tokenizer.with_eod(tokenizer.token(ends.pop()))
 
     @cached_property
     def name(self) -> str | None:
@@ -104,9 +116,12 @@ class RunText:
         """
         if _is_indexed(source):
             return IndexedDataset(source.paths[0])
+        key, is_named = self._text_fields.keys[0], self._text_fields.named
+        options = replace(options, keys=(key,), parse_special=self.data.parse_special)
         identity = {
             "text": self._identity(source),
             "tokenizer": content_digest(self.tokenizer),
+            "eod": self.tokenizer.eod,
             "options": asdict(options),
             "format": FORMAT,
         }
@@ -115,11 +130,16 @@ class RunText:
             say(f"preparing {source.name} (once; kept in {self.cache.root})")
             paths = _text_files(source, folder)
             task = f"tokenizing {source.name}"
-            preprocess(Job(paths, {"text": folder / "data"}, self.tokenizer, options, task=task))
+            preprocess(Job(paths, {key: folder / "data"}, self.tokenizer, options, keys_named=is_named, task=task))
             if not source.paths:
                 Path(paths[0]).unlink()
 
         return IndexedDataset(self.cache.folder("tokens", identity, build) / "data")
+
+    @property
+    def _text_fields(self) -> TextFields:
+        key = self.data.text_key
+        return TextFields() if key is None else TextFields((key,), named=True)
 
     def _sources(self) -> list[Source]:
         """All sources whatever their split; the default corpus when none is named."""
@@ -162,13 +182,14 @@ class RunText:
 
         def build(folder: Path) -> None:
             say(f"training a tokenizer on {sources[0].name} (once; kept in {self.cache.root})")
-            train_byte_level_bpe(_texts(sources), folder / "tokenizer.json")
+            train_byte_level_bpe(_texts(sources, self._text_fields), folder / "tokenizer.json")
 
         return self.cache.folder("tokenizer", self._trained_identity(), build) / "tokenizer.json"
 
     def _trained_identity(self) -> dict[str, Any]:
         texts = [self._identity(source) for source in self._sources()]
-        return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT}
+        key = {"key": self.data.text_key} if self.data.text_key else {}
+        return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT, **key}
 
     def file_digests(self, source: Source) -> list[str]:
         """Digests of the text files of a source, whatever their names; none of token ids, and of the default corpus."""
@@ -199,8 +220,8 @@ def _text_files(source: Source, folder: Path) -> list[str]:
     return [str(path)]
 
 
-def _texts(sources: Sequence[Source]) -> Iterator[str]:
-    """The texts of all sources.
+def _texts(sources: Sequence[Source], fields: TextFields) -> Iterator[str]:
+    """Yields the texts of all sources.
 
     Raises:
       UserError: one can't be used; the message has its file and line.
@@ -209,16 +230,9 @@ def _texts(sources: Sequence[Source]) -> Iterator[str]:
         if not source.paths:
             yield from default_corpus.documents()
             continue
-        for chunk in chunks(expand(source.paths)):
-            line = chunk.first_line
-            for document in chunk.documents:
-                if document.strip():
-                    yield from _pieces(document, chunk.is_json, f"{chunk.path}, line {line}")
-                line += document.count(b"\n")
-
-
-def _pieces(document: bytes, is_json: bool, where: str) -> list[str]:
-    try:
-        return text_of(document, is_json, ("text",))["text"]
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{where}: {e}") from e
+        for chunk in chunks(expand(source.paths), None, fields):
+            texts = parsed(chunk, lambda document, chunk=chunk: text_of(document, chunk.is_json, fields.keys))
+            for line, text in texts:
+                if isinstance(text, Fault):
+                    raise UserError(f"{chunk.where(line)}: {text.message}")
+                yield from text[fields.keys[0]]

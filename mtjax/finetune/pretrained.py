@@ -23,7 +23,7 @@ from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plan import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.checkpoints.past import Past
-from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run
+from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
 from mtjax.train.objective import Objective, position_in, say_notes
 from mtjax.train.observability.best import Goal
 from mtjax.train.schedule import Horizon, horizon_of
@@ -123,6 +123,10 @@ class OnPretrained(Objective):
         Raises:
           UserError: there is none, or the one that is named differs from the run's or the weights'.
         """
+        found = self._find_tokenizer(config, out)
+        return with_end(found, config.data.eod_token, found.name)
+
+    def _find_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
         own = owned_by_run(config, out) if config.output.resume else None
         if own is not None:
             note = check_resumed(own, config.data.tokenizer)
@@ -138,7 +142,9 @@ class OnPretrained(Objective):
         name = config.data.tokenizer
         if name is None:
             raise UserError("--tokenizer is missing, and there are no weights that came with one")
-        return FinetuningTokenizer(name, open_tokenizer(name), folder_of(name), files_beside(name))
+        return FinetuningTokenizer(
+            name, open_tokenizer(name, config.data.eod_token), folder_of(name), files_beside(name)
+        )
 
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
         """The config with what tokenizer and rows decide of the model."""

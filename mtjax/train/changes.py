@@ -27,7 +27,7 @@ NOT_COMPARED = frozenset(
     {
         *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
         *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # how, not what
-        *("init_from", "tokenizer", "vocab_size"),  # checked on their own
+        *("init_from", "tokenizer", "eod_token", "vocab_size"),  # checked on their own
     }
 )
 

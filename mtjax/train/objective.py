@@ -11,7 +11,7 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
-from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
+from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.train.changes import check_learns, position_of, scheduled

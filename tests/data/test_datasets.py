@@ -12,6 +12,8 @@ from mtjax.config import Config, Data, Model, Training, replace
 from mtjax.data import load_tokenizer, open_dataset, vocabulary_size
 from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.corpus.source import parse_sources
+from mtjax.data.corpus.words import Word
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.family import DOCUMENTS, FamilySamples
 from mtjax.data.samples.registry import FAMILIES
@@ -182,6 +184,64 @@ def test_token_ids_with_a_record_of_an_earlier_version(config, indexed, other_to
     assert "is not there any more: other is taken for the same" in note
     with pytest.raises(UserError, match=rf"\({size:,} tokens\), and .*copied.json"):
         load_tokenizer(config(indexed[0], tokenizer=f"{copied}"))
+
+
+def test_the_recorded_end_of_documents_is_taken(config, indexed, tmp_path):
+    """Corpora that an earlier version made with Gemma's tokenizer end with `</s>`."""
+    tokenizer = f"{tmp_path}/tokenizer.json"
+    usual = open_tokenizer(tokenizer)
+    end = usual.vocab_size - 1
+    token = usual.token(end)
+    arguments = f"--input {tmp_path}/b.jsonl --output {tmp_path}/c --workers 0 --append-eod --eod-token {token}"
+    assert preprocess.main([*arguments.split(), "--tokenizer", tokenizer]) == 0
+    corpus = IndexedDataset(tmp_path / "c_text_document")
+    assert corpus[0][-1] == end != usual.eod
+    assert load_tokenizer(config(corpus.prefix)).eod == end
+    assert load_tokenizer(config(corpus.prefix, eod_token=token, tokenizer=tokenizer)).eod == end
+    run = RunText(config(corpus.prefix, tokenizer=tokenizer).data)
+    assert run.tokenizer.eod == usual.eod
+    assert run.notes == [
+        f"{corpus.prefix} was made with {token} at the end of documents, and {tokenizer} ends them with <|endoftext|>: "
+        f"--eod-token '{token}' reads it as it was made"
+    ]
+
+
+def test_special_tokens_in_text_are_read_on_request(config, indexed, tmp_path):
+    write_jsonl(tmp_path / "chat.jsonl", ["one<|endoftext|>two"] * 3)
+    tokenizer = open_tokenizer(f"{tmp_path}/tokenizer.json")
+    plain, marked = tokenizer.encode("one<|endoftext|>two"), [*tokenizer.encode("one"), 0, *tokenizer.encode("two")]
+    assert len(plain) > len(marked) and tokenizer.eod == 0
+    for more, expected in (([], plain), (["--parse-special"], marked)):
+        arguments = f"--input {tmp_path}/chat.jsonl --output {tmp_path}/chat --workers 0 --overwrite"
+        assert preprocess.main([*arguments.split(), "--tokenizer", f"{tmp_path}/tokenizer.json", *more]) == 0
+        assert IndexedDataset(tmp_path / "chat_text_document")[0].tolist() == expected
+        run = config(tmp_path / "chat.jsonl", tokenizer=f"{tmp_path}/tokenizer.json", parse_special=bool(more))
+        text = RunText(run.data)
+        assert text.indexed(text._sources()[0], DOCUMENTS)[0].tolist() == [*expected, 0]
+
+
+def test_names_with_commas_and_spaces(config, tmp_path):
+    names = ["a,b.jsonl", "c d.jsonl", "e.jsonl", "it's.jsonl", 'f".jsonl']
+    for name in names:
+        write_jsonl(tmp_path / name, texts(3))
+    folder = str(tmp_path)
+    for text, expected in {
+        f"{folder}/a,b.jsonl": [["a,b.jsonl"]],
+        f"{folder}/c d.jsonl": [["c d.jsonl"]],
+        f"{folder}/a,b.jsonl {folder}/e.jsonl": [["a,b.jsonl"], ["e.jsonl"]],
+        f"'{folder}/a,b.jsonl',{folder}/e.jsonl": [["a,b.jsonl", "e.jsonl"]],
+        f"0.3 '{folder}/c d.jsonl' 0.7 {folder}/\"a,b.jsonl\"": [["c d.jsonl"], ["a,b.jsonl"]],
+        f"{folder}/c\\ d.jsonl,{folder}/e.jsonl": [["c d.jsonl", "e.jsonl"]],
+        f'"{folder}/it\'s.jsonl" "{folder}/f\\".jsonl"': [["it's.jsonl"], ['f".jsonl']],
+    }.items():
+        found = parse_sources(text)
+        assert [[path.removeprefix(f"{folder}/") for path in source.paths] for source in found] == expected
+        rejoined = " ".join(Word(source.paths).quoted() for source in found)
+        assert [source.paths for source in parse_sources(rejoined)] == [source.paths for source in found]
+    with pytest.raises(UserError, match="has a quote without its end"):
+        parse_sources("'a b")
+    with pytest.raises(UserError, match="no file matches 'a'"):
+        parse_sources("a,b.jsonl")
 
 
 def test_corpora_of_different_tokenizers_are_not_blended(config, indexed, other_tokenizer, tmp_path):

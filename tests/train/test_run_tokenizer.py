@@ -93,6 +93,22 @@ def test_a_resumed_run_refuses_another_tokenizer_and_needs_none(config: Config, 
     assert "a.json does not exist; the run's own is used" in note
 
 
+def test_a_run_keeps_the_end_of_documents_that_was_chosen(config: Config, weights: Weights, tmp_path: Path) -> None:
+    named = replace(config, tokenizer=str(trained(tmp_path / "a.json", 1)))
+    chosen = replace(named, eod_token="<s>")
+    assert find_tokenizer(named, None, None).tokenizer.eod == 1
+    kept(chosen, tmp_path / "run")
+    for again in (config, named, chosen):
+        found = find_tokenizer(again, tmp_path / "run", None)
+        assert found.is_kept and found.tokenizer.eod == 0
+    with pytest.raises(UserError, match=r"the documents of the run end with <s> \(.*run/tokenizer\.json\), and --eod-"):
+        find_tokenizer(replace(config, eod_token="</s>"), tmp_path / "run", None)
+    found = find_tokenizer(replace(config, eod_token="<s>"), None, weights)
+    (tmp_path / "new").mkdir()
+    RunData(found.tokenizer, [], None, NO_POSITION, found.files).save(tmp_path / "new")
+    assert (found.tokenizer.eod, find_tokenizer(config, tmp_path / "new", None).tokenizer.eod) == (0, 0)
+
+
 def test_a_run_whose_tokenizer_is_gone_does_not_train_another(config: Config, tmp_path: Path) -> None:
     kept(config, tmp_path / "run")
     (tmp_path / "run/tokenizer.json").unlink()

@@ -9,11 +9,22 @@ import numpy as np
 
 from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
-from mtjax.data.corpus.reader import Chunk, check_characters
+from mtjax.data.corpus.documents import (
+    Chunk,
+    Fault,
+    check_characters,
+    decode,
+    json_object,
+    parsed,
+    strings_at,
+    value_at,
+    with_value,
+)
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import require
 
 EXCERPT = 80
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -86,38 +97,34 @@ class Cleaner:
 
     def __call__(self, chunk: Chunk) -> CleanedChunk:
         """The documents of a chunk, in order."""
-        options, line = self._options, chunk.first_line
-        kept: list[tuple[int, dict[str, Any]]] = []
+        options = self._options
+        kept: list[tuple[int, dict[str, Any], str]] = []
         drops, errors, repaired = [], [], 0
-        for document in chunk.documents:
-            here, line = line, line + document.count(b"\n")
-            if not document.strip():
+        for line, document in parsed(chunk, lambda raw: parse(raw, chunk.is_json, options.key)):
+            if isinstance(document, Fault):
+                errors.append((line, document.message))
                 continue
-            try:
-                row = parse(document, chunk.is_json, options.key)
-            except (ValueError, RecursionError) as e:
-                errors.append((here, str(e)))
+            row, original = document
+            if str(value_at(row, options.id_key)[0]) in options.removed_ids:
+                drops.append(Drop(line, "on a removal list", original[:EXCERPT]))
                 continue
-            if str(row.get(options.id_key)) in options.removed_ids:
-                drops.append(Drop(here, "on a removal list", row[options.key][:EXCERPT]))
-                continue
-            text = self._fix(row[options.key])
+            text = self._fix(original)
             try:
                 check_characters(text, options.key)
             except ValueError as e:
-                errors.append((here, str(e)))
+                errors.append((line, str(e)))
                 continue
-            repaired += text != row[options.key]
-            kept.append((here, {**row, options.key: text}))
-        counts = self._count([row[options.key] for _, row in kept])
-        long = [(here, row) for (here, row), n in zip(kept, counts, strict=True) if n >= options.min_tokens]
-        for (here, row), n in zip(kept, counts, strict=True):
+            repaired += text != original
+            kept.append((line, with_value(row, options.key, text), text))
+        counts = self._count([text for _, _, text in kept])
+        long = [document for document, n in zip(kept, counts, strict=True) if n >= options.min_tokens]
+        for (line, _, text), n in zip(kept, counts, strict=True):
             if n < options.min_tokens:
-                drops.append(Drop(here, f"shorter than {options.min_tokens} tokens", row[options.key][:EXCERPT]))
+                drops.append(Drop(line, f"shorter than {options.min_tokens} tokens", text[:EXCERPT]))
         drops.sort(key=lambda drop: drop.line)
-        rows = [_line(row) for _, row in long]
-        lines = np.array([here for here, _ in long], np.int64)
-        return CleanedChunk(rows, lines, self.sign([row[options.key] for _, row in long]), drops, errors, repaired)
+        rows = [_line(row) for _, row, _ in long]
+        lines = np.array([line for line, _, _ in long], np.int64)
+        return CleanedChunk(rows, lines, self.sign([text for _, _, text in long]), drops, errors, repaired)
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         if self._options.tokenizer is None:
@@ -132,20 +139,17 @@ class Cleaner:
         return signatures
 
 
-def parse(document: bytes, is_json: bool, key: str) -> dict[str, Any]:
-    """A raw document as a JSON object with text under `key`; the strings of a list are joined by line ends.
+def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str]:
+    """Returns a raw document as a JSON object, and the text under `key`: the strings of a list are joined by line ends.
 
     Raises:
-      ValueError: it isn't one.
+      ValueError: it isn't a JSON object, or has no text there.
     """
-    text = document.decode("utf-8-sig")
-    row = json.loads(text) if is_json else {key: text}
-    value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, list) and all(isinstance(piece, str) for piece in value):
-        return {**row, key: "\n".join(value)}
-    if not isinstance(value, str):
-        raise ValueError(f"not a JSON object with text under the key {key!r}")
-    return row
+    text = decode(document)
+    if not is_json:
+        return {key: text}, text
+    row = json_object(text, _DECODER)
+    return row, "\n".join(strings_at(row, key))
 
 
 def _line(row: dict[str, Any]) -> bytes:
@@ -165,7 +169,7 @@ class OverlapFinder:
 
     def __call__(self, chunk: Chunk) -> list[np.ndarray]:
         """For each test set, the positions of its n-grams that occur in the chunk."""
-        texts = [json.loads(document)[self._key] for document in chunk.documents]
+        texts = [value_at(json.loads(document), self._key)[0] for document in chunk.documents]
         hashes = [long_grams(self._shingles, text) for text in texts]
         together = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]))
         return [found_in(test, together) for test in self._tests]

@@ -11,12 +11,13 @@ from typing import IO, Any, Literal, cast
 
 import numpy as np
 
-from mtjax.data.cleaning.document import EXCERPT, CleanedChunk, Cleaner, CleanOptions, Drop, OverlapFinder, parse
+from mtjax.data.cleaning.document import CleanedChunk, Cleaner, CleanOptions, Drop, OverlapFinder, parse
 from mtjax.data.cleaning.minhash import PERMUTATIONS
 from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicates
 from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
+from mtjax.data.corpus.documents import Chunk, Fault, TextFields, parsed
 from mtjax.data.corpus.parallel import map_in_order
-from mtjax.data.corpus.reader import Chunk, chunks, expand, total_bytes
+from mtjax.data.corpus.reader import chunks, expand, total_bytes
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, require
 
@@ -34,6 +35,7 @@ class CleanJob:
       jaccard: similarity above which the later of two documents is dropped; 1 for no such comparison.
       remove_like: files of documents whose near-duplicates are dropped.
       overlap_with: test sets to look for.
+      key_named: whether the user named the key of the text; without, a CSV file is refused.
       workers: processes.
       on_error: what a line that can't be used does: end the run, or be dropped.
     """
@@ -44,6 +46,7 @@ class CleanJob:
     jaccard: float = 0.7
     remove_like: Sequence[str] = ()
     overlap_with: Sequence[str] = ()
+    key_named: bool = False
     workers: int = 0
     on_error: Literal["fail", "skip"] = "fail"
 
@@ -81,7 +84,7 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     Raises:
       UserError: a file can't be read, or a document can't be used.
     """
-    tests = [grams_of(path, _texts_of(path, job.options.key)) for path in expand(job.overlap_with)]
+    tests = [grams_of(path, _texts_of(path, job)) for path in expand(job.overlap_with)]
     seen = _Seen(folder)
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
         _first_pass(job, seen, dropped)
@@ -103,17 +106,18 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
 
 def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
     cleaner = Cleaner(job.options)
+    fields = TextFields((job.options.key,), job.key_named, others=True)
     with ExitStack() as stack:
         rows = stack.enter_context(seen.rows.open("wb"))
         signatures = stack.enter_context((seen.folder / "signatures").open("wb"))
         places = stack.enter_context((seen.folder / "places").open("wb"))
         for path in job.remove_like:
-            signed = cleaner.sign([text for text in _texts_of(path, job.options.key) if text.strip()])
+            signed = cleaner.sign([text for text in _texts_of(path, job) if text.strip()])
             signatures.write(signed.tobytes())
             seen.removed += len(signed)
         progress = stack.enter_context(ProgressLine("cleaning", sum(total_bytes(p) for p in job.paths)))
         before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
-        results = map_in_order(cleaner, chunks(job.paths), job.workers)
+        results = map_in_order(cleaner, chunks(job.paths, None, fields), job.workers)
         stack.callback(results.close)
         text_bytes = 0
         for chunk, result in results:
@@ -129,7 +133,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
 def _count(job: CleanJob, chunk: Chunk, result: CleanedChunk, seen: _Seen, dropped: IO[str]) -> None:
     for line, message in result.errors:
         if job.on_error == "fail":
-            raise UserError(f"{chunk.path}, line {line}: {message}; --on-error skip leaves such lines out")
+            raise UserError(f"{chunk.where(line)}: {message}; --on-error skip leaves such {chunk.unit}s out")
         _write_drop(dropped, chunk.path, Drop(line, UNUSABLE, message))
     for drop in result.drops:
         _write_drop(dropped, chunk.path, drop)
@@ -214,19 +218,18 @@ def _open_output(path: Path) -> Iterator[IO[bytes]]:
             yield raw
 
 
-def _texts_of(path: str, key: str) -> list[str]:
-    """The texts of a small file: a test set or a removal list.
+def _texts_of(path: str, job: CleanJob) -> list[str]:
+    """Returns the texts of a small file: a test set or a removal list.
 
     Raises:
-      UserError: a line that is not a document.
+      UserError: a line is not a document.
     """
-    texts = []
-    for chunk in chunks([path]):
-        for document in chunk.documents:
-            try:
-                texts.append(parse(document, chunk.is_json, key)[key])
-            except ValueError as e:
-                raise UserError(f"{path}: {e}: {document[:EXCERPT]!r}") from e
+    key, texts = job.options.key, []
+    for chunk in chunks([path], None, TextFields((key,), job.key_named)):
+        for line, document in parsed(chunk, lambda raw, chunk=chunk: parse(raw, chunk.is_json, key)):
+            if isinstance(document, Fault):
+                raise UserError(f"{chunk.where(line)}: {document.message}")
+            texts.append(document[1])
     return texts
 
 

@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -34,11 +35,13 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """Files, globs or URLs: JSON lines (.jsonl, .json), or plain text (anything else); also as .gz and .zst."""
+    """Files, folders, globs or URLs: JSON lines (.jsonl, .json), CSV and TSV, Parquet, datasets that Hugging Face's
+    `datasets` saved, or plain text (anything else); also compressed with gzip, zstd, bz2 or xz."""
     output: Path
     """A .jsonl file to write, compressed when it ends in .gz or .zst."""
-    json_key: str = "text"
-    """Key of the JSON objects whose value is the text; other keys are kept as they are."""
+    text_key: Annotated[str | None, tyro.conf.arg(aliases=["--json-key"])] = None
+    """Key of the JSON objects, or column of the tables, with the text; a.b is the key b inside a. Other keys are copied
+    as they are. When not given, text; CSV and TSV files need it."""
     tokenizer: str | None = None
     """Counts tokens for --min-tokens, KIND:PATH as in preprocess; words are counted when not given."""
     min_tokens: int = at_least(0, 128)
@@ -82,7 +85,7 @@ def run(options: Options) -> None:
     if options.output.exists() and not options.overwrite:
         raise UserError(f"{options.output} exists; choose another --output, or replace it with --overwrite")
     cleaning = CleanOptions(
-        key=options.json_key,
+        key=options.text_key or CleanOptions.key,
         fix_unicode=options.fix_unicode,
         min_tokens=options.min_tokens,
         tokenizer=open_tokenizer(options.tokenizer) if options.tokenizer else None,
@@ -97,6 +100,7 @@ def run(options: Options) -> None:
         jaccard=options.jaccard,
         remove_like=expand(options.remove_like),
         overlap_with=options.overlap_with,
+        key_named=options.text_key is not None,
         workers=workers,
         on_error=options.on_error,
     )

@@ -21,7 +21,7 @@ from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
 from mtjax.data.corpus.reader import expand
 from mtjax.data.corpus.resume_record import ResumeRecord, refuse_existing
 from mtjax.data.progress import say
-from mtjax.data.tokens.tokenizer import digest_of, open_tokenizer
+from mtjax.data.tokens.tokenizer import digest_of, end_note, open_tokenizer
 from mtjax.errors import UserError
 
 
@@ -33,14 +33,21 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """Files, globs or URLs: JSON lines (.jsonl, .json), or plain text (anything else); also as .gz and .zst."""
+    """Files, folders, globs or URLs: JSON lines (.jsonl, .json), CSV and TSV, Parquet, datasets that Hugging Face's
+    `datasets` saved, or plain text (anything else); also compressed with gzip, zstd, bz2 or xz."""
     output: Path
     """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences."""
     tokenizer: str
     """hf:tokenizer.json, hf:DIR (a Hugging Face folder), gpt2:DIR (encoder.json + vocab.bpe), bert:vocab.txt or
     sentencepiece:FILE."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON objects whose text is taken; each makes a dataset."""
+    text_key: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--json-keys"])] = ()
+    """Keys of the JSON objects, or columns of the tables, whose text is taken; each makes a dataset. a.b is the key b
+    inside a. When not given, text; CSV and TSV files need it. Also --json-keys, as in Megatron."""
+    eod_token: str | None = None
+    """The token that ends documents, such as '<eos>'; when not given, the one that the tokenizer's files name."""
+    parse_special: bool = False
+    """Read names of special tokens in the text as these tokens, for corpora in a chat format; otherwise they are plain
+    text."""
     append_eod: bool = False
     """End each document with the end-of-document token: what GPT needs."""
     split_sentences: bool = False
@@ -72,11 +79,19 @@ def run(options: Options) -> None:
       UserError: input, tokenizer or output can't be used.
     """
     workers = (os.cpu_count() or 1) if options.workers is None else options.workers
-    if len(set(options.json_keys)) != len(options.json_keys):
-        raise UserError(f"--json-keys {' '.join(options.json_keys)} names a key twice")
+    if len(set(options.text_key)) != len(options.text_key):
+        raise UserError(f"--text-key {' '.join(options.text_key)} names a key twice")
     paths = expand(options.input)
-    tokenizer = open_tokenizer(options.tokenizer)
-    encoding = EncodeOptions(options.json_keys, options.append_eod, options.split_sentences, options.language)
+    tokenizer = open_tokenizer(options.tokenizer, options.eod_token)
+    if note := end_note(tokenizer):
+        say(f"note    {note}")
+    encoding = EncodeOptions(
+        keys=options.text_key or EncodeOptions.keys,
+        append_eod=options.append_eod,
+        split_sentences=options.split_sentences,
+        language=options.language,
+        parse_special=options.parse_special,
+    )
     outputs = prefixes(options.output, encoding)
     identity = _identity(options, paths)
     record = ResumeRecord(outputs, identity)
@@ -93,6 +108,7 @@ def run(options: Options) -> None:
         on_error=options.on_error,
         identity=identity,
         tokenizer_name=_absolute(options.tokenizer),
+        keys_named=bool(options.text_key),
         seconds_per_save=options.save_every,
     )
     start = time.monotonic()
@@ -109,7 +125,8 @@ def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
     """All that the output depends on: a run with another identity doesn't continue this one's partial files."""
     statuses = [Path(path).stat() if "://" not in path else None for path in paths]
     files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
-    chosen = [options.json_keys, options.append_eod, options.split_sentences, options.language, options.on_error]
+    chosen = [options.text_key, options.append_eod, options.split_sentences, options.language, options.on_error]
+    chosen += [options.eod_token, options.parse_special]
     return {"files": files, "tokenizer": digest_of(options.tokenizer), "options": chosen}
 
 

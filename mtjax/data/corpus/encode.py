@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.data.corpus.documents import Chunk, Fault, parsed, text_of
 from mtjax.data.corpus.indexed import token_dtype
-from mtjax.data.corpus.reader import Chunk, text_of
 from mtjax.data.corpus.sentences import sentence_splitter
 from mtjax.data.tokens.tokenizer import Tokenizer
 
@@ -22,12 +22,14 @@ class EncodeOptions:
       append_eod: put the end-of-document id after the last sentence of a document.
       split_sentences: one sequence per sentence, not per document.
       language: whose rules split sentences.
+      parse_special: names of special tokens in the text become these tokens; otherwise they are plain text.
     """
 
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     split_sentences: bool = False
     language: str = "en"
+    parse_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Encoder:
         arrays = {}
         for key in self._options.keys:
             parts = [self._sequences(row[key]) for row in rows]
-            documents = _encode(parts, self._tokenizer, self._options.append_eod)
+            documents = _encode(parts, self._tokenizer, self._options)
             arrays[key] = _join(documents, token_dtype(self._tokenizer.vocab_size))
         return Encoded(arrays, len(rows), chunk.end - chunk.start, errors)
 
@@ -70,22 +72,21 @@ class Encoder:
 
 
 def _texts(chunk: Chunk, keys: Sequence[str]) -> tuple[list[dict[str, list[str]]], list[tuple[int, str]]]:
-    rows, errors, line = [], [], chunk.first_line
-    for document in chunk.documents:
-        if document.strip():
-            try:
-                rows.append(text_of(document, chunk.is_json, keys))
-            except (ValueError, RecursionError) as e:
-                errors.append((line, str(e)))
-        line += document.count(b"\n")
+    rows, errors = [], []
+    for line, row in parsed(chunk, lambda document: text_of(document, chunk.is_json, keys)):
+        if isinstance(row, Fault):
+            errors.append((line, row.message))
+        else:
+            rows.append(row)
     return rows, errors
 
 
-def _encode(documents: list[list[str]], tokenizer: Tokenizer, append_eod: bool) -> list[list[list[int]]]:
-    """Ids of each sentence of each document; empty sentences are dropped, as Megatron does."""
-    flat = iter(tokenizer.encode_batch([sentence for document in documents for sentence in document]))
+def _encode(documents: list[list[str]], tokenizer: Tokenizer, options: EncodeOptions) -> list[list[list[int]]]:
+    """Returns the ids of each sentence of each document; empty sentences are dropped, as Megatron does."""
+    encode = tokenizer.encode_batch_marked if options.parse_special else tokenizer.encode_batch
+    flat = iter(encode([sentence for document in documents for sentence in document]))
     encoded = [[ids for ids in (next(flat) for _ in document) if ids] for document in documents]
-    if append_eod:
+    if options.append_eod:
         for document in encoded:
             if document:
                 document[-1].append(tokenizer.eod)

@@ -29,7 +29,7 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
     if meta.tokenizer_digest is not None:
         if meta.tokenizer_digest != content_digest(tokenizer):
             raise _other(prefix, meta, name, tokenizer, None)
-        return None
+        return _other_end(prefix, meta, name, tokenizer)
     # A record of an earlier version has the tokenizer's path, its size and its end of document.
     if meta.vocab_size not in (None, tokenizer.vocab_size) or meta.eod not in (None, tokenizer.eod):
         raise _other(prefix, meta, name, tokenizer, None)
@@ -43,6 +43,17 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
     return (
         f"{prefix} was made with the tokenizer {meta.tokenizer}, which is not there any more: {name} is taken for the "
         f"same, because it also has {tokenizer.vocab_size:,} tokens"
+    )
+
+
+def _other_end(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer) -> str | None:
+    """Returns a note where the documents of a corpus end with another token than the tokenizer ends them with."""
+    if meta.eod in (None, tokenizer.eod):
+        return None
+    theirs, ours = tokenizer.token(meta.eod), tokenizer.token(tokenizer.eod)
+    return (
+        f"{prefix} was made with {theirs} at the end of documents, and {name} ends them with {ours}: --eod-token "
+        f"'{theirs}' reads it as it was made"
     )
 
 

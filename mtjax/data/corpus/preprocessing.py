@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtjax.data.corpus.documents import Chunk, TextFields
 from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.meta import TokenizerRecord
 from mtjax.data.corpus.parallel import map_in_order
-from mtjax.data.corpus.reader import Chunk, Position, chunks, total_bytes
+from mtjax.data.corpus.reader import Position, chunks, total_bytes
 from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
 from mtjax.data.corpus.writer import IndexedWriter, publish
 from mtjax.data.progress import ProgressLine, say
@@ -39,7 +40,8 @@ class Job:
       identity: all that the output depends on, as JSON values: an interrupted job continues if it is the same. Without
         it every run starts afresh.
       tokenizer_name: written next to the dataset, so that it can be opened without naming it again.
-      task: what the progress line says.
+      keys_named: whether the user named the keys; without, a CSV file is refused.
+      task: what the progress line shows.
       seconds_per_save: how much work an interruption may cost.
     """
 
@@ -51,6 +53,7 @@ class Job:
     on_error: Literal["fail", "skip"] = "fail"
     identity: Mapping[str, Any] | None = None
     tokenizer_name: str | None = None
+    keys_named: bool = False
     task: str = "preprocessing"
     seconds_per_save: float = SECONDS_PER_SAVE
 
@@ -58,7 +61,7 @@ class Job:
 def prefixes(output: Path, options: EncodeOptions) -> dict[str, Path]:
     """Key -> the dataset's prefix: `{output}_{key}_{document|sentence}`, as Megatron names them."""
     level = "sentence" if options.split_sentences else "document"
-    return {key: output.with_name(f"{output.name}_{key}_{level}") for key in options.keys}
+    return {key: output.with_name(f"{output.name}_{key.replace('/', '_')}_{level}") for key in options.keys}
 
 
 def preprocess(job: Job) -> Counts:
@@ -99,7 +102,8 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
             for key, prefix in job.outputs.items()
         }
         progress = stack.enter_context(ProgressLine(job.task, before[-1], counts.text_bytes))
-        encoded = map_in_order(Encoder(job.tokenizer, job.options), chunks(job.paths, state.position), job.workers)
+        source = chunks(job.paths, state.position, TextFields(job.options.keys, job.keys_named))
+        encoded = map_in_order(Encoder(job.tokenizer, job.options), source, job.workers)
         stack.callback(encoded.close)
         for chunk, result in encoded:
             _report(chunk, result, job.on_error)
@@ -145,9 +149,9 @@ def _after(chunk: Chunk) -> Position:
 
 def _report(chunk: Chunk, result: Encoded, on_error: str) -> None:
     for line, message in result.errors:
-        text = f"{chunk.path}, line {line}: {message}"
+        text = f"{chunk.where(line)}: {message}"
         if on_error == "fail":
-            raise UserError(f"{text}; --on-error skip leaves such lines out")
+            raise UserError(f"{text}; --on-error skip leaves such {chunk.unit}s out")
         say(f"skipped {text}")
 
 

@@ -1,15 +1,16 @@
 """Corpora in object stores: copied once into the cache, where they are read and memory-mapped like any other."""
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any
 
 from mtjax.config import Data
 from mtjax.data.cache import Cache
+from mtjax.data.corpus.folders import files_in
+from mtjax.data.corpus.words import Word, split_words
 from mtjax.data.progress import ProgressLine, say
 from mtjax.errors import UserError
-from mtjax.storage import attempt, blocks_of, filesystem, is_file, url_of
+from mtjax.storage import attempt, blocks_of, files_below, filesystem, is_file, read_bytes, url_of
 
 
 def with_local_copies(data: Data, cache: Cache) -> Data:
@@ -23,14 +24,14 @@ def with_local_copies(data: Data, cache: Cache) -> Data:
     names = ("data", "train_data", "valid_data", "test_data")
     given = {name: getattr(data, name) for name in names}
     remote = {name: text for name, text in given.items() if text and ("s3://" in text or "gs://" in text)}
-    local = {name: " ".join(_word(word, cache) for word in shlex.split(text)) for name, text in remote.items()}
+    local = {name: " ".join(_word(word, cache) for word in split_words(text)) for name, text in remote.items()}
     return dataclasses.replace(data, **local)
 
 
-def _word(word: str, cache: Cache) -> str:
-    """One dataset: an indexed prefix, or text files joined by commas."""
-    pieces = [_copies(url, cache) if (url := url_of(piece)) else [piece] for piece in word.split(",")]
-    return shlex.quote(",".join(path for paths in pieces for path in paths))
+def _word(word: Word, cache: Cache) -> str:
+    """Returns one dataset, an indexed prefix or text files, with local paths."""
+    pieces = [_copies(url, cache) if (url := url_of(piece)) else [piece] for piece in word.pieces]
+    return Word(tuple(path for paths in pieces for path in paths)).quoted()
 
 
 def _copies(url: str, cache: Cache) -> list[str]:
@@ -42,13 +43,20 @@ def _copies(url: str, cache: Cache) -> list[str]:
         folder = _copy(fs, [f"{prefix}.idx", f"{prefix}.bin", *rest], cache)
         return [str(folder / Path(prefix).name)]
     if any(c in url for c in "*?["):
-        found = attempt(f"listing {url}", lambda: fs.glob(url))
+        found = attempt(f"listing {url}", lambda: sorted(fs.glob(url)))
+    elif is_file(url):
+        found = [url]
     else:
-        found = [url] if is_file(url) else []
+        found = [f"{url}/{name}" for name in _in_folder(url)]
     if not found:
         raise UserError(f"{url} does not exist, neither as a file nor as a prefix of .bin and .idx")
-    urls = [fs.unstrip_protocol(path) for path in sorted(found)]
+    urls = [path if url_of(path) else fs.unstrip_protocol(path) for path in found]
     return [str(_copy(fs, [path], cache) / Path(path).name) for path in urls]
+
+
+def _in_folder(url: str) -> list[str]:
+    names = [path.removeprefix(f"{url}/") for path in files_below(url)]
+    return files_in(url, names, lambda name: read_bytes(f"{url}/{name}")) if names else []
 
 
 def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:

@@ -1,11 +1,11 @@
 """The meaning of `--data`: one or more datasets, each text files or an indexed dataset, with or without weights."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.data.corpus.indexed import bin_path, idx_path, is_indexed
 from mtjax.data.corpus.reader import expand
+from mtjax.data.corpus.words import Word, split_words
 from mtjax.errors import UserError
 
 
@@ -25,16 +25,16 @@ class Source:
 
 
 def parse_sources(text: str) -> list[Source]:
-    """The datasets that `FILE`, `A B`, or `0.3 A 0.7 B` name; the default corpus when the text is empty.
+    """Returns the datasets that `FILE`, `A B`, or `0.3 A 0.7 B` name; the default corpus when the text is empty.
 
-    Words are separated by spaces (quote a path that has some); several files of one dataset are joined by commas.
+    Datasets are separated by spaces, and several files of one dataset by commas; quote a path that has either.
 
     Raises:
-      UserError: weights for some but not all, or a file that doesn't exist.
+      UserError: weights for some but not all, a file that doesn't exist, or a quote without its end.
     """
     if not text.strip():
         return [Source("the default corpus", (), None)]
-    words = [text] if Path(text).is_file() or is_indexed(text) else shlex.split(text)
+    words = [Word((text,))] if Path(text).expanduser().exists() or is_indexed(text) else split_words(text)
     numbers = [_number(word) for word in words]
     if all(n is None for n in numbers):
         return [_source(word, None) for word in words]
@@ -44,14 +44,15 @@ def parse_sources(text: str) -> list[Source]:
     return [_source(word, weight) for weight, word in pairs]
 
 
-def _number(word: str) -> float | None:
+def _number(word: Word) -> float | None:
     try:
-        return float(word)
+        return float(str(word))
     except ValueError:
         return None
 
 
-def _source(word: str, weight: float | None) -> Source:
+def _source(chosen: Word, weight: float | None) -> Source:
+    word = str(chosen)
     for suffix in (".bin", ".idx"):
         if word.endswith(suffix) and is_indexed(word.removesuffix(suffix)):
             word = word.removesuffix(suffix)
@@ -61,6 +62,5 @@ def _source(word: str, weight: float | None) -> Source:
         if missing is not None:
             raise UserError(f"{missing} does not exist, and {prefix} needs both its .bin and its .idx")
         return Source(prefix, (prefix,), weight)
-    paths = tuple(word.split(","))
-    expand(paths)
-    return Source(word, paths, weight)
+    expand(chosen.pieces)
+    return Source(word, chosen.pieces, weight)

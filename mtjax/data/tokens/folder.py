@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from mtjax.data.tokens.end_file import END_FILE, SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.data.tokens.pretrained_settings import ADDED, CONFIG, SPECIAL, is_pretrained
 from mtjax.data.tokens.template_files import TEMPLATE_FILE, template_names
-from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
 
 DESCRIPTIONS = (CONFIG, SPECIAL, ADDED, TEMPLATE_FILE)
 """Files that say how a vocabulary is used: which tokens are special, how conversations are written out."""
@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     SENTENCEPIECE_FILE,
     "spiece.model",
     "sentencepiece.bpe.model",
+    END_FILE,
     GENERATION_CONFIG,
 )
 """Files that travel with the weights, as they are."""

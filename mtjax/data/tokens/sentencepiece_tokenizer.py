@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from mtjax.data.tokens.characters import whole_characters
+from mtjax.data.tokens.end_file import save_end
 from mtjax.errors import UserError, require
 
 
@@ -21,7 +22,7 @@ class SentencePieceTokenizer:
             self._processor = library.SentencePieceProcessor(model_proto=model)
         except RuntimeError as e:
             raise UserError(f"{source} is not a SentencePiece model: {e}") from e
-        self._model = model
+        self._model, self._source, self._chosen_eod = model, source, None
         self._eod = self._processor.eos_id()
         if self._eod < 0:
             raise UserError(f"the SentencePiece model {source} has no end-of-sequence token to end documents with")
@@ -67,6 +68,13 @@ class SentencePieceTokenizer:
         with whole_characters(*texts):
             return self._processor.encode(list(texts), num_threads=-1)
 
+    def encode_batch_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Refuses to read names of special tokens, which a SentencePiece model does not know."""
+        raise UserError(
+            f"--parse-special needs a tokenizer that knows the names of its special tokens, and {self._source} is a "
+            "SentencePiece model alone: name the folder with its tokenizer.json or tokenizer_config.json, hf:DIR"
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
         return self._processor.decode([int(i) for i in ids])
@@ -80,14 +88,27 @@ class SentencePieceTokenizer:
         index = self._processor.piece_to_id(name)
         return None if index == self._processor.unk_id() and name != self.token(index) else index
 
+    def with_eod(self, token: str) -> "SentencePieceTokenizer":
+        """Returns this tokenizer with another token at the end of documents."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        index = self.special(token)
+        if index is None:
+            raise UserError(f"the tokenizer {self._source} has no token {token!r} for --eod-token")
+        other._eod, other._chosen_eod = index, token
+        return other
+
     def save(self, folder: Path) -> None:
-        """Writes the model into `folder`."""
+        """Writes the model into `folder`, and its end of document where that was chosen."""
+        save_end(folder, self._chosen_eod)
         temporary = folder / ".tokenizer.model.tmp"
         temporary.write_bytes(self._model)
         temporary.replace(folder / "tokenizer.model")
 
-    def __getstate__(self) -> bytes:
-        return self._model
+    def __getstate__(self) -> tuple[bytes, int]:
+        return self._model, self._eod
 
-    def __setstate__(self, state: bytes) -> None:
-        self._load(state, "a worker's tokenizer")
+    def __setstate__(self, state: tuple[bytes, int]) -> None:
+        model, eod = state
+        self._load(model, "a worker's tokenizer")
+        self._eod = eod

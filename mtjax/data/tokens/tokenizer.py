@@ -6,15 +6,15 @@ vocab.json + merges.txt), `bert:vocab.txt`, `sentencepiece:FILE`. A bare path is
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tokenizers import AddedToken, Encoding, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFace
 
-from mtjax.data.tokens.characters import whole_characters
+from mtjax.data.tokens.end_file import TOKENIZER_JSON, saved_end
+from mtjax.data.tokens.fast_tokenizer import END_OF_DOCUMENT, FastTokenizer
 from mtjax.data.tokens.pretrained_settings import (
     CONFIG,
     class_of,
@@ -24,15 +24,9 @@ from mtjax.data.tokens.pretrained_settings import (
     special_names_in,
 )
 from mtjax.data.tokens.pretrained_tokenizer import build_pretrained
-from mtjax.data.tokens.word_cache import word_cache
 from mtjax.errors import UserError, nearest
 
 KINDS = ("gpt2", "bert", "hf", "sentencepiece")
-TOKENIZER_JSON, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
-"""What a run's tokenizer is saved as."""
-END_OF_DOCUMENT = "<|endoftext|>"
-CORES_LIKE_A_CACHE = 2  # looking up is as fast as two and a half cores that merge
-END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]", "[EOS]")
 
 
 class Tokenizer(Protocol):
@@ -70,7 +64,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each, over all cores where the tokenizer can."""
+        """Encodes each text like `encode`, over all cores where the tokenizer can."""
+        ...
+
+    def encode_batch_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes each text like `encode_marked`, over all cores where the tokenizer can.
+
+        Raises:
+          UserError: the tokenizer knows no names of special tokens.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -85,129 +87,44 @@ class Tokenizer(Protocol):
         """Id of a special token such as `[MASK]`, None when the vocabulary has none of that name."""
         ...
 
+    def with_eod(self, token: str) -> "Tokenizer":
+        """Returns this tokenizer with another token at the end of documents.
+
+        Raises:
+          UserError: the vocabulary has no such token.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Writes the tokenizer into `folder`, so that a run carries its own."""
         ...
 
 
-class FastTokenizer:
-    """A tokenizer of the `tokenizers` library.
+def end_note(tokenizer: Tokenizer) -> str | None:
+    """Returns a note for the user where more than one token might end documents; None where only one does."""
+    others: tuple[str, ...] = getattr(tokenizer, "other_ends", ())
+    if not others:
+        return None
+    return (
+        f"documents end with {tokenizer.token(tokenizer.eod)}; the tokenizer also has {', '.join(others)}: choose with "
+        "--eod-token"
+    )
+
+
+def open_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
+    """Opens the tokenizer that `KIND:PATH` or a bare path names.
 
     Args:
-      tokenizer: of the library.
-      source: where it is from, for messages.
-      eos: the end-of-sequence token in its settings, which ends documents where it has none of `END_NAMES`.
-    """
-
-    def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: nobody ends a document from inside
-        self._tokenizer = tokenizer
-        self._eod = _end_of_document(tokenizer, source, eos)
-        self._cache = word_cache(tokenizer)
-        self._vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._eod
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added."""
-        with whole_characters(text):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text`, with what the tokenizer's post-processor adds."""
-        with whole_characters(text):
-            return self._tokenizer.encode(text).ids
-
-    def encode_marked(self, text: str) -> list[int]:
-        """Ids of `text`, in which names of special tokens are these."""
-        return self._encode(text, marked=True).ids
-
-    def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, and the characters that each of them stands for."""
-        encoding = self._encode(text, marked=marked)
-        return encoding.ids, encoding.offsets
-
-    def _encode(self, text: str, *, marked: bool) -> Encoding:
-        self._tokenizer.encode_special_tokens = not marked
-        try:
-            with whole_characters(text):
-                return self._tokenizer.encode(text, add_special_tokens=not marked)
-        finally:
-            self._tokenizer.encode_special_tokens = True
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""
-        with whole_characters(*texts):
-            if self._cache is not None and _cores() <= CORES_LIKE_A_CACHE:
-                return self._cache.encode_batch(texts)
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
-
-    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, nothing added, and of each id the characters from which to which it stands for."""
-        with whole_characters(*texts):
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-            return [(encoding.ids, encoding.offsets) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def token(self, index: int) -> str:
-        """How the vocabulary writes one id."""
-        return self._tokenizer.id_to_token(int(index)) or f"<{index}>"
-
-    def special(self, name: str) -> int | None:
-        """Id of the special token `name`, or None."""
-        return self._tokenizer.token_to_id(name)
-
-    def save(self, folder: Path) -> None:
-        """Writes the model into `folder`."""
-        temporary = folder / ".tokenizer.json.tmp"
-        temporary.write_text(self._tokenizer.to_str(), encoding="utf-8")
-        temporary.replace(folder / TOKENIZER_JSON)
-
-    def __getstate__(self) -> tuple[str, str]:
-        return self._tokenizer.to_str(), self.token(self._eod)
-
-    def __setstate__(self, state: tuple[str, str]) -> None:
-        tokenizer, eos = state
-        self.__init__(HuggingFace.from_str(tokenizer), "a worker's tokenizer", eos)
-
-
-def _cores() -> int:
-    """Cores that the library would use here; worker processes switch them off."""
-    return 1 if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "0") else os.cpu_count() or 1
-
-
-def _end_of_document(tokenizer: HuggingFace, source: str, eos: str | None) -> int:
-    for name in (*END_NAMES, *([] if eos is None else [eos])):
-        index = tokenizer.token_to_id(name)
-        if index is not None:
-            return index
-    raise UserError(f"the tokenizer {source} has no end-of-document token; the names known are {', '.join(END_NAMES)}")
-
-
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `KIND:PATH` or a bare path names.
+      name: of the tokenizer.
+      eod_token: the token that ends documents; the one that the files say when None.
 
     Raises:
-      UserError: no such kind or file, or the file isn't what its kind says.
+      UserError: no such kind, file or token, or the file isn't what its kind says.
     """
     kind, path = _resolve(name)
     openers = {"gpt2": _gpt2, "bert": _bert, "hf": _hugging_face, "sentencepiece": _sentencepiece}
     try:
-        return openers[kind](path)
+        return openers[kind](path, eod_token)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise UserError(f"the tokenizer {name} can't be read: {reason}") from e
@@ -301,11 +218,11 @@ def _is_pretrained_gpt2(folder: Path) -> bool:
     return True
 
 
-def _gpt2(folder: Path) -> FastTokenizer:
+def _gpt2(folder: Path, eod: str | None) -> FastTokenizer:
     if (folder / TOKENIZER_JSON).is_file() and not (folder / "encoder.json").is_file():
-        return _hugging_face(folder / TOKENIZER_JSON)
+        return _hugging_face(folder / TOKENIZER_JSON, eod)
     if _is_pretrained_gpt2(folder):
-        return _hugging_face(folder)
+        return _hugging_face(folder, eod)
     vocab_file, merges_file = _gpt2_files(folder)
     vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
     lines = merges_file.read_text(encoding="utf-8").split("\n")
@@ -323,10 +240,10 @@ def _gpt2(folder: Path) -> FastTokenizer:
         raise UserError(f"{folder} is not a GPT-2 vocabulary: {e}") from e
     if END_OF_DOCUMENT in vocab:
         tokenizer.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-    return FastTokenizer(tokenizer, str(folder))
+    return FastTokenizer(tokenizer, str(folder), eod=eod)
 
 
-def _bert(path: Path) -> FastTokenizer:
+def _bert(path: Path, eod: str | None) -> FastTokenizer:
     words = path.read_text(encoding="utf-8").split("\n")
     vocab = {word: index for index, word in enumerate(words) if word}
     missing = [name for name in ("[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]") if name not in vocab]
@@ -339,23 +256,25 @@ def _bert(path: Path) -> FastTokenizer:
     tokenizer.decoder = decoders.WordPiece()
     names = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in vocab]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    return FastTokenizer(tokenizer, str(path))
+    return FastTokenizer(tokenizer, str(path), eod=eod)
 
 
-def _hugging_face(path: Path) -> FastTokenizer:
+def _hugging_face(path: Path, eod: str | None) -> FastTokenizer:
     if path.is_dir() and not (path / TOKENIZER_JSON).is_file():
         tokenizer, eos = build_pretrained(path)
-        return FastTokenizer(tokenizer, str(path), eos)
+        return FastTokenizer(tokenizer, str(path), eos, eod)
     path = path / TOKENIZER_JSON if path.is_dir() else path
     text = path.read_text(encoding="utf-8")
     try:
         tokenizer = HuggingFace.from_str(text)
     except Exception as e:  # the library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer.json: {e}") from e
-    return FastTokenizer(tokenizer, str(path), special_names_in(path.parent).get("eos_token"))
+    return FastTokenizer(tokenizer, str(path), special_names_in(path.parent).get("eos_token"), eod or saved_end(path))
 
 
-def _sentencepiece(path: Path) -> Tokenizer:
+def _sentencepiece(path: Path, eod: str | None) -> Tokenizer:
     from mtjax.data.tokens.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    return SentencePieceTokenizer(path)
+    tokenizer = SentencePieceTokenizer(path)
+    chosen = eod or saved_end(path)
+    return tokenizer if chosen is None else tokenizer.with_eod(chosen)

@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from mtjax.config import Config
 from mtjax.data.cache import Cache
 from mtjax.data.run_text import TRAINED, RunText
+from mtjax.data.tokens.end_file import END_FILE, end_content, saved_end
 from mtjax.data.tokens.folder import (
     DESCRIPTIONS,
     GENERATION_CONFIG,
@@ -29,6 +31,30 @@ from mtjax.storage import names_in, read_bytes, shown, url_of
 from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
 from mtjax.train.folder.run_folder import holds_run
 from mtjax.train.processes.coordination import all_gather_text, num_processes
+
+
+class HasTokenizer(Protocol):
+    """A tokenizer, and the files that a run's folder keeps with it: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The files by name."""
+        ...
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run's folder has all of it already."""
+        ...
+
+
+Found = TypeVar("Found", bound=HasTokenizer)
 
 
 @dataclass(frozen=True)
@@ -73,13 +99,33 @@ def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None
     if own is not None:
         note = check_resumed(own, named)
         found, name = _of_run(own, note), own.shown
-    elif weights is not None and (theirs := _owned_by_weights(weights, named)):
+    elif weights is not None and (theirs := _owned_by_weights(weights, named, config.data.eod_token)):
         found, name = _from_weights(theirs, weights, named)
     else:
         return _named_or_trained(config, kept_in, weights)
+    found = with_end(found, config.data.eod_token, name)
     _check_processes(name, found.tokenizer)
     notes = RunText(config.data).check_corpora(name, found.tokenizer)
     return replace(found, notes=(*found.notes, *notes))
+
+
+def with_end(found: Found, token: str | None, name: str) -> Found:
+    """Returns the tokenizer with the end of document that the settings name.
+
+    Raises:
+      UserError: it has no such token, or belongs to a run whose documents end with another one.
+    """
+    if token is None:
+        return found
+    tokenizer, end = found.tokenizer.with_eod(token), found.tokenizer.token(found.tokenizer.eod)
+    if found.is_kept and end == token:
+        return found
+    if found.is_kept:
+        raise UserError(
+            f"the documents of the run end with {end} ({name}), and --eod-token is {token}: remove it, or start a new "
+            "run in another --out"
+        )
+    return replace(found, tokenizer=tokenizer, files={**found.files, END_FILE: end_content(token)})
 
 
 def _of_run(own: Owned, note: str | None) -> RunTokenizer:
@@ -129,13 +175,19 @@ def check_resumed(own: Owned, named: str | None) -> str | None:
         return None
     if not path_of(named).exists():
         return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
-    if why := prompt_difference(own.tokenizer, open_tokenizer(named)):
+    if why := prompt_difference(own.tokenizer, _open_named(named, own)):
         raise UserError(
             f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): "
             "remove tokenizer from the command and the config to go on with the run's own, or start a new run in "
             "another --out"
         )
     return None
+
+
+def _open_named(name: str, own: Owned) -> Tokenizer:
+    """Opens a tokenizer that may be the same as a run's or weights' own, with the end of document chosen for that."""
+    tokenizer, chosen = open_tokenizer(name), saved_end(path_of(own.name))
+    return tokenizer if chosen is None or tokenizer.special(chosen) is None else tokenizer.with_eod(chosen)
 
 
 def files_beside(name: str) -> dict[str, bytes]:
@@ -201,7 +253,7 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     if named is not None and not path_of(named).exists():
         notes = (f"the tokenizer {named} does not exist; the weights' own is used, {theirs.shown}",)
     elif named is not None and not same_path(named, theirs.name):
-        tokenizer = open_tokenizer(named)
+        tokenizer = _open_named(named, theirs)
         check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
         if prompt_difference(theirs.tokenizer, tokenizer):  # it has more tokens, or adds others to a prompt
             return RunTokenizer(tokenizer, _descriptions_of(weights)), named
@@ -209,12 +261,12 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     return RunTokenizer(theirs.tokenizer, files, notes=notes), theirs.shown
 
 
-def _owned_by_weights(weights: Weights, named: str | None) -> Owned | None:
+def _owned_by_weights(weights: Weights, named: str | None, eod_token: str | None) -> Owned | None:
     folder, find = weights.root, tokenizer_of_run if weights.is_run else tokenizer_of
     name = find(tokenizer_files(folder), folder) or weights.config.data.tokenizer
     if name is None or not path_of(name).exists():
         return None
-    tokenizer = open_tokenizer(name) if named is None else readable_tokenizer(name)
+    tokenizer = open_tokenizer(name, eod_token) if named is None else readable_tokenizer(name)
     return None if tokenizer is None else Owned(name, name, folder, tokenizer)
 
 

@@ -110,7 +110,7 @@ BAD_LINES = {
         r"line 2: the text under the key 'text' has the lone surrogate \ud800",
     ),
     "a list with a number": ('{"text": ["a", 5]}', "line 2: no text under the key 'text'; it holds a list with int"),
-    "no UTF-8": (b'{"text": "\xff"}', "line 2: 'utf-8' codec can't decode"),
+    "no UTF-8": (b'{"text": "\xff"}', "line 2: byte 0xff at position 10 is not UTF-8"),
 }
 
 
@@ -183,7 +183,7 @@ def test_a_cut_off_file_is_named(run, tmp_path, capsys, suffix):
     path = write_jsonl(tmp_path / f"in.jsonl{suffix}", texts(300))
     path.write_bytes(path.read_bytes()[:-100])
     assert run("--input", path) == 2
-    assert f"{path} is damaged" in capsys.readouterr().err
+    assert f"{path} is corrupted" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 
-from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.data.tokens.end_file import END_FILE
+from mtjax.data.tokens.folder import tokenizer_files
+from mtjax.data.tokens.tokenizer import end_note, open_tokenizer
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from mtjax.errors import UserError
 from tests.data.corpora import texts, write_bert_vocab
@@ -97,6 +99,15 @@ def test_sentencepiece(tmp_path):
     assert (tmp_path / "tokenizer.model").read_bytes() == (tmp_path / "sp.model").read_bytes()
     assert tokenizer.special("</s>") == tokenizer.eod
     assert tokenizer.special("[MASK]") is None
+    chosen = open_tokenizer(f"sentencepiece:{tmp_path / 'sp.model'}", "<s>")
+    assert pickle.loads(pickle.dumps(chosen)).eod == chosen.eod == tokenizer.special("<s>")
+    (tmp_path / "run").mkdir()
+    chosen.save(tmp_path / "run")
+    assert open_tokenizer(str(tmp_path / "run/tokenizer.model")).eod == chosen.eod
+    with pytest.raises(UserError, match="--parse-special needs a tokenizer that knows the names of its special tokens"):
+        tokenizer.encode_batch_marked(["one"])
+    with pytest.raises(UserError, match=r"sp\.model has no token '<end>' for --eod-token"):
+        tokenizer.with_eod("<end>")
 
 
 WRONG = {
@@ -126,9 +137,104 @@ def test_wrong_tokenizers(tmp_path: Path, message: str):
         open_tokenizer(WRONG[message].format(folder=tmp_path))
 
 
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+
+
+def write_vocabulary(folder, special, plain=(), **settings):
+    """A tokenizer.json with special tokens and others, and files of settings by name."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+
+    folder.mkdir(exist_ok=True)
+    vocabulary = {name: index for index, name in enumerate(["[UNK]", "one", "two"])}
+    library = HuggingFace(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    library.save(str(folder / "tokenizer.json"))
+    for name, content in settings.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+ENDS = {
+    "Gemma 3": ((["<pad>", "<eos>", "<bos>"], ["</s>"], {"tokenizer_config": {"eos_token": "<eos>"}}), "<eos>", ()),
+    "Gemma 3's tokenizer.json alone": ((["<pad>", "<eos>", "<bos>"], ["</s>"], {}), "<eos>", ()),
+    "DeepSeek-V3": (
+        ([DEEPSEEK_END], [], {"tokenizer_config": {"eos_token": {"__type": "AddedToken", "content": DEEPSEEK_END}}}),
+        DEEPSEEK_END,
+        (),
+    ),
+    "DeepSeek-V3's tokenizer.json alone": (([DEEPSEEK_END], [], {}), DEEPSEEK_END, ()),
+    "a name of its own in special_tokens_map.json": (
+        (["<stop>"], [], {"tokenizer_config": {}, "special_tokens_map": {"eos_token": {"content": "<stop>"}}}),
+        "<stop>",
+        (),
+    ),
+    "Qwen 3": (
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [], {"tokenizer_config": {"eos_token": "<|im_end|>"}}),
+        "<|endoftext|>",
+        ("<|im_end|>",),
+    ),
+    "settings that name the second usual one": (
+        (["<|endoftext|>", "</s>"], [], {"tokenizer_config": {"eos_token": "</s>"}}),
+        "</s>",
+        ("<|endoftext|>",),
+    ),
+    "Llama 2": ((["<s>", "</s>"], [], {"tokenizer_config": {"eos_token": "</s>"}}), "</s>", ()),
+    "nothing special": (([], ["</s>"], {}), "</s>", ()),
+}
+"""Special tokens, others and settings; the token that ends documents; and those that might."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_documents_end_with_the_special_token_that_the_settings_name(name, tmp_path):
+    (special, plain, settings), end, others = ENDS[name]
+    folder = write_vocabulary(tmp_path / "t", special, plain, **settings)
+    for path in (f"hf:{folder}", str(folder / "tokenizer.json")):
+        tokenizer = open_tokenizer(path)
+        assert (tokenizer.token(tokenizer.eod), tokenizer.other_ends) == (end, others)
+        note = end_note(tokenizer)
+        assert note == (
+            f"documents end with {end}; the tokenizer also has {others[0]}: choose with --eod-token" if others else None
+        )
+
+
+def test_the_end_of_documents_can_be_chosen_and_is_kept(tmp_path):
+    ends = ["<|endoftext|>", "<|im_end|>"]
+    folder = write_vocabulary(tmp_path / "t", ends, tokenizer_config={"eos_token": "<|im_end|>"})
+    chosen = open_tokenizer(str(folder), "<|im_end|>")
+    assert chosen.token(chosen.eod) == "<|im_end|>" and end_note(chosen) is None
+    assert (
+        pickle.loads(pickle.dumps(chosen)).eod == open_tokenizer(str(folder)).with_eod("<|im_end|>").eod == chosen.eod
+    )
+    (tmp_path / "run").mkdir()
+    chosen.save(tmp_path / "run")
+    assert open_tokenizer(str(tmp_path / "run/tokenizer.json")).eod == chosen.eod
+    assert END_FILE in tokenizer_files(tmp_path / "run")
+    open_tokenizer(str(folder)).save(tmp_path / "run")
+    assert open_tokenizer(str(tmp_path / "run")).token(open_tokenizer(str(tmp_path / "run")).eod) == "<|endoftext|>"
+    with pytest.raises(UserError, match=r"the tokenizer .*t/tokenizer\.json has no token '<end>' for --eod-token"):
+        open_tokenizer(str(folder), "<end>")
+    (tmp_path / "run" / END_FILE).write_text('{"eod_token": 5}')
+    with pytest.raises(UserError, match="eod_token is 5, and must be a token"):
+        open_tokenizer(str(tmp_path / "run"))
+
+
+def test_special_tokens_in_text_on_request(tmp_path):
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = open_tokenizer(str(write_vocabulary(tmp_path / "t", names)))
+    chats = ["<|im_start|>one<|im_end|>", "two"]
+    assert tokenizer.encode_batch_marked(chats) == [[4, 1, 5], [2]]
+    assert tokenizer.encode_batch(chats) == [tokenizer.encode(chats[0]), [2]] and len(tokenizer.encode(chats[0])) > 3
+    assert tokenizer.encode_batch_marked(chats) == [tokenizer.encode_marked(chat) for chat in chats]
+
+
 def test_a_vocabulary_without_an_end_is_refused(tmp_path):
     from tokenizers import models
 
     HuggingFace(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "t.json"))
-    with pytest.raises(UserError, match="has no end-of-document token"):
+    with pytest.raises(
+        UserError, match="has no end-of-document token: name one of its tokens with --eod-token, or put"
+    ):
         open_tokenizer(str(tmp_path / "t.json"))
+    assert open_tokenizer(str(tmp_path / "t.json"), "a").eod == 0

@@ -1,0 +1,174 @@
+"""Rows of tables as JSON lines: CSV and TSV, Parquet, and Arrow IPC files, which Hugging Face's `datasets` writes.
+
+Parquet and Arrow are recognised by content. A row becomes the JSON line that the same text would be in a `.jsonl` file,
+so what follows needs no other cases.
+"""
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+from mtjax.data.corpus.documents import TextFields
+from mtjax.errors import UserError, first_line, require
+
+ROWS_AT_A_TIME = 256
+PARQUET_MAGIC = b"PAR1"
+ARROW_MAGIC = b"ARROW1"
+ARROW_STREAM_MAGIC = b"\xff\xff\xff\xff"
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""Endings of names of delimited text -> what is between its fields."""
+LONGEST_FIELD = 1 << 30
+
+
+class Row(NamedTuple):
+    """A row as a line of JSON.
+
+    Attributes:
+      document: the line.
+      fault: why it can't be used, None where it can.
+    """
+
+    document: bytes
+    fault: str | None = None
+
+
+def is_columnar(head: bytes) -> bool:
+    """Returns whether a file is Parquet or Arrow, by its first bytes."""
+    return head.startswith((PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC))
+
+
+def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[Row]:
+    """Yields the rows of a Parquet or Arrow file.
+
+    Args:
+      path: for messages.
+      raw: the file, at its beginning.
+      head: its first bytes.
+      fields: the columns that are read.
+      skip: so many rows at the beginning are left out.
+
+    Raises:
+      UserError: the file is corrupted, has no such column, or pyarrow is not installed.
+    """
+    read = _parquet_batches if head.startswith(PARQUET_MAGIC) else _arrow_batches
+    arrow = require("pyarrow", "parquet")
+    try:
+        for batch in read(path, raw, head, fields, skip):
+            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
+                for row in batch.slice(start, ROWS_AT_A_TIME).to_pylist():
+                    yield Row(_line(row))
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} has a column of strings that are not UTF-8: {e}") from e
+    except (arrow.ArrowException, OSError) as e:
+        what = "Parquet" if read is _parquet_batches else "Arrow"
+        raise UserError(f"{path} is not a valid {what} file: {first_line(e)}") from e
+
+
+def _parquet_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[Any]:
+    file = require("pyarrow.parquet", "parquet").ParquetFile(raw)
+    columns = _columns(path, file.schema_arrow.names, fields)
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if skip >= rows:
+            skip -= rows
+            continue
+        for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=columns):
+            yield batch.slice(skip)
+            skip = max(0, skip - batch.num_rows)
+
+
+def _arrow_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[Any]:
+    ipc = require("pyarrow.ipc", "parquet")
+    if head.startswith(ARROW_MAGIC):
+        file = ipc.open_file(raw)
+        batches = (file.get_batch(number) for number in range(file.num_record_batches))
+    else:
+        batches = file = ipc.open_stream(raw)
+    columns = _columns(path, file.schema.names, fields)
+    for batch in batches:
+        yield batch.select(columns).slice(skip)
+        skip = max(0, skip - batch.num_rows)
+
+
+def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
+    """Returns the columns to read of those that a table has.
+
+    Raises:
+      UserError: it has not the one for a key.
+    """
+    columns = {key: _column_of(key, names) for key in fields.keys}
+    if missing := next((key for key, column in columns.items() if column is None), None):
+        raise UserError(
+            f"{path} has no column {missing!r}; its columns are {', '.join(names)}: name the one with the text with "
+            "--text-key"
+        )
+    return list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
+
+
+def _column_of(key: str, names: Sequence[str]) -> str | None:
+    """Returns the column of a key: of that name, else of the longest name that a dotted key begins with."""
+    prefixes = [key, *(key[:at] for at in range(len(key) - 1, 0, -1) if key[at] == ".")]
+    return next((prefix for prefix in prefixes if prefix in names), None)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False, default=_json_value).encode() + b"\n"
+
+
+def _json_value(value: Any) -> Any:
+    """Converts a value that JSON does not have: bytes are text where they are UTF-8, dates and decimals are strings."""
+    if not isinstance(value, bytes):
+        return str(value)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
+
+
+def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextFields, skip: int) -> Iterator[Row]:
+    """Yields the rows of a CSV or TSV file below its header.
+
+    Args:
+      path: for messages.
+      file: its content, in UTF-8, at its beginning.
+      delimiter: between fields; a field in double quotes may have delimiters and ends of lines inside.
+      fields: the columns that are read.
+      skip: so many rows at the beginning are left out.
+
+    Raises:
+      UserError: no column was named, or there is no such column; the file ends within quotes, or is not UTF-8.
+    """
+    csv.field_size_limit(LONGEST_FIELD)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, None)
+        if names is None:
+            return
+        kind = "TSV" if delimiter == "\t" else "CSV"
+        if not fields.named:
+            raise UserError(
+                f"{path} is a {kind} file: name the column with the text with --text-key; its columns are "
+                f"{', '.join(names)}"
+            )
+        columns = set(_columns(path, names, fields))
+        for number, row in enumerate(row for row in reader if row):
+            if number < skip:
+                continue
+            chosen = {name: value for name, value in zip(names, row, strict=False) if name in columns}
+            fault = None
+            if len(row) != len(names):
+                fault = f"it has {len(row)} fields, and the header {len(names)}: quote fields that have {delimiter!r}"
+            yield Row(_line(chosen), fault)
+    except csv.Error as e:
+        raise UserError(f"{path}, line {reader.line_num}: {e}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte 0x{e.object[e.start]:02x} behind line {reader.line_num}): convert it, for "
+            "example with iconv -f ENCODING -t UTF-8"
+        ) from e
+    finally:
+        text.detach()  # or it would close the file, which is not its own
