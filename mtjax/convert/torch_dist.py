@@ -25,7 +25,7 @@ LAYERS = "decoder.layers."
 OPTIMIZER = ("optimizer.", "chained_")
 """What the keys of an optimizer's state begin with."""
 UNREAD = ("rng_state", "rerun_state")
-_MLP_NORM, _EXPERTS_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+MLP_NORM, EXPERTS_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 _ROUTER = "mlp.router.weight"
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.experts\.(linear_fc[12]\.weight)")
 _SINGLE = re.compile(r".*\.experts\.\d+\.|.*\.linear_fc1\.weight_[wv]")
@@ -110,9 +110,9 @@ class TorchDistCheckpoint:
 
     def _of_layers(self, key: str, tensor: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
         name = key
-        start, _, kind = key.partition(_MLP_NORM)
+        start, _, kind = key.partition(MLP_NORM)
         if kind and f"{start}{_ROUTER}" in self._tensors:  # what the implementation `local` calls the experts' norm
-            name = f"{start}{_EXPERTS_NORM}{kind}"
+            name = f"{start}{EXPERTS_NORM}{kind}"
         is_stacked = key.startswith(LAYERS) and not key.removeprefix(LAYERS).partition(".")[0].isdigit()
         if not is_stacked:
             yield name, ()

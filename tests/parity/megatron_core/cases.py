@@ -215,3 +215,18 @@ DISTRIBUTED: tuple[tuple[str, Degrees, Degrees], ...] = (
     ("experts by sigmoid and bias, in groups, behind an MLP", (1, 2, None, 2), (2, 2, None, 1)),
 )
 """A model, the degrees in which a `torch_dist` checkpoint of it is saved, and those in which ours is loaded."""
+
+TINY = LLAMA | {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+    "ffn_hidden_size": 12,
+    "max_position_embeddings": 16,
+    "seq_length": 16,
+    "vocab_size": 20,
+    "padded_vocab_size": 24,
+    "make_vocab_size_divisible_by": 12,
+}
+"""The model of `tests/convert/torch_dist.zip`."""

@@ -1,28 +1,34 @@
 """`torch_dist` checkpoints by the real megatron-core: saved and loaded in processes that communicate by gloo.
 
-`python -O -m tests.parity.megatron_core.torch_dist MODE FOLDER`, once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT set. `save` writes every case's folder; `load` loads strictly the folders that mtjax wrote, and compares
-every tensor with the model's.
+`python -m tests.parity.megatron_core.torch_dist MODE FOLDER`, once for each of four ranks, with RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT set. `save` writes every case's folder, its logits, and the same model in the format torch;
+`load` loads strictly the folders that mtjax wrote, and compares every tensor with the model's. `tiny` writes what
+`tests/convert/torch_dist.zip` holds.
 """
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tests.parity.megatron_core.world import without_cuda
 
 without_cuda()
+torch.cuda.synchronize = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from tests.parity.megatron_core.cases import DISTRIBUTED, MODELS, Degrees
-from tests.parity.megatron_core.models import ITERATION, build, fill, shaken, sharded
+from tests.parity.megatron_core.cases import DISTRIBUTED, MODELS, TINY, TOKENS, VOCAB, Degrees
+from tests.parity.megatron_core.models import ITERATION, build, fill, logits_of, shaken, sharded
+from tests.parity.megatron_core.models import save as save_legacy
 
 
 @contextlib.contextmanager
@@ -56,9 +62,20 @@ def state_of(models: list[Any]) -> dict[str, Any]:
 
 def save(folder: Path, name: str, degrees: Degrees) -> None:
     """As `save_checkpoint` writes it: the tensors, and arguments in the common state."""
-    a, (tensor, pipeline, _, expert) = MODELS[name], degrees
-    with groups():
-        whole = sharded(shaken(a))
+    a = MODELS[name]
+    with groups(), torch.no_grad():
+        model = shaken(a)
+        whole = sharded(model)
+        if dist.get_rank() == 0:
+            save_legacy(model, a, folder / "torch" / name, (1, 1, 1))
+            tokens = np.random.default_rng(1).integers(0, VOCAB - 6, (2, TOKENS))
+            np.savez(folder / f"{name}.npz", tokens=tokens, logits=logits_of(model, tokens).numpy())
+    save_sharded(folder / "saved" / name, a, degrees, whole)
+
+
+def save_sharded(folder: Path, a: dict[str, Any], degrees: Degrees, whole: Mapping[Any, ShardedTensor]) -> None:
+    """A checkpoint of these degrees, of the full model's tensors."""
+    tensor, pipeline, _, expert = degrees
     with groups(*degrees):
         models = models_of(a, degrees)
         for model in models:
@@ -107,9 +124,16 @@ def load(folder: Path, name: str, degrees: Degrees) -> None:
 def main(mode: str, folder: Path) -> None:
     """All cases."""
     dist.init_process_group("gloo")
-    for name, saved, loaded in DISTRIBUTED:
+    if mode == "tiny":
+        with groups():
+            whole = sharded(build(TINY))
+        for (key, index, half), part in whole.items():
+            first = zlib.crc32(f"{key} {index} {half}".encode()) % 1000
+            part.data.copy_(torch.arange(first, first + part.data.numel()).reshape(part.data.shape) % 1000)
+        save_sharded(folder, TINY, (2, 2, None, 1), whole)
+    for name, saved, loaded in DISTRIBUTED if mode != "tiny" else ():
         if mode == "save":
-            save(folder / "saved" / name, name, saved)
+            save(folder, name, saved)
         else:
             load(folder / "written" / name / "release", name, loaded)
     dist.barrier()
