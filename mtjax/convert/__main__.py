@@ -24,7 +24,8 @@ A place is KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
   peft      written only: the adapters of a run of mtjax finetune --lora-rank, which all other kinds get merged
-  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt or mp_rank_*/model_optim_rng.pt
+  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
+            format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
@@ -33,6 +34,7 @@ Examples:
   mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
   mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
+  mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --ckpt-format torch_dist
   mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
 
 Converting back returns every bit. Memory holds a few times the largest tensor, however large the model. DIR after --to
@@ -57,6 +59,9 @@ class Options:
     """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
     config: str | None = None
     """A config that describes the model in a megatron folder, if the folder does not."""
+    ckpt_format: Literal["torch", "torch_dist"] = "torch"
+    """Format of a megatron folder that is written: torch has a file for each rank of --tensor, --pipeline and --expert;
+    torch_dist, Megatron-LM's default, is loaded with any degrees."""
     tensor: int = at_least(1, 1, most=HEADS)
     """Tensor-parallel ranks of a megatron folder that is written."""
     pipeline: int = at_least(1, 1, most=LAYERS)
@@ -76,6 +81,10 @@ class Options:
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
 
 
+WITH_RANKS = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version"}
+"""Options of a megatron folder in the format torch, which has a file for each rank."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     return run_main(lambda: run(read(Options, argv, "mtjax convert", DESCRIPTION)))
@@ -90,6 +99,7 @@ def run(options: Options) -> None:
     from_kind, source_path = parse_place(options.source)
     to_kind, target_path = parse_place(options.target, is_target=True)
     check_options(options, from_kind, to_kind)
+    check_format(options)
     import jax  # not before the options are right: it takes a second
 
     jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
@@ -122,8 +132,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     Raises:
       UserError: names one that has none.
     """
-    writes_megatron = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version", "transformer_impl"}
-    idle = set() if to_kind == "megatron" else writes_megatron
+    idle = set() if to_kind == "megatron" else {*WITH_RANKS, "ckpt_format", "transformer_impl"}
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
     idle |= set() if to_kind == "hf" else {"max_shard_gb"}
@@ -134,10 +143,26 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
             raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: remove it")
 
 
+def check_format(options: Options) -> None:
+    """Checks that no option of the format torch is given with torch_dist.
+
+    Raises:
+      UserError: names one.
+    """
+    given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
+    for field in given:
+        if options.ckpt_format != "torch" and field.name in WITH_RANKS:
+            raise UserError(
+                f"--{field.name.replace('_', '-')} has no effect with --ckpt-format {options.ckpt_format}, which "
+                "Megatron-LM loads with any degrees: remove it"
+            )
+
+
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
     from mtjax.convert.hugging_face import HuggingFaceSink
     from mtjax.convert.megatron import MegatronSink, Split
     from mtjax.convert.mtjax_folder import MtjaxSink
+    from mtjax.convert.torch_dist_sink import TorchDistSink
 
     largest = int(options.max_shard_gb * 1e9)
     version = float(options.checkpoint_version)
@@ -147,8 +172,11 @@ def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: 
         "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),
         "megatron": lambda: MegatronSink(folder, source.origin, source.parameters, split, options.dtype),
+        "torch_dist": lambda: TorchDistSink(
+            folder, source.origin, source.parameters, options.transformer_impl, options.dtype
+        ),
     }
-    return openers[kind]()
+    return openers[options.ckpt_format if options.ckpt_format == "torch_dist" else kind]()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
-from mtjax.convert.megatron_files import FILES, TRACKER, MegatronCheckpoint
+from mtjax.convert.megatron_files import FILES, MegatronCheckpoint
+from mtjax.convert.megatron_formats import RELEASE, TRACKER, checkpoint_folder, is_torch_dist
 from mtjax.convert.megatron_tables import (
     LEGACY,
     LEGACY_RMS,
@@ -31,22 +32,23 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import Origin, carry_tokenizer, config_of, rows_of, understood
 from mtjax.convert.table import VOCAB, name_of, with_vocab
+from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.data.cache import reserve
 from mtjax.errors import UserError, require
 
-RELEASE = "release"
-"""What Megatron's tracker file calls weights that are not an iteration of a run."""
+Checkpoint = MegatronCheckpoint | TorchDistCheckpoint
 
 
 def describe(
     folder: Path, vocab_size: int | None, vocab_multiple: int | None, model_config: str | None
-) -> tuple[MegatronCheckpoint, Names, int, Config]:
+) -> tuple[Checkpoint, Names, int, Config]:
     """A checkpoint, the names of its tensors, its rows of the vocabulary, and the config of its model.
 
     Raises:
       UserError: it is not such a checkpoint, or mtjax does not have its model.
     """
-    files = MegatronCheckpoint(folder)
+    folder = checkpoint_folder(folder)
+    files = TorchDistCheckpoint(folder) if is_torch_dist(folder) else MegatronCheckpoint(folder)
     names = names_in(files.shapes, str(files.folder))
     rows = files.ranks * files.shapes[names.words][0] if names.words in files.shapes else None
     if model_config is None:
@@ -65,7 +67,7 @@ def describe(
 
 
 class MegatronSource:
-    """A checkpoint that Megatron-LM wrote, in any tensor, pipeline and expert split."""
+    """A checkpoint that Megatron-LM wrote, of any tensor, pipeline and expert parallel degree."""
 
     def __init__(
         self,
@@ -74,10 +76,10 @@ class MegatronSource:
         vocab_multiple: int | None = None,
         model_config: str | None = None,
     ) -> None:
-        """Opens every rank's file and compares every tensor's name and shape with what the arguments say.
+        """Opens every file and compares every tensor's name and shape with those of the model of the arguments.
 
         Args:
-          folder: with the tracker file, or with `mp_rank_*`.
+          folder: with the tracker file, with `mp_rank_*`, or with `.metadata`.
           vocab_size: tokens of the vocabulary; checkpoints know their padded number of rows.
           vocab_multiple: what our vocabulary is padded to.
           model_config: a config that describes the model, for a checkpoint that does not.
@@ -96,9 +98,9 @@ class MegatronSource:
         """One layer's slice after the other, in the files' type."""
         return self._weights.slices(parameter)
 
-    def _notes(self, files: MegatronCheckpoint, config: Config, rows: int) -> tuple[str, ...]:
+    def _notes(self, files: Checkpoint, config: Config, rows: int) -> tuple[str, ...]:
         fresh = self._weights.fresh_modules
-        notes = [f"checkpoint_version {files.version:g}, {files.ranks} tensor-parallel ranks, {files.dtype}"]
+        notes = [files.summary]
         notes += [f"not in {files.folder}, and so begun afresh: {', '.join(fresh)}"] if fresh else []
         if config.model.vocab_size == rows:
             notes.append(f"the vocabulary is taken for {rows} tokens, all rows there are; --vocab-size says fewer")

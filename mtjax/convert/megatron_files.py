@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from mtjax.convert.megatron_experts import BIAS, by_expert
-from mtjax.convert.stream import check_folder, looks_like, understood
+from mtjax.convert.megatron_formats import checkpoint_folder
+from mtjax.convert.stream import understood
 from mtjax.errors import UserError, require
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 """The second is that of runs with a distributed optimizer in some versions."""
 
@@ -80,6 +80,11 @@ class MegatronCheckpoint:
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(by[0][0].shape) for n, by in self._tensors.items()}
         self.dtype = self._common_dtype()
 
+    @property
+    def summary(self) -> str:
+        """What a note reports of it."""
+        return f"checkpoint_version {self.version:g}, {self.ranks} tensor-parallel ranks, {self.dtype}"
+
     def shard(self, name: str, rank: int) -> np.ndarray:
         """A rank's part of a tensor; a tensor that is not split is replicated on every rank.
 
@@ -102,36 +107,6 @@ class MegatronCheckpoint:
         if odd:
             raise UserError(f"{self.folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
         return kinds.pop() if len(kinds) == 1 else "float32"
-
-
-def checkpoint_folder(folder: Path) -> Path:
-    """The folder with `mp_rank_*`: itself, or the one that Megatron's tracker file names.
-
-    Raises:
-      UserError: there is none.
-    """
-    check_folder(folder)
-    if any(folder.glob("mp_rank_*")):
-        return folder
-    _refuse_other_format(folder)
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        raise UserError(
-            f"{folder} is not a checkpoint of Megatron-LM: it has neither mp_rank_* nor {TRACKER}{looks_like(folder)}"
-        )
-    word = tracker.read_text().strip()
-    checkpoint = folder / (word if word == "release" else f"iter_{int(word) if word.isdigit() else 0:07}")
-    _refuse_other_format(checkpoint)
-    if not any(checkpoint.glob("mp_rank_*")):
-        raise UserError(f"{tracker} says {word!r}, and {checkpoint} holds no mp_rank_*")
-    return checkpoint
-
-
-def _refuse_other_format(folder: Path) -> None:
-    if any(folder.glob("*.distcp")):
-        raise UserError(
-            f"{folder} is in Megatron's format torch_dist, which mtjax does not read: save it with --ckpt-format torch"
-        )
 
 
 def _places(folder: Path) -> dict[tuple[int, ...], Path]:

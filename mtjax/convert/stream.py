@@ -176,7 +176,7 @@ def looks_like(folder: Path) -> str:
     signs = {
         "hf": ("config.json",),
         "mtjax": ("weights/page", "checkpoints", "page"),
-        "megatron": ("mp_rank_*", "latest_checkpointed_iteration.txt"),
+        "megatron": ("mp_rank_*", "*.distcp", "latest_checkpointed_iteration.txt"),
     }
     kinds = [kind for kind, patterns in signs.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
     return f"; it looks like {kinds[0]}:{folder}" if kinds else ""

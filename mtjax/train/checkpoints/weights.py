@@ -134,7 +134,7 @@ def _advice(folder: Path) -> str:
     kind = None
     if any(folder.glob("*.safetensors")) or (folder / "config.json").is_file():
         kind = ("Hugging Face's", "hf")
-    elif any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
+    elif any(any(folder.glob(f"{above}{file}")) for above in ("", "*/") for file in ("mp_rank_*", "*.distcp")):
         kind = ("Megatron-LM's", "megatron")
     if kind is None:
         return ": expected a run's folder, one of its checkpoints, or a folder that `mtjax convert` wrote"

@@ -202,3 +202,31 @@ RUN = {
     "epsilon": 1e-8,
 }
 """Twenty steps of the models `gpt` and `llama`; of the llama the first steps are clipped and the last are not."""
+
+Degrees = tuple[int, int, int | None, int]
+"""Tensor and pipeline parallel degrees, chunks of interleaved stages, expert parallel degree."""
+DISTRIBUTED: tuple[tuple[str, Degrees, Degrees], ...] = (
+    ("gpt", (2, 2, None, 1), (4, 1, None, 1)),
+    ("gpt untied, exact gelu", (4, 1, None, 1), (1, 2, 2, 1)),
+    ("llama", (1, 2, 2, 1), (2, 2, None, 1)),
+    ("llama tied, scaled rope", (1, 4, None, 1), (2, 1, None, 1)),
+    ("experts", (1, 1, None, 2), (2, 1, None, 2)),
+    ("experts, softmax before the choice, groups", (2, 1, None, 2), (1, 1, None, 4)),
+    ("experts by sigmoid and bias, in groups, behind an MLP", (1, 2, None, 2), (2, 2, None, 1)),
+)
+"""A model, the degrees in which a `torch_dist` checkpoint of it is saved, and those in which ours is loaded."""
+
+TINY = LLAMA | {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+    "ffn_hidden_size": 12,
+    "max_position_embeddings": 16,
+    "seq_length": 16,
+    "vocab_size": 20,
+    "padded_vocab_size": 24,
+    "make_vocab_size_divisible_by": 12,
+}
+"""The model of `tests/convert/torch_dist.zip`."""

@@ -29,7 +29,9 @@ EXPERTS = (
 """Arguments that its config has under the same names."""
 
 
-def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1) -> TransformerConfig:
+def config_of(
+    a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1, chunks: int | None = None
+) -> TransformerConfig:
     """As `core_transformer_config_from_args` makes it; everything that CUDA alone has is off."""
     return TransformerConfig(
         num_layers=a["num_layers"],
@@ -49,6 +51,7 @@ def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int
         init_method_std=0.2,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_dropout_fusion=False,
@@ -62,13 +65,23 @@ def config_of(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int
     )
 
 
-def build(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1) -> GPTModel:
-    """The model of the rank that the process groups in force say."""
+def build(
+    a: dict[str, Any],
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    chunks: int | None = None,
+    chunk: int | None = None,
+) -> GPTModel:
+    """The model of the rank in the current process groups; with interleaved stages the model of one chunk."""
     rope = {"rotary_base": a["rotary_base"], "rope_scaling": a["use_rope_scaling"]} if "rotary_base" in a else {}
     rope |= {"rope_scaling_factor": a["rope_scaling_factor"]} if a.get("use_rope_scaling") else {}
-    config, norm = config_of(a, tensor, pipeline, expert), a["normalization"]
+    config, norm = config_of(a, tensor, pipeline, expert, chunks), a["normalization"]
+    interleaved: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     if "num_experts" in a:
-        layers: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+        layers: Any = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=norm, vp_stage=chunk
+        )
     else:
         layers = get_gpt_layer_local_spec(normalization=norm)
     model = GPTModel(
@@ -76,10 +89,11 @@ def build(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1
         layers,
         vocab_size=a["padded_vocab_size"],
         max_sequence_length=a["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**interleaved),
+        post_process=parallel_state.is_pipeline_last_stage(**interleaved),
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
         position_embedding_type=a["position_embedding_type"],
+        vp_stage=chunk,
         **rope,
     )
     return model.eval()

@@ -1,0 +1,81 @@
+"""Which of Megatron-LM's checkpoint formats a folder is in, by what is in it."""
+
+import json
+from pathlib import Path
+
+from mtjax.convert.stream import check_folder, looks_like
+from mtjax.convert.torch_dist_files import METADATA_FILE, DistributedCheckpoint
+from mtjax.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What Megatron's tracker file calls weights that are not an iteration of a run."""
+BACKEND_FILE = "metadata.json"
+"""Written last: it names the format of a distributed checkpoint."""
+BACKEND = "torch_dist"
+_SAVE_AGAIN = "save it again with --ckpt-format torch_dist"
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """The folder with the files: itself, or the one that Megatron's tracker file names.
+
+    Raises:
+      UserError: there is none.
+    """
+    check_folder(folder)
+    if has_checkpoint(folder):
+        return folder
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise UserError(
+            f"{folder} is not a checkpoint of Megatron-LM: it has neither mp_rank_*, {METADATA_FILE} nor {TRACKER}"
+            f"{looks_like(folder)}"
+        )
+    word = tracker.read_text().strip()
+    checkpoint = folder / (word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}")
+    if not has_checkpoint(checkpoint):
+        raise UserError(f"{tracker} names {word!r}, and {checkpoint} holds neither mp_rank_* nor {METADATA_FILE}")
+    return checkpoint
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds the files of a checkpoint in any of Megatron's formats."""
+    signs = ("mp_rank_*", METADATA_FILE, BACKEND_FILE, "*.distcp")
+    return any(any(folder.glob(sign)) for sign in signs)
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a checkpoint's folder is in the format torch_dist; False where it is in the legacy one.
+
+    Raises:
+      UserError: it is in another format, or its save did not finish: says which.
+    """
+    if any(folder.glob("mp_rank_*")):
+        return False
+    path = folder / BACKEND_FILE
+    if not path.is_file():
+        raise UserError(_without_backend(folder))
+    try:
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is corrupted: it does not name the format of a checkpoint") from e
+    if backend != BACKEND:
+        raise UserError(f"{folder} is in Megatron's format {backend}, which mtjax does not read: {_SAVE_AGAIN}")
+    return True
+
+
+def _without_backend(folder: Path) -> str:
+    """What a folder with `.metadata` and without `metadata.json` is, by the names of its tensors."""
+    keys = DistributedCheckpoint(folder).keys
+    if any(key.startswith(("decoder.", "embedding.")) for key in keys):
+        return (
+            f"{folder} lacks {BACKEND_FILE}, which Megatron writes last: the save did not finish, or the copy is not "
+            "complete; use another iteration"
+        )
+    if any(key.endswith("tok_embeddings.weight") for key in keys):
+        return f"{folder} is a checkpoint of torchtitan, which mtjax does not read: export it to Hugging Face's format"
+    example = f", with tensors such as {keys[0]}" if keys else ""
+    return (
+        f"{folder} is in a format of torch.distributed.checkpoint that mtjax does not read, such as Megatron's "
+        f"fsdp_dtensor or torch_dcp{example}: {_SAVE_AGAIN}"
+    )

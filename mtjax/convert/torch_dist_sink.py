@@ -1,0 +1,138 @@
+"""A checkpoint in the format torch_dist that Megatron-LM loads, of any tensor, pipeline and expert parallel degree."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mtjax.config.sizes import dense_layers
+from mtjax.convert.hugging_face import narrowed
+from mtjax.convert.megatron import Split, queries_per_group, written_names
+from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
+from mtjax.convert.megatron_experts import BIAS, expert_arguments
+from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, TRACKER
+from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
+from mtjax.convert.parameters import Parameter
+from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
+from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
+from mtjax.convert.torch_dist import COMMON_FILE, EXPERTS_NORM, LAYERS, MLP_NORM
+from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
+from mtjax.errors import UserError
+
+VERSION = 3.0
+"""`checkpoint_version` of all distributed checkpoints."""
+_LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
+_LINEAR = re.compile(r"(.*\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+
+
+class TorchDistSink:
+    """A folder in the format torch_dist; each slice is written at once, as one or more chunks."""
+
+    def __init__(
+        self, folder: Path, origin: Origin, parameters: Mapping[str, Parameter], impl: str | None, dtype: str | None
+    ) -> None:
+        """Creates the folder.
+
+        Args:
+          folder: to write to, which exists.
+          origin: of the weights.
+          parameters: of the model.
+          impl: Megatron's `--transformer-impl`; Transformer Engine when None.
+          dtype: type of the numbers; that of the origin when None.
+
+        Raises:
+          UserError: Megatron-Core has no such model.
+        """
+        model = origin.config.model
+        self._folder, self._origin, self._dtype = folder, origin, dtype or origin.dtype
+        self._names = written_names(model, Split(transformer_impl=impl))
+        if self._names.is_legacy:
+            raise UserError(
+                "--ckpt-format torch_dist is Megatron-Core's, and "
+                + ("a BERT is written" if model.family == "bert" else "--transformer-impl is legacy")
+                + ": use --ckpt-format torch"
+            )
+        self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
+        self._arguments |= expert_arguments(model, 1, 1, False)
+        self._selection = table(VERSION, TRANSFORMER_ENGINE, queries_per_group(model)).select(parameters)
+        self._is_stacked = not dense_layers(model)
+        self._writer = DistributedWriter(folder / RELEASE)
+
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Writes one layer's slice of a parameter.
+
+        Raises:
+          UserError: a number is too large for float16.
+        """
+        sizes = parameter.sizes | {VOCAB: self._rows}
+        array = with_vocab(array, parameter, self._rows)
+        for tensor in self._selection.tensors_of(parameter):
+            name = name_of(tensor, layer)
+            numbers = tensor.extract(array, parameter)
+            numbers = numbers if name.endswith(BIAS) else narrowed(numbers, self._dtype, name)
+            shape = tensor.shape(sizes)
+            key, index, above = self._key(name)
+            ones = (1,) * len(index)
+            for start, rows in _boxes(tensor, numbers, shape, sizes):
+                offsets = (*index, start, *(0 for _ in shape[1:]))
+                self._writer.chunk(key, (*above, *shape), offsets, rows.reshape(*ones, *rows.shape))
+
+    def close(self) -> None:
+        """Writes the objects, the common state, the list of the chunks, the tracker file and the tokenizer."""
+        for name in self._selection.shapes(self._rows):
+            if match := _LINEAR.fullmatch(name):
+                self._write_extra_state(match[1])
+                if name.endswith(".linear_qkv.weight"):
+                    self._write_extra_state(name.replace("linear_qkv.weight", "core_attention"))
+        self._writer.close()
+        folder = self._folder / RELEASE
+        common = {
+            "args": argparse.Namespace(**self._arguments),
+            "checkpoint_version": VERSION,
+            "iteration": 0,
+            "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": not self._is_stacked},
+        }
+        with (folder / COMMON_FILE).open("wb") as file:
+            write_archive(file, common, root="common")
+        backends = {f"{kind}_backend": name for kind, name in (("sharded", BACKEND), ("common", "torch"))}
+        versions = {f"{kind}_backend_version": 1 for kind in ("sharded", "common")}
+        (folder / BACKEND_FILE).write_text(json.dumps(backends | versions))
+        (self._folder / TRACKER).write_text(RELEASE)
+        carry_tokenizer(self._origin, self._folder)
+
+    def _write_extra_state(self, module: str) -> None:
+        """Writes the empty state of a module; Megatron does not load a checkpoint that lacks one."""
+        key, index, above = self._key(f"{module}.")
+        numbers = (index, above) if index else ((0,), (1,))
+        part, of = (".".join(map(str, sizes)) for sizes in numbers)
+        self._writer.object(f"{key}_extra_state/shard_{part}_{of}", [None])
+
+    def _key(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Returns the key of a tensor, the tensor's index in the first dimensions, and the sizes of these."""
+        model, index, above = self._origin.config.model, (), ()
+        if self._is_stacked and (match := _LAYER.match(name)):
+            index, above, name = (int(match[1]),), (model.num_layers,), name.replace(match[0], LAYERS, 1)
+        if match := _EXPERT.search(name):
+            index, above = (*index, int(match[1])), (*above, model.num_experts)
+            name = name.replace(match[0], ".mlp.experts.experts.")
+        if self._names is not LOCAL:
+            return name, index, above
+        return name.replace(EXPERTS_NORM, MLP_NORM), index, above
+
+
+def _boxes(
+    tensor: Tensor, numbers: np.ndarray, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of the first dimension at which a tensor's numbers begin in the one that it is a part of."""
+    if tensor.slots is None:
+        yield 0, numbers
+        return
+    width = int(np.prod([sizes[axis] for axis in tensor.dims[0][1:]]))
+    group, count = tensor.slots.of * width, tensor.slots.count * width
+    for i in range(shape[0] // group):
+        yield i * group + tensor.slots.first * width, numbers[i * count : (i + 1) * count]
