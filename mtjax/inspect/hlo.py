@@ -138,14 +138,14 @@ class Computation:
 class StageBranch:
     """When stages of a pipeline take the first of a conditional's two branches, `true_computation`."""
 
-    by_tick: tuple[tuple[bool, ...], ...]
-    """By tick of the loop around it, and by stage."""
+    by_tick: tuple[tuple[bool | None, ...], ...]
+    """By tick of the loop around it, and by stage; None where a stage does not come to the conditional."""
     counted_stage: int = 0
     """The stage whose executions are counted."""
 
     def count(self, is_true: bool) -> int:
         """Returns in how many ticks the counted stage takes a branch."""
-        return sum(stages[self.counted_stage] == is_true for stages in self.by_tick)
+        return sum(stages[self.counted_stage] is is_true for stages in self.by_tick)
 
 
 @dataclass(frozen=True)

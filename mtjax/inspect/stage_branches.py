@@ -142,8 +142,11 @@ def _of_phase(
     return found
 
 
-def _is_taken(branch: _Branch, stage: int, work: Work | None, table: Timetable, sections: int) -> bool:
+def _is_taken(branch: _Branch, stage: int, work: Work | None, table: Timetable, sections: int) -> bool | None:
     chunk, each = work.chunk if work else 0, table.chunks // sections
+    is_other = chunk // each != branch.section
+    if branch.kind == OTHER_SECTION or is_other:
+        return is_other if branch.kind == OTHER_SECTION else None
     is_first = stage == 0 and chunk == branch.section * each
     is_last = stage == table.stages - 1 and chunk == table.chunks - 1
     return {
@@ -151,5 +154,4 @@ def _is_taken(branch: _Branch, stage: int, work: Work | None, table: Timetable, 
         EMBEDDING_GRADIENTS: is_first and work is not None,
         LOSSES: is_last and work is not None,
         NO_LAYERS: is_last,
-        OTHER_SECTION: chunk // each != branch.section,
     }[branch.kind]
