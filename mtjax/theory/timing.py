@@ -156,7 +156,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     )
     spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
-    on_layers, to_experts = spent[MODEL] / sections, spent[EXPERT] / sections
+    on_layers, to_experts = spent[MODEL], spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
     return StepTime(
@@ -164,7 +164,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         attention=attention,
         element_wise=element_wise,
         logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
-        model_axis=on_layers * counts + m / ticks * spent[LOSS_FORWARD],
+        model_axis=on_layers * counts + spent[LOSS_FORWARD],
         stage_axis=sent + spent[GRADIENTS],
         bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
         data_axis=spent[DATA],
