@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from mtjax.inspect.collectives import computes
 from mtjax.inspect.hlo import Computation, Instruction, Module
-from mtjax.inspect.hlo_walk import executions
 from mtjax.inspect.phases import locate
-from mtjax.inspect.roofline import Roofline
+from mtjax.inspect.roofline import NONE_TAKEN, Roofline, Taken
 from mtjax.inspect.traffic import bytes_moved
 from mtjax.theory.contract import GRADIENTS, LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER, PARAMETERS
 
@@ -105,18 +104,13 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
 
 
 def _executed(
-    roofline: Roofline, computation: Computation, times: int, *, in_loop: bool
+    roofline: Roofline, computation: Computation, times: int, *, in_loop: bool, taken: Taken = NONE_TAKEN
 ) -> Iterator[tuple[Computation, Instruction, int, bool]]:
     """Operations, how often they run, and whether in a loop; of branches, as the roofline, those of the longest."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call", "conditional"):
-            count, _ = executions(instruction)
-            condition = (instruction.attribute("condition") or "").lstrip("%")
-            callees = [c for c in roofline.module.callees(instruction) if c.name != condition]
-            if instruction.opcode == "conditional":
-                callees = [max(callees, key=lambda c: roofline.walk(c).seconds)]
-            for callee in callees:
-                inside = in_loop or instruction.opcode == "while"
-                yield from _executed(roofline, callee, times * count, in_loop=inside)
+            inside = in_loop or instruction.opcode == "while"
+            for run in roofline.runs(instruction, taken):
+                yield from _executed(roofline, run.computation, times * run.times, in_loop=inside, taken=run.taken)
         elif computes(instruction) and instruction.name not in roofline.collectives:
             yield computation, instruction, times, in_loop

@@ -14,8 +14,10 @@ from mtjax.config import Config
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
+from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import Target
 from mtjax.models.kernels.grouped import Blocks
+from mtjax.sharding.schedules.pipeline import PipelineSchedule
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh
@@ -109,6 +111,10 @@ def compile_program(program: TrainStep, target: Target) -> CompiledStep:
     module = hlo.parse(text)
     if blocks := expected_blocks(program):
         module = hlo.with_trip_counts(module, blocks, EXPERTS_SCOPE)
+    plan = Plan.of(program.config, program.shape)
+    schedule = program.microbatch_schedule(plan.microbatches)
+    if isinstance(schedule, PipelineSchedule):
+        module = with_stage_branches(module, schedule.training, len(program.sections))
     return CompiledStep(
         config=program.config,
         program=program,

@@ -9,7 +9,7 @@ Grammar: https://openxla.org/xla/hlo_to_json and `xla/hlo/parser` in the XLA sou
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mtjax.errors import UserError
@@ -135,6 +135,20 @@ class Computation:
 
 
 @dataclass(frozen=True)
+class StageBranch:
+    """When stages of a pipeline take the first of a conditional's two branches, `true_computation`."""
+
+    by_tick: tuple[tuple[bool | None, ...], ...]
+    """By tick of the loop around it, and by stage; None where a stage does not come to the conditional."""
+    counted_stage: int = 0
+    """The stage whose executions are counted."""
+
+    def count(self, is_true: bool) -> int:
+        """Returns in how many ticks the counted stage takes a branch."""
+        return sum(stages[self.counted_stage] is is_true for stages in self.by_tick)
+
+
+@dataclass(frozen=True)
 class Module:
     """A compiled program for one of `num_partitions` devices."""
 
@@ -143,6 +157,14 @@ class Module:
     entry: Computation
     is_scheduled: bool
     num_partitions: int
+    stage_branches: Mapping[str, StageBranch] = field(default_factory=dict)
+    """By the conditional's name, where it is known (`mtjax.inspect.stage_branches`)."""
+
+    def is_true_branch(self, instruction: Instruction, callee: Computation) -> bool:
+        """Returns whether a conditional runs a computation if its condition holds: its `true_computation`, or the
+        second of its `branch_computations`."""
+        name = instruction.attribute("true_computation")
+        return callee.name == (name.lstrip("%") if name else instruction.called[-1])
 
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
         """The computations that an instruction calls."""

@@ -1,4 +1,8 @@
-"""Every instruction that a step executes, and how often: loops multiplied, fusions, calls and branches entered."""
+"""Every instruction that a step executes, and how often: loops multiplied, fusions, calls and branches entered.
+
+A branch on the stage of a pipeline counts as often as the stage that runs it takes it: embedding and losses once a
+microbatch, not once a tick.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +23,8 @@ class Site:
     is_exact: bool = True
     """False inside a loop of unknown length (counted once) or a branch (counted as if always taken).
 
-    Branches on the stage of a pipeline are exact: some stage takes each of them, and the others wait for it. So are
-    those of sampling: a contract is of steps in which all are taken."""
+    Branches on the stage of a pipeline are exact: some stage takes each of them. So are those of sampling: a contract
+    is of steps in which all are taken."""
     callers: tuple["Site", ...] = ()
     """The instructions through which it was entered, outermost first."""
 
@@ -37,8 +41,10 @@ def _visit(
         site = Site(instruction, computation, count, exact, callers)
         yield site
         inner, known = executions(instruction)
+        branch = module.stage_branches.get(instruction.name)
         for callee in module.callees(instruction):
-            yield from _visit(module, callee, count * inner, exact and known, (*callers, site))
+            times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
+            yield from _visit(module, callee, times, exact and known, (*callers, site))
 
 
 def executions(instruction: Instruction) -> tuple[int, bool]:

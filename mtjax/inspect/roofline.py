@@ -7,11 +7,15 @@ servers and one between them, in a program that has streams for both. Speeds and
 `theory.machine.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
 published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
 operand comes from memory. What is computed while a collective is under way takes longer, for they share the device.
+
+Stages of a pipeline wait for each other in every tick, so a tick takes what the slowest stage takes for the branches
+that are its in that tick.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
@@ -64,6 +68,21 @@ class Spent:
         self.contention += times * other.contention
 
 
+Taken = frozenset[str]
+"""The conditionals on the stage of which the first branch is taken, by their names."""
+
+
+NONE_TAKEN: Taken = frozenset()
+
+
+class Run(NamedTuple):
+    """What an instruction runs, and how often."""
+
+    computation: Computation
+    taken: Taken
+    times: int
+
+
 @dataclass
 class Walked:
     """One execution of a computation."""
@@ -91,17 +110,70 @@ class Roofline:
         self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
         self.launch = self.machines[2].constants.launch
         self.collectives: Mapping[str, Collective] = {c.name: c for c in collectives}
-        self.walked: dict[str, Walked] = {}
+        self.walked: dict[tuple[str, Taken], Walked] = {}
+        self._on_stage: dict[str, Taken] = {}
 
     def run(self) -> Walked:
         """The entire step."""
         return self.walk(self.module.entry)
 
-    def walk(self, computation: Computation) -> Walked:
-        """One execution of a computation, remembered by its name."""
-        if computation.name not in self.walked:
-            self.walked[computation.name] = _Clock(self, computation).run()
-        return self.walked[computation.name]
+    def walk(self, computation: Computation, taken: Taken = NONE_TAKEN) -> Walked:
+        """One execution of a computation, remembered by its name and the branches on the stage that are taken in it."""
+        key = (computation.name, taken & self._branches_on_stage(computation))
+        if key not in self.walked:
+            self.walked[key] = _Clock(self, computation, key[1]).run()
+        return self.walked[key]
+
+    def runs(self, instruction: Instruction, taken: Taken) -> Iterator[Run]:
+        """Yields what a loop, a call or a conditional runs.
+
+        Loops run their body as often as XLA says, a loop over ticks with the branches of the slowest stage in each
+        tick; of branches that do not depend on the stage the longest counts.
+        """
+        callees = list(self.module.callees(instruction))
+        if instruction.opcode == "conditional":
+            branch = self.module.stage_branches.get(instruction.name)
+            if branch is not None and len(branch.by_tick) > 1:
+                is_true = instruction.name in taken
+                callees = [c for c in callees if self.module.is_true_branch(instruction, c) == is_true]
+            elif branch is not None:  # of a single tick, which is no loop: of what any stage takes
+                (stages,) = branch.by_tick
+                callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
+            slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
+            yield Run(slowest, taken, 1)
+            return
+        times, _ = executions(instruction)
+        condition = (instruction.attribute("condition") or "").lstrip("%")
+        for callee in callees:
+            if callee.name == condition:
+                continue
+            if instruction.opcode == "while" and (inner := self._branches_on_stage(callee)):
+                ticks = Counter(self._slowest(callee, inner, tick) for tick in range(times))
+                yield from (Run(callee, of_tick, count) for of_tick, count in ticks.items())
+            else:
+                yield Run(callee, taken, times)
+
+    def _slowest(self, body: Computation, inner: Taken, tick: int) -> Taken:
+        """The branches that the stage takes that needs longest for a tick."""
+        tables = {name: self.module.stage_branches[name].by_tick[tick] for name in sorted(inner)}
+        by_stage = zip(*tables.values(), strict=True)
+        options = dict.fromkeys(
+            frozenset(name for name, is_taken in zip(tables, of_stage, strict=True) if is_taken)
+            for of_stage in by_stage
+        )
+        return max(options, key=lambda option: self.walk(body, option).seconds)
+
+    def _branches_on_stage(self, computation: Computation) -> Taken:
+        """The conditionals on the stage in a computation and in what its conditionals run."""
+        if computation.name not in self._on_stage:
+            found: set[str] = set()
+            for instruction in computation.instructions:
+                if instruction.name in self.module.stage_branches:
+                    found.add(instruction.name)
+                if instruction.opcode == "conditional":
+                    found.update(*map(self._branches_on_stage, self.module.callees(instruction)))
+            self._on_stage[computation.name] = frozenset(found)
+        return self._on_stage[computation.name]
 
     def seconds(self, computation: Computation, instruction: Instruction) -> tuple[float, bool]:
         """Seconds of an operation that calls no loop, and whether products determine them."""
@@ -130,8 +202,8 @@ class Roofline:
 class _Clock:
     """One walk down a computation's schedule."""
 
-    def __init__(self, roofline: Roofline, computation: Computation) -> None:
-        self.roofline, self.computation = roofline, computation
+    def __init__(self, roofline: Roofline, computation: Computation, taken: Taken) -> None:
+        self.roofline, self.computation, self.taken = roofline, computation, taken
         self.now = 0.0
         self.sending_until: dict[bool, float] = defaultdict(float)
         """By whether it is between servers, where both may send at a time."""
@@ -193,14 +265,9 @@ class _Clock:
         self.now += waited + slowed
 
     def _enter(self, instruction: Instruction) -> None:
-        """Loops run their body as often as XLA says; of a conditional's branches the longest counts."""
-        times, _ = executions(instruction)
-        condition = (instruction.attribute("condition") or "").lstrip("%")
-        callees = (c for c in self.roofline.module.callees(instruction) if c.name != condition)
-        inner = [self.roofline.walk(c) for c in callees]
-        if instruction.opcode == "conditional":
-            inner = [max(inner, key=lambda w: w.seconds)]
-        for walked in inner:
+        """Adds what a loop, a call or a conditional runs."""
+        for computation, taken, times in self.roofline.runs(instruction, self.taken):
+            walked = self.roofline.walk(computation, taken)
             for phase, spent in walked.phases.items():
                 self.result.phases[phase].add(spent, times)
             for axes, spent in walked.by_axes.items():

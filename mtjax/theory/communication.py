@@ -5,13 +5,14 @@ all-reduces forward, two backward, and one more when the layer is computed again
 needed then. With the sequence split each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied
 from mtjax.theory.adapters import is_trainable
-from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import (
     GRADIENTS,
     JOINED,
@@ -24,7 +25,7 @@ from mtjax.theory.contract import (
     Symbols,
     sum_expectations,
 )
-from mtjax.theory.counts import Counts, counts, peak_stage_counts, trainable_counts
+from mtjax.theory.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
 from mtjax.theory.layout import ZERO_AXES, Layout
 from mtjax.theory.parts.embedding import Lookup, Positions
 from mtjax.theory.parts.experts import exchanged_tokens
@@ -69,32 +70,36 @@ def _contract(
     expert_dispatch: ExpertDispatch,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
-    turns = "ticks" if pipeline else "microbatches"
-    common = ResidualStream(
+    # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
+    ends = ResidualStream(
         split=layout.sequence,
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
         is_frozen=anatomy.model.lora_rank > 0,
-        turns=turns,
-        forward_turns="2*ticks" if pipeline == "recomputed" else turns,
+        forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
+        embedding_turns="embedding_ticks" if pipeline else "microbatches",
         across=across,
         expert_dispatch=expert_dispatch,
     )
-    lines = [line for part in anatomy.outside for line in part.collectives(common)]
+    lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
         needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
         before = stack.parts[: stack.parts.index(part)]
         learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
-        lines += part.collectives(replace(common, side=stack.side, needed_again=needed, learns_before=learns))
+        turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
+        inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
+        lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
     ranks = JOINED.join(sharing)
-    lines += over_ranks_lines(layout.zero, bool(pipeline), wire, ranks, adapts=anatomy.model.lora_rank > 0)
+    ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
+    lines += over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=anatomy.model.lora_rank > 0)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in (DATA, STAGE, CONTEXT, EXPERT) if axis in (*sharing, *staged)]))
         same = [axis for axis in sharing if axis not in layout.rules.expert]
+        turns = "ticks" if pipeline else "microbatches"
         lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns)
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     family = anatomy.model.family
@@ -161,12 +166,22 @@ def load_line(axes: list[str]) -> Expectation:
     return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
-def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: bool = False) -> list[Expectation]:
+def section_ticks(anatomy: Anatomy, stack: Stack) -> str:
+    """Returns the word for the ticks in which a stage runs layers of a stack's section: of several sections a tick runs
+    one, and idle ticks the first."""
+    return "ticks" if len(anatomy.sections) == 1 else f"{stack.side or 'encoder_'}ticks"
+
+
+def over_ranks_lines(
+    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool = False
+) -> list[Expectation]:
     """Gradients, in the type `wire`, and, with ZeRO, parameters: everything that may cross `data`; and so the axes of
     `ranks`, which hold the same parameters and see other samples or tokens.
 
-    Where a model `adapts` itself, only adapters, and a task's head, have gradients.
+    On stages `ticks` has the word for each section's ticks, and the side of its last stack. Where a model `adapts`
+    itself, only adapters, and a task's head, have gradients.
     """
+    staged = bool(ticks)
     of = "adapters" if adapts else "parameters"
 
     def line(
@@ -179,13 +194,17 @@ def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: b
         return [line(GRADIENTS, "all-reduce", "1", of, why)]
     whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
     split, turns = f"{of} - unsplit_{of}", "ticks" if staged else "microbatches"
-    times, scattered = (turns, f"turn_{of}" if staged else split) if zero >= 2 else ("1", split)
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
     why = f"each rank sums its part of the gradients, {often}"
-    scatters = [line(GRADIENTS, "reduce-scatter", times, scattered, why)]
+    if staged and zero >= 2:
+        scattered = [(each, f"{side}turn_{of}") for each, side in ticks.items()]
+        scattered.append(("microbatches", f"outside_{of} - unsplit_outside_{of}"))
+    else:
+        scattered = [("microbatches" if zero >= 2 else "1", split)]
+    scatters = [line(GRADIENTS, "reduce-scatter", times, elements, why) for times, elements in scattered]
     if staged and zero >= 2 and not adapts:
         why = "once more where embeddings and head, each a branch of its own, have a table in common"
-        scatters.append(line(GRADIENTS, "reduce-scatter", times, "parameters_used_again", why))
+        scatters.append(line(GRADIENTS, "reduce-scatter", "microbatches", "parameters_used_again", why))
     if zero < 3:
         why = "matrices, once a step, however many microbatches"
         gathers = [line(PARAMETERS, "all-gather", "1", "split_matrices", why, "compute")]
@@ -195,11 +214,24 @@ def over_ranks_lines(zero: int, staged: bool, wire: Dtype, ranks: str, adapts: b
     often = "forward and again backward; layers of a group also when their group is computed again"
     vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
     outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
+    of_layers = {f"parameter_gathers*{each}": f"{side}layer_matrices" for each, side in ticks.items()}
+    why = f"matrices of the layers, {often}"
     return [
         whole,
         *scatters,
-        line(PARAMETERS, "all-gather", times, "layer_matrices", f"matrices of the layers, {often}", "compute"),
-        line(PARAMETERS, "all-gather", turns, outside, "matrices outside the layers", "compute", True),
+        *(
+            line(PARAMETERS, "all-gather", count, elements, why, "compute")
+            for count, elements in (of_layers or {times: "layer_matrices"}).items()
+        ),
+        line(
+            PARAMETERS,
+            "all-gather",
+            "embedding_ticks" if staged else turns,
+            outside,
+            "matrices outside the layers",
+            "compute",
+            True,
+        ),
         line(PARAMETERS, "all-gather", times, vectors, small, "float32", True),
     ]
 
@@ -232,15 +264,31 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
     staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
     if staged:
+        ticks, working = num_ticks(plan.mesh.stage, plan.microbatches, chunks), plan.microbatches * plan.chunks
         symbols |= {
-            "ticks": num_ticks(plan.mesh.stage, plan.microbatches, chunks),
+            "ticks": ticks,
+            # A stage that is idle works on the first chunk, so the first stage makes that one's input then too.
+            "embedding_ticks": ticks - working * len(anatomy.sections) + plan.microbatches,
             "model_ways": plan.mesh.model,
             "shared_parameters": _shared_parameters(anatomy, plan),
             "parameters_used_again": _used_again(anatomy, plan),
-            "turn_parameters": _in_turn(held, plan),
-            "turn_adapters": _in_turn(adapters, plan),
+            "outside_parameters": held.all - held.in_layers,
+            "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
+            "outside_adapters": adapters.all - adapters.in_layers,
+            "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
             "parameter_gathers": 3 if plan.recompute == "full" else 2,
         }
+        for number, section in enumerate(anatomy.sections):
+            side, split = section[-1].side, _section_counts(anatomy, plan, section)
+            of_section = split if model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
+            symbols |= {
+                f"{side}turn_parameters": (split.all - split.replicated) // plan.chunks,
+                f"{side}turn_adapters": (of_section.all - of_section.replicated) // plan.chunks,
+                f"{side}layer_matrices": split.layer_matrices // plan.chunks,
+            }
+            if len(anatomy.sections) > 1:
+                later = working * (len(anatomy.sections) - 1)
+                symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
     if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
@@ -293,10 +341,12 @@ def _gathered(held: Counts, learnt: Counts, in_turn: int) -> dict[str, int]:
     }
 
 
-def _in_turn(held: Counts, plan: Plan) -> int:
-    """Elements that ZeRO splits of what a tick goes through: a chunk of layers, and what is outside the layers."""
-    chunk = (held.in_layers - held.replicated_in_layers) // plan.chunks
-    return held.all - held.in_layers - (held.replicated - held.replicated_in_layers) + chunk
+def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:
+    """Counts what a stage holds of a section's layers, without experts' matrices; if `trained`, of what is trained."""
+    paths = tuple(f"{stack.path}.layers." for stack in section)
+    weights = [weight for weight in stage_weights(anatomy, plan) if weight.name.startswith(paths)]
+    chosen = [weight for weight in weights if not trained or is_trainable(anatomy.model, weight.name)]
+    return counts(chosen, plan.layout(anatomy.model), plan.mesh).shared
 
 
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:

@@ -133,7 +133,8 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     (`mtjax.sharding.context.ring_attention`).
     Experts' backward pass computes the first of their products once more, and full recompute leaves both out.
 
-    On stages, of what all of them do in all ticks, as if each took every branch: that is what a step waits for.
+    On stages, of what all of them do in all ticks, idle or not, as if each had the embedding and the losses, which are
+    counted once a microbatch.
     """
     if plan.is_staged:
         return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
@@ -160,23 +161,26 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
 
 
 def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
-    """Every tick runs a chunk forward, and backward - full recompute: forward once more - and the losses."""
-    is_full = plan.recompute == "full"
-    tick = (
+    """Every tick runs a chunk of one section forward, and backward - full recompute: forward once more -, idle ticks
+    one of the first section; the losses are computed once a microbatch."""
+    is_full, m = plan.recompute == "full", plan.microbatches
+    total = m * (
         3 * outside_flops(anatomy)
         - frozen_outside_flops(anatomy)
         + taught_flops(anatomy, plan)
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
-    for stack in anatomy.stacks:
-        whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-        again = 0.5 if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective" else 0.0
-        once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
-        once += routing_again(stack, plan)
-        each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
-        tick += layers_in_chunk(stack, plan) * (each + again * core)
-    ticks = num_ticks(plan.stages, plan.microbatches, plan.chunks * len(anatomy.sections))
-    return tick * ticks * plan.stages / plan.microbatches
+    idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
+    for number, section in enumerate(anatomy.sections):
+        ticks = m * plan.chunks + (0 if number else idle)
+        for stack in section:
+            whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+            again = 0.5 if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective" else 0.0
+            once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
+            once += routing_again(stack, plan)
+            each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
+            total += ticks * layers_in_chunk(stack, plan) * (each + again * core)
+    return total * plan.stages / m
 
 
 def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:

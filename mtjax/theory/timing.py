@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from mtjax.config.sizes import output_is_tied
+from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import GRADIENTS, LOSS_FORWARD
-from mtjax.theory.copies import Copy, copies, copies_in_step, copies_in_turn
-from mtjax.theory.counts import peak_stage_counts
+from mtjax.theory.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
+from mtjax.theory.counts import on_device, peak_stage_counts, zero_degree
+from mtjax.theory.expert_blocks import block_copies
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.link_time import (
@@ -115,7 +118,7 @@ def step_time(
         bubble=per_step * megatron_bubble(plan.pipeline_schedule, plan.mesh.stage, m, plan.chunks),
         data_axis=exposed[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        copies=_copies(copies(anatomy, plan), machine, software),
+        copies=_copies(_all_copies(anatomy, plan), machine, software),
         contention=slowed,
         context_axis=exposed[CONTEXT],
         expert_axis=exposed[EXPERT],
@@ -137,7 +140,8 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
 
     def of_stack(stack: Stack) -> list[float]:
         """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
-        turn = _copies(copies_in_turn(stack, anatomy.model, plan), machine, software)
+        made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
+        turn = _copies(made, machine, software)
         return [layers_in_chunk(stack, plan) * s for s in (*_layer(stack, alike, machine, software), turn)]
 
     chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
@@ -152,7 +156,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     )
     spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
-    on_layers, to_experts = spent[MODEL] / sections, spent[EXPERT] / sections
+    on_layers, to_experts = spent[MODEL], spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
     return StepTime(
@@ -160,12 +164,12 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         attention=attention,
         element_wise=element_wise,
         logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
-        model_axis=on_layers * counts + m / ticks * spent[LOSS_FORWARD],
+        model_axis=on_layers * counts + spent[LOSS_FORWARD],
         stage_axis=sent + spent[GRADIENTS],
         bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        copies=copied + _copies(copies_in_step(anatomy, plan), machine, software),
+        copies=copied + _copies([*copies_in_step(anatomy, plan), *_table_copies(anatomy, plan)], machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
         expert_axis=to_experts * counts,
@@ -309,6 +313,34 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     again = sum(_forward(product, plan, machine) for product in made) if software.recomputes_logits else 0
     columns = len(made) * plan.local_tokens(logits.tokens) * logits.outer
     return seconds + again + machine.passes(columns * software.kernels.logits)
+
+
+def _all_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Copies of a step without stages."""
+    found = copies(anatomy, plan)
+    for stack in anatomy.stacks:
+        times = plan.microbatches * layers_in_chunk(stack, plan)
+        found += [copy._replace(times=times * copy.times) for copy in block_copies(stack, anatomy.model, plan)]
+    return found
+
+
+def _table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Copies of the sums of gradients of tables outside the layers, in every tick's backward half.
+
+    XLA: a branch that does not add to a sum copies it, and so does the tick around it where the embedding and the
+    losses have a table each. With one table for both a single copy is left.
+    """
+    ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    tables = [weight for part in anatomy.outside for weight in part.weights if "vocab" in weight.names[:1]]
+    layout, each = plan.layout(anatomy.model), 1 if output_is_tied(anatomy.model) else 2
+    found = []
+    for weight in tables:
+        if len(weight.shape) > 1 and is_trainable(anatomy.model, weight.name):
+            own = on_device(weight, layout, plan.mesh) / (
+                zero_degree(weight, layout, plan.mesh) if plan.zero >= 2 else 1
+            )
+            found.append(Copy(SUMS, 2 * FLOAT32 * own, each * ticks))
+    return found
 
 
 def _copies(found: list[Copy], machine: Machine, software: Software) -> float:

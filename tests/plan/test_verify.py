@@ -139,3 +139,28 @@ def test_compiled_memory_of_a_preset_is_as_planned(name, changes):
     checks = errors(inspect(run, find_target("h100x8")))
     assert checks["weights"].error == 0
     assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
+
+
+STAGED = {"num_layers": 8, "global_batch_size": 32, "microbatch_size": 1, "zero": 1}
+TIMED = [
+    (
+        "llama3-8b",
+        "data=2,stage=2,model=1",
+        {"pipeline_schedule": "interleaved", "chunks": 4, "recompute": "full", "sequence_length": 4096},
+    ),
+    rare("llama3-8b", "data=1,stage=4,model=2", {"pipeline_schedule": "gpipe", "sequence_parallel": True}),
+    rare("bert-1.3b", "data=2,stage=2,model=2", {"recompute": "none", "microbatch_size": 4}),
+    ("mixtral-8x7b", "8x1", {"num_layers": 2, "recompute": "full", "zero": 3}),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mesh", "changes"), TIMED, ids=lambda x: x if isinstance(x, str) else "")
+def test_step_time_is_that_of_the_compiled_program(name, mesh, changes):
+    """Within 15%: of pipelines, whose losses are computed once a microbatch, and of experts, whose products are
+    computed in blocks."""
+    report = inspect(config.replace(config.load(name), **{**STAGED, "mesh": mesh, **changes}), find_target("h100x8"))
+    assert report.verdict.holds
+    assert errors(report)["step time"].error == pytest.approx(0, abs=0.15)
+    assert errors(report)["FLOPs of a step"].error == pytest.approx(0, abs=0.02)

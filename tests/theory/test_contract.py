@@ -5,11 +5,21 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.theory.communication import contract_of
-from mtjax.theory.contract import LAYER_FORWARD, Expectation, evaluate, sum_expectations
+from mtjax.theory.communication import contract_of, symbols_of
+from mtjax.theory.contract import (
+    EMBEDDING_FORWARD,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    LOSS_BACKWARD,
+    LOSS_FORWARD,
+    Expectation,
+    evaluate,
+    sum_expectations,
+)
 from mtjax.theory.parts.part import Part, ResidualStream
 from mtjax.theory.rules import MODEL
-from tests.inspect.steps import theory_of, tiny
+from mtjax.theory.timetable import num_ticks
+from tests.inspect.steps import required_of, theory_of, tiny
 
 SYMBOLS = {"layers": 3, "microbatches": 2, "batch": 2, "sequence": 64, "hidden": 64, "ways": 4}
 
@@ -84,3 +94,29 @@ def only_one(lines: set[Expectation]) -> Expectation:
     """Lines of equal arrays are one, whose counts add up."""
     (whole,) = sum_expectations(sorted(lines, key=lambda one: one.count, reverse=True))
     return whole
+
+
+STAGED = {"num_layers": 8, "mesh": "data=2,stage=2,model=2", "microbatch_size": 1, "global_batch_size": 16}
+
+
+@pytest.mark.parametrize(("settings", "idle"), [({}, 1), ({"pipeline_schedule": "interleaved", "chunks": 4}, 1)])
+def test_on_stages_embedding_and_losses_send_once_a_microbatch(settings, idle):
+    """Layers in every tick; the embedding also in ticks in which the first stage is idle forward."""
+    run = tiny(**STAGED, **settings)
+    required, chunks = required_of(run), run.parallel.chunks
+    counts = {(r.line.phase, r.line.kind): r.count for r in required if r.line.axis == "model" and not r.line.pooled}
+    microbatches, ticks = 8, 8 * chunks + idle
+    assert counts[(EMBEDDING_FORWARD, "all-reduce")] == microbatches + idle
+    assert counts[(LOSS_BACKWARD, "all-reduce")] == microbatches
+    assert counts[(LOSS_FORWARD, "all-reduce")] == 3 * microbatches
+    assert counts[(LAYER_BACKWARD, "all-reduce")] == 2 * (8 // 2 // chunks) * ticks
+
+
+def test_a_tick_goes_through_one_section_of_t5():
+    run = tiny(family="t5", num_decoder_layers=4, decoder_sequence_length=32, zero=3, **STAGED | {"num_layers": 4})
+    anatomy, plan = theory_of(run)
+    symbols = symbols_of(anatomy, plan)
+    ticks = num_ticks(2, 8, 2)
+    assert (symbols["encoder_ticks"], symbols["decoder_ticks"]) == (ticks - 8, 8)
+    assert symbols["embedding_ticks"] == ticks - 8
+    assert symbols["layer_matrices"] != symbols["decoder_layer_matrices"]

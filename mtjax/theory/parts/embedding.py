@@ -29,7 +29,7 @@ class Lookup(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         elements, why = f"batch*{self.side}sequence*hidden", "rows that other ranks own"
         # Stages keep what the first stack reads, and make what another reads again.
-        forward = stream.turns if self.owns_table else stream.forward_turns
+        forward = stream.embedding_turns if self.owns_table else stream.forward_turns
         if stream.split:
             forwards = over_model(EMBEDDING_FORWARD, "reduce-scatter", forward, elements, why)
             back = "gradient of what was scattered"

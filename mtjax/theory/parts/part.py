@@ -156,8 +156,10 @@ class ResidualStream:
     """Whether something before the part, in its own layer or below the layers, is trained: else nobody reads the
     gradient of what the first layer's reads."""
     turns: str = "microbatches"
-    """Formula: how often a step goes through the part and back. Stages of a pipeline do it once in every tick, whether
-    it counts or not."""
+    """Formula: how often a step goes through the part and back. Stages of a pipeline run layers in every tick, idle or
+    not, and what is outside the layers once a microbatch."""
+    embedding_turns: str = "microbatches"
+    """Formula: how often a step makes the input of the first layer: on stages also in the first stage's idle ticks."""
     forward_turns: str = "microbatches"
     """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
     across: ContextParallelism | None = None
