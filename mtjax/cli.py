@@ -33,18 +33,18 @@ from mtjax.migrate.suggest import advice
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
-    "launch": ("mtjax.launch", "train in several processes on this machine, and again after failures"),
-    "compile": ("mtjax.compile", "compile a run's programs before it"),
-    "finetune": ("mtjax.finetune", "train a head on pretrained weights for a task"),
+    "launch": ("mtjax.launch", "train in several processes on this machine, with restarts after failures"),
+    "compile": ("mtjax.compile", "compile a run's programs ahead of time"),
+    "finetune": ("mtjax.finetune", "finetune pretrained weights on a task"),
     "predict": ("mtjax.finetune.predict", "label rows with a finetuned model"),
     "ensemble": ("mtjax.finetune.ensemble", "label rows with several finetuned models together"),
     "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
-    "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
-    "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
-    "generate": ("mtjax.generate", "continue texts, and chat, with trained weights"),
-    "serve": ("mtjax.serve", "answer clients of OpenAI and Megatron-LM over HTTP, with trained weights"),
-    "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
-    "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
+    "plan": ("mtjax.plan", "estimate a model's memory and step time on meshes, without compiling"),
+    "inspect": ("mtjax.inspect", "compile a training step and show its communication"),
+    "generate": ("mtjax.generate", "generate text, and chat, with trained weights"),
+    "serve": ("mtjax.serve", "serve trained weights over HTTP, with the APIs of OpenAI and Megatron-LM"),
+    "data": ("mtjax.data", "build, merge, verify, clean and show corpora"),
+    "convert": ("mtjax.convert", "convert weights to and from Hugging Face's and Megatron-LM's formats"),
     "from-megatron": ("mtjax.convert.from_megatron", "translate a launch script of Megatron-LM into a config"),
 }
 
@@ -187,7 +187,7 @@ def parse(
     in_file = config.read_toml(path)
     tables = with_new_names(in_file)
     if renamed := [*renamed, *(f"{pair} (in {path})" for pair in old_names_in(in_file))]:
-        print(f"note    {'; '.join(renamed)}: the old name works until mtjax 0.2", file=sys.stderr, flush=True)
+        print(f"note    {'; '.join(renamed)}: old names work until mtjax 0.2", file=sys.stderr, flush=True)
     start = config.from_dict(tables, source=str(path))
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
@@ -287,7 +287,7 @@ def read(
     raise UserError(f"{_one_sentence(said.getvalue(), words, names_of(listed))} ({prog} --help lists the options)")
 
 
-_VALUES = {"int()": "a whole number", "INT": "a whole number", "to float": "a number", "FLOAT": "a number"}
+_VALUES = {"int()": "an integer", "INT": "an integer", "to float": "a number", "FLOAT": "a number"}
 _CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\) ?\.")
 _NUMBER = re.compile(
     r"Error parsing (\S+): (?:invalid literal for|could not convert string) (int\(\)|to float).*?'(.*)'"
@@ -312,7 +312,7 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
         words = said.partition(": ")[2].split(", ")
         unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
         if unknown is None:
-            return f"{words[0]!r} belongs to no option{_as_option(words[0], known)}"
+            return f"unexpected argument {words[0]!r}{_as_option(words[0], known)}"
         return f"no option is called {unknown}{advice(unknown, _value_of(unknown, argv), known)}"
     if match := _NUMBER.match(said):
         return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
