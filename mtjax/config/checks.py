@@ -54,7 +54,8 @@ def check_on_this_machine(config: Config) -> None:
     for name, path in (("cache_dir", config.data.cache_dir), ("local_checkpoints", config.output.local_checkpoints)):
         if path is not None and url_of(path):
             raise UserError(
-                f"{name} is {shown(path)}, and must be a folder on this machine; only --out and data may be in an object store"
+                f"{name} is {shown(path)}, and must be a folder on this machine; only --out and data may be in an "
+                "object store"
             )
 
 
@@ -122,8 +123,8 @@ def check_sizes(config: Config) -> None:
     ):
         if elements > ELEMENTS:
             raise UserError(
-                f"{tensor} have {elements:.1e} elements, and a tensor has at most 2^60 ({ELEMENTS:.1e}): make the model "
-                "or its batch smaller"
+                f"{tensor} have {elements:.1e} elements, and a tensor has at most 2^60 ({ELEMENTS:.1e}): make the "
+                "model or its batch smaller"
             )
 
 

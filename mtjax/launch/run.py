@@ -107,8 +107,8 @@ def check_processes(mesh: str, size: int, count: int, gpus: Sequence[str] | None
         raise UserError(f"mesh {mesh} has {size} devices, which is not divisible by --processes {count}")
     if gpus is None and size // count > MAX_CPU_DEVICES:
         raise UserError(
-            f"mesh {mesh} gives each of {count} processes {size // count} virtual CPU devices, and XLA supports at most "
-            f"{MAX_CPU_DEVICES}: use --processes {-(-size // MAX_CPU_DEVICES)} or more"
+            f"mesh {mesh} gives each of {count} processes {size // count} virtual CPU devices, and XLA supports at "
+            f"most {MAX_CPU_DEVICES}: use --processes {-(-size // MAX_CPU_DEVICES)} or more"
         )
 
 

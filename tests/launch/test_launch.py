@@ -24,7 +24,10 @@ from tests.tiny import tiny_config
         (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't share"),
         (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "use --processes 2 or more"),
         (["--", "--mesh", "2x3"], "does not divide over 3 model ways"),
-        (["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"], "leave out --coordinator"),
+        (
+            ["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"],
+            "remove --coordinator, --num-processes",
+        ),
         (["--", "--hiden-size", "64"], "no option is called --hiden-size - did you mean '--hidden-size'"),
     ],
 )
