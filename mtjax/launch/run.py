@@ -68,7 +68,7 @@ def launch(
             mesh, size = _mesh(_within(config, devices), devices, processes)
         used = None if devices is None else devices[:size]
         ended = _run([*arguments, "--mesh", mesh], max(1, size // share), used, config.parallel.peer_timeout)
-        if ended.asked or ended.code in (0, 2, 130) or attempt == restarts:
+        if ended.requested or ended.code in (0, 2, 130) or attempt == restarts:
             return ended.code
         pause = min(LONGEST_PAUSE, 2.0**attempt)
         _say(f"{reason(ended)}; restart {attempt + 1} of {restarts} in {pause:.0f} s")

@@ -26,7 +26,7 @@ MESSAGE = r"Error (reading|writing) persistent compilation cache entry for '(.+?
 CUT_OFF = ("ZstdError", "error: ")
 """What zstandard and zlib say of an entry that a start was killed over; jax would never write it again."""
 EVENTS = {
-    "/jax/compilation_cache/compile_requests_use_cache": "asked",
+    "/jax/compilation_cache/compile_requests_use_cache": "requested",
     "/jax/compilation_cache/cache_hits": "found",
 }
 
@@ -47,7 +47,7 @@ class CompileCache:
     """
 
     def __init__(self, choice: str | None, environment: Mapping[str, str] = os.environ, limit: int = LIMIT) -> None:
-        self.asked = self.found = 0
+        self.requested = self.found = 0
         self.note: str | None = None
         given: str | None = getattr(jax.config, DIR)
         self.folder = None if choice == OFF else choice or given or str(user_folder(environment))
@@ -143,7 +143,7 @@ def programs_in_words(cache: CompileCache) -> str:
     if cache.folder is None:
         return "compiled programs were not kept"
     failures = f"; {cache.failures}" if cache.failures else ""
-    return f"{cache.found} of {cache.asked} programs were compiled before and kept in {cache.folder}{failures}"
+    return f"{cache.found} of {cache.requested} programs were compiled before and kept in {cache.folder}{failures}"
 
 
 def remove_least_recent(folder: Path, limit: int) -> None:

@@ -39,14 +39,14 @@ from mtjax.train.options import Options
 from mtjax.train.processes.peers import Peers
 from mtjax.train.processes.signals import StopRequest
 from mtjax.train.setup import (
-    BestKept,
+    BestCheckpoint,
     ChooseMesh,
     RunEnvironment,
     check_comparable,
     check_memory,
     find_past,
     nothing_to_do,
-    open_best_kept,
+    open_best_checkpoint,
     open_checkpoints,
     portable_config,
     prepare,
@@ -76,7 +76,7 @@ class Run:
     metrics: MetricsLog | None
     """Of the first process only, as the next."""
     time_log: TimeLog | None
-    best: BestKept | None
+    best: BestCheckpoint | None
     """Where the objective has a goal."""
     nonfinite_steps: NonfiniteSteps
     corruption_checks: CorruptionChecks
@@ -147,7 +147,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
     place = prepare_environment(config, name, peers, objective)
     again = partial(prepare, config, place, objective, allowed, times)
     ready = again(find_past(config.output, place.out))
-    config, text, program = ready.config, ready.text, ready.program
+    config, text, program = ready.config, ready.data, ready.program
     check_memory(program)
     check_comparable(program)
     if (evaluations := this_start.evaluations) is not None:
@@ -174,12 +174,12 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
         start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
         if start.past != ready.past:  # the newest checkpoint was damaged, or the other tier has a newer one
             ready = again(start.past)
-            config, text, program = ready.config, ready.text, ready.program
+            config, text, program = ready.config, ready.data, ready.program
             progress.steps = config.training.steps
         if ready.is_done:
             progress.say(nothing_to_do(objective, ready, place))
             return True
-        ready.go_on(progress.say, checkpoints, local)
+        ready.record_and_report(progress.say, checkpoints, local)
         # Not before: a checkpoint that is refused leaves its run as it was.
         logs = open_logs(config, place, text, this_start, start.step, progress.say)
         if logs[0] is not None:
@@ -188,7 +188,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
         # --- Steps
         peers.advice = resume_command(objective, place.out)
         saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
-        best = open_best_kept(this_start.goal(objective, config), config, place, start.step, stack, progress.say)
+        best = open_best_checkpoint(this_start.goal(objective, config), config, place, start.step, stack, progress.say)
         watches = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, place, text, program, progress, *tiers, *logs, *watches, this_start)
@@ -313,7 +313,7 @@ def check_steps(run: Run, state: State) -> None:
     Raises:
       UserError: too many in a row.
     """
-    for skipped in run.nonfinite_steps.look():
+    for skipped in run.nonfinite_steps.check():
         run.progress.say(f"step {skipped.step} skipped: {skipped}")
     if not run.nonfinite_steps.are_too_many:
         return
@@ -360,7 +360,7 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
     """Saves the state where its validation is the best so far; returns whether there shall be no more steps."""
     if run.best is None:
         return False
-    if run.best.best.look(entry):
+    if run.best.best.update(entry):
         clock.pause(start_timer.SAVE)
         run.best.saves.save(state, run.config, consumed, last=True)
         clock.restart(entry["step"])

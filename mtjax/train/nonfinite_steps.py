@@ -144,7 +144,7 @@ class NonfiniteSteps:
     """
 
     def __init__(self, training: Training, named: Sequence[Tensor]) -> None:
-        self.training, self.named = training, named
+        self.training, self.tensors = training, named
         self.in_a_row: list[SkippedStep] = []
         """The last steps, as far as they were skipped."""
         self._waiting: list[tuple[int, range, dict[str, Any]]] = []
@@ -164,7 +164,7 @@ class NonfiniteSteps:
         """Whether so many steps in a row were skipped that the run must end."""
         return len(self.in_a_row) >= self.training.max_nonfinite_steps
 
-    def look(self) -> list[SkippedStep]:
+    def check(self) -> list[SkippedStep]:
         """Looks at the steps since the last time, up to the one at which they are too many; returns those skipped.
 
         float16 overflows are not reported while the loss scale can still shrink; that is how the scale is found.
@@ -177,7 +177,7 @@ class NonfiniteSteps:
             if place == GOOD:
                 self.in_a_row = []
             elif not self._is_scaling(loss, results.get("loss_scale")):
-                new.append(SkippedStep(step, samples, loss, self.named[place] if place < len(self.named) else None))
+                new.append(SkippedStep(step, samples, loss, self.tensors[place] if place < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
                 if self.are_too_many:
                     break

@@ -72,7 +72,7 @@ class Prepared:
 
     config: Config
     """Everything that the text, the machine and what was done so far decide is filled in."""
-    text: RunData
+    data: RunData
     program: TrainStep
     horizon: Horizon
     past: Past | None
@@ -83,10 +83,10 @@ class Prepared:
         """Whether a resumed run has done all of its steps."""
         return self.past is not None and self.past.step >= self.config.training.steps
 
-    def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
+    def record_and_report(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
         """Gives the record of the run to the checkpoints of all tiers, and prints a table of what has changed since the
         checkpoint of a resumed run, if anything has."""
-        position = self.text.position
+        position = self.data.position
         record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:
@@ -97,7 +97,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class BestKept:
+class BestCheckpoint:
     """The best validation, and the checkpoint of its step."""
 
     best: Best
@@ -292,14 +292,14 @@ def open_best(place: RunEnvironment, step: int) -> Checkpoints:
     return _checkpoints(place, BEST, keep_last=1)
 
 
-def open_best_kept(
+def open_best_checkpoint(
     goal: Goal | None,
     config: Config,
     place: RunEnvironment,
     step: int,
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
-) -> BestKept | None:
+) -> BestCheckpoint | None:
     """The best validation up to a step, from the metrics, which the first process has; None without a goal."""
     if goal is None:
         return None
@@ -309,14 +309,14 @@ def open_best_kept(
     checkpoints = open_best(place, step)
     stack.callback(checkpoints.close)
     advice = "free some space, and start again with --resume"
-    return BestKept(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
+    return BestCheckpoint(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
 
 
 def _checkpoints(place: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
     kept = {"keep_last": keep_last, "keep_every": keep_every}
     if place.remote is None:
         return Checkpoints(place.folder / name, **kept)
-    return RemoteCheckpoints(place.out / name, **kept, before_page=place.remote.upload)
+    return RemoteCheckpoints(place.out / name, **kept, before_metadata=place.remote.upload)
 
 
 def restore_or_initialize(
@@ -336,7 +336,7 @@ def restore_or_initialize(
         restored = checkpoints.restore(program.abstract_state, config, elsewhere)
         if restored is not None:
             if local is not None:
-                local.set_aside()
+                local.quarantine()
             progress.say(f"resumed from step {restored.step} in {shown(restored.folder)}")
             return restored
         progress.say(f"no checkpoint in {shown(checkpoints.folder)}: starting from step 0")

@@ -82,14 +82,14 @@ class TrainStep(ShardedModel):
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(config, mesh)
-        self.learnt_records = select_trainable(self.records, self.records)
-        self.optimizer = make_optimizer(config, self.learnt_records, self.layer_orders)
+        self.trainable_records = select_trainable(self.records, self.records)
+        self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property
     def state_sharding(self) -> State:
         """Where each part of the state lives."""
-        moments = placement.shardings(partition_specs(self.learnt_records, "storage_spec"), self.mesh)
+        moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
@@ -127,14 +127,14 @@ class TrainStep(ShardedModel):
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors that `first_bad` numbers."""
-        return tensors(self.learnt_records, self.layer_numbers)
+        return tensors(self.trainable_records, self.layer_numbers)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """A trained parameter that is not finite; None where all are."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
-            return first_bad(jnp.zeros(()), bad, self.learnt_records, self.layer_numbers)
+            return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
         place = int(self.on_mesh(jax.jit(find), parameters))
         return None if place == GOOD else self.tensors[place]
@@ -189,9 +189,9 @@ class TrainStep(ShardedModel):
             updated = optax.apply_updates(own, updates)
             if self.config.model.router_bias:
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
-                updated = update_router_bias(self.learnt_records, updated, parts[LOAD], rate, orders)
+                updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # clipping divides by it
-            bad = first_bad(loss + norm, gradients, self.learnt_records, self.layer_numbers)
+            bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
             finite = bad == GOOD
             updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
             metrics = {
@@ -229,7 +229,7 @@ class TrainStep(ShardedModel):
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         part = (batch, weights, keys)
         learning_rate = self.microbatch_schedule(count)
-        reduction = Reduction(self.learnt_records, self.layout.zero, count, self.stages)
+        reduction = Reduction(self.trainable_records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, part, region, learning_rate, reduction)
         loss = total_loss(parts)

@@ -67,7 +67,7 @@ UNROLLED = (
     ),
 )
 """Where layers have no loop."""
-PIPELINED_SUMS = (
+PIPELINED_ALL_REDUCE = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
         True,
@@ -84,7 +84,7 @@ control predecessor"), and others were the same with and without.
 docs/inspect.md and docs/notes/speed.md have what was left out, and what each of them brings.
 """
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
-SIDE_BY_SIDE = (
+CONCURRENT = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
@@ -95,7 +95,7 @@ SIDE_BY_SIDE = (
     Option(MULTI_STREAMING, True, "each on a stream of its own: on one they would still wait", "0.10.2"),
 )
 """In addition, on meshes of data and model ways over several servers: their collectives cross different links."""
-AHEAD = (
+PREFETCH = (
     Option(
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
@@ -242,9 +242,9 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
-        (PIPELINED_SUMS, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
-        (SIDE_BY_SIDE, parallel.overlap and side_by_side),
-        (AHEAD, parallel.overlap and processes > 1 and ahead),
+        (PIPELINED_ALL_REDUCE, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
+        (CONCURRENT, parallel.overlap and side_by_side),
+        (PREFETCH, parallel.overlap and processes > 1 and ahead),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_config_and_checkpoint_are_read_by_their_old_names(run: Path) -> None:
     page = read_metadata(run / "checkpoints" / "2")
-    for read in (config.load(run / "config.toml"), Past.of_page(2, page).config):
+    for read in (config.load(run / "config.toml"), Past.from_metadata(2, page).config):
         assert read.parallel.expert_dispatch == "all-to-all"
         assert read.parallel.grad_reduce_dtype == "bfloat16"
         assert read.model.router_aux_loss == 0.02

@@ -56,7 +56,7 @@ def restore(folder, mesh=MESH, **fields):
     try:
         restored = shared.restore(program.abstract_state, program.config, elsewhere)
         if restored is not None:
-            local.set_aside()
+            local.quarantine()
         return restored, said
     finally:
         shared.close()

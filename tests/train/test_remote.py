@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def checkpoints(url: str) -> RemoteCheckpoints:
-    return RemoteCheckpoints(Path(url), keep_last=2, keep_every=None, before_page=lambda: None)
+    return RemoteCheckpoints(Path(url), keep_last=2, keep_every=None, before_metadata=lambda: None)
 
 
 def test_every_bit_comes_back_and_damage_is_passed_over(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import existing_parts, names_of
+from mtjax.train.checkpoints.checkpoint import names_of, state_arrays
 from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.step import State, TrainStep
 from tests.end_to_end.runs import Launcher
@@ -20,8 +20,8 @@ EMBEDDING, MOMENT = "parameters.embedding", "optimizer.1.0.nu.stack.layers.mlp.u
 
 def flipped(state: State, name: str, device: int) -> State:
     """The state with one bit flipped in what one device has of an array."""
-    leaves, structure = jax.tree.flatten(existing_parts(state))
-    place = names_of(existing_parts(state)).index(name)
+    leaves, structure = jax.tree.flatten(state_arrays(state))
+    place = names_of(state_arrays(state)).index(name)
     copies = []
     for shard in leaves[place].addressable_shards:
         data = np.array(shard.data)

@@ -47,7 +47,7 @@ from mtjax.train.step import State
 TIMEOUT = 600
 """Seconds that a process waits for the others at a checkpoint before it says who is missing."""
 
-SET_ASIDE = "damaged-"
+QUARANTINED = "damaged-"
 """What the name of a checkpoint begins with that was set aside."""
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Restored:
     """The run as its page describes it; None for a new run."""
 
 
-Elsewhere = Callable[[int], Restored | None]
+OtherTier = Callable[[int], Restored | None]
 """Looks in another tier for a step at least as new; None where there is none."""
 
 
@@ -94,7 +94,7 @@ class Checkpoints:
                     create_directories_asynchronously=False,
                 ),
             ),
-            item_handlers={"state": array_handler(), "page": _PageHandler()},
+            item_handlers={"state": array_handler(), "page": _MetadataHandler()},
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Checkpoints:
         def whole() -> dict[str, Any]:
             return with_checksum(page | {"fingerprints": prints.result()()})
 
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(existing_parts(state)), page=_PageSave(whole))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state_arrays(state)), page=_MetadataSave(whole))
         try:
             self._manager.save(step, args=arguments, force=True)
         except BaseException as e:
@@ -127,7 +127,7 @@ class Checkpoints:
             raise
         prints.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
 
-    def restore(self, abstract: State, config: Config, elsewhere: Elsewhere = lambda at_least: None) -> Restored | None:
+    def restore(self, abstract: State, config: Config, elsewhere: OtherTier = lambda at_least: None) -> Restored | None:
         """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
 
         Another tier is asked, by `elsewhere`, before each step that is read. Newer ones that are damaged are named in a
@@ -137,7 +137,7 @@ class Checkpoints:
           UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
             been renamed then.
         """
-        steps, set_aside = self._listed()
+        steps, set_aside = self._list()
         damaged: dict[int, str] = {}
         for step in [*steps, 0]:
             found = elsewhere(step)
@@ -150,7 +150,7 @@ class Checkpoints:
                 continue
             for bad, reason in damaged.items():
                 log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(bad), reason)
-                self._set_aside(bad)
+                self._quarantine(bad)
             passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in damaged.items())
             return dataclasses.replace(found, passed_over=passed_over)
         if damaged or set_aside:
@@ -193,13 +193,13 @@ class Checkpoints:
         if not self._is_lost:
             self._manager.close()
 
-    def _listed(self) -> tuple[list[int], list[str]]:
+    def _list(self) -> tuple[list[int], list[str]]:
         """The steps saved, newest first, and what was set aside, as the first process sees them."""
 
         def look() -> tuple[list[int], list[str]]:
             names = sorted(path.name for path in self.folder.iterdir())
             steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
-            return steps, [name for name in names if name.startswith(SET_ASIDE)]
+            return steps, [name for name in names if name.startswith(QUARANTINED)]
 
         self._manager.wait_until_finished()
         seen = read_on_all_processes(str(self.folder), self.folder, look)
@@ -219,9 +219,9 @@ class Checkpoints:
     def _read_once(self, step: int, abstract: State, config: Config) -> Restored:
         folder = self.folder / str(step)
         name = f"checkpoint {shown(folder)}"
-        tree = existing_parts(abstract)
+        tree = state_arrays(abstract)
         page = read_on_all_processes(name, folder, lambda: read_metadata(folder))
-        past = Past.of_page(step, page)
+        past = Past.from_metadata(step, page)
         check_same_model(page["config"], config, name)
         check_same_names(page["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
@@ -245,7 +245,7 @@ class Checkpoints:
         items: Any = self._manager.restore(step, args=arguments)
         return State(**items["state"])
 
-    def _set_aside(self, step: int) -> None:
+    def _quarantine(self, step: int) -> None:
         self._manager.wait_until_finished()
 
         def rename() -> None:
@@ -265,21 +265,21 @@ def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record
 
 def quarantine_name(name: str, taken: Iterable[str]) -> str:
     """What a damaged checkpoint is called from now on, where names are `taken` by others."""
-    new = f"{SET_ASIDE}{name}"
+    new = f"{QUARANTINED}{name}"
     number = sum(other.startswith(new) for other in taken)
     return f"{new}-{number}" if number else new
 
 
-class _PageHandler(ocp.JsonCheckpointHandler):
+class _MetadataHandler(ocp.JsonCheckpointHandler):
     """Writes what a function returns, which is called where the page is written: in the background."""
 
     async def _save_fn(self, x: Callable[[], dict[str, Any]], directory: Any) -> None:
         await super()._save_fn(x(), directory)
 
 
-@ocp.args.register_with_handler(_PageHandler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(_MetadataHandler, for_save=True, for_restore=True)
 @dataclass
-class _PageSave(ocp.args.CheckpointArgs):
+class _MetadataSave(ocp.args.CheckpointArgs):
     item: Callable[[], dict[str, Any]]
 
 
@@ -314,7 +314,7 @@ def names_of(tree: Any) -> list[str]:
     return [dotted(path) for path, _ in paths]
 
 
-def existing_parts(state: State) -> dict[str, Any]:
+def state_arrays(state: State) -> dict[str, Any]:
     """The parts that a state has: only float16 has a loss scale."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
@@ -329,7 +329,7 @@ def saved_orders(saved: Mapping[str, Any]) -> Orders:
 
 def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
     """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    return fingerprints_of(existing_parts(state), state.step.sharding.mesh, orders)
+    return fingerprints_of(state_arrays(state), state.step.sharding.mesh, orders)
 
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
@@ -339,7 +339,7 @@ def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, 
 
 def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dict[str, int]]:
     """`fingerprints`, under way on the devices: the arrays may be donated, and another thread may fetch the numbers."""
-    return _later(existing_parts(state), state.step.sharding.mesh, orders)
+    return _later(state_arrays(state), state.step.sharding.mesh, orders)
 
 
 def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
@@ -350,7 +350,7 @@ def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]
 
 def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:
     """The program of `fingerprints`, lowered from abstract values."""
-    tree = existing_parts(state)
+    tree = state_arrays(state)
     with jax.set_mesh(mesh):
         return _fingerprint.lower(tree, tuple(order_of(name, orders) for name in names_of(tree)))
 
@@ -381,7 +381,7 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
     return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)
 
 
-def fingerprint_of_part(part: np.ndarray, offset: int) -> int:
+def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
     """What a contiguous part of a float32 array, beginning at element `offset`, adds to the array's fingerprint.
 
     Sums of the parts' numbers, modulo 2^32, are the whole's: an array can be written, and proven, piece by piece.

@@ -138,12 +138,12 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         )
     if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
         raise CorruptedCheckpoint(f"its page of metadata lacks {', '.join(sorted(missing))}")
-    if not _is_page(page):
+    if not _is_metadata(page):
         raise CorruptedCheckpoint("its page of metadata is not what a checkpoint has")
     return page | {"config": with_new_names(page["config"])}
 
 
-def _is_page(page: Mapping[str, Any]) -> bool:
+def _is_metadata(page: Mapping[str, Any]) -> bool:
     """Whether the parts of a page are of the right kinds: a page with the right checksum need not be mtjax's."""
     config, prints, consumed = page["config"], page["fingerprints"], page["consumed_samples"]
     sections = [config.get("model"), config.get("parallel", {})] if isinstance(config, dict) else [None]

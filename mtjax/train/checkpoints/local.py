@@ -32,11 +32,11 @@ from mtjax.train.checkpoints.checkpoint import (
     check_same_model,
     check_same_names,
     checkpoint_metadata,
-    existing_parts,
     fingerprints,
     fingerprints_later,
     quarantine_name,
     saved_orders,
+    state_arrays,
 )
 from mtjax.train.checkpoints.corruption import (
     DAMAGED,
@@ -110,7 +110,7 @@ class LocalCheckpoints:
         self.folder, self._every, self._keep = folder, every, keep
         self._me = f"process-{jax.process_index()}"
         self._writer: threading.Thread | None = None
-        self._damaged: dict[Path, str] = {}
+        self._corrupted: dict[Path, str] = {}
         self._tried: set[int] = set()
         self.record: RunRecord | None = None
 
@@ -122,14 +122,14 @@ class LocalCheckpoints:
         """Starts saving; the arrays may be donated as soon as it returns. A disk that fails is said, and no more."""
         self.close()
         step = int(state.step)
-        pieces = copy_pieces(existing_parts(state))
+        pieces = copy_pieces(state_arrays(state))
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
         page = checkpoint_metadata(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:
                 write_pieces(pieces, page | {"fingerprints": prints()}, self.folder / str(step) / self._me)
-                self._forget(step)
+                self._remove_old(step)
             except Exception as e:  # whatever a disk may cause: the other tier stays
                 said = first_line(e)
                 log.warning("the local checkpoint of step %d was not saved (%s); the run goes on", step, said)
@@ -142,7 +142,7 @@ class LocalCheckpoints:
         if self._writer is not None:
             self._writer.join()
 
-    def _forget(self, newest: int) -> None:
+    def _remove_old(self, newest: int) -> None:
         """Removes what is older than the last ones, and what an abandoned course of the run left beyond the newest.
 
         Any process may do it for its machine: who has saved a step knows that all have finished the one before.
@@ -188,8 +188,8 @@ class LocalCheckpoints:
 
     def _restore(self, step: int, abstract: State, config: Config) -> tuple[Restored | None, str]:
         """The state of a step, or why it can't be had; or who gets its parts from others."""
-        found = self._look(step, abstract, config)
-        identity = metadata_checksum(found.page) if found.page else ""
+        found = self._find_copies(step, abstract, config)
+        identity = metadata_checksum(found.metadata) if found.metadata else ""
         word = {"host": socket.gethostname(), "failure": found.failure, "identity": identity}
         words = [json.loads(word) for word in all_gather_text(f"the local checkpoint of step {step}", json.dumps(word))]
         for word in words:
@@ -204,28 +204,28 @@ class LocalCheckpoints:
         name = f"step {step} in {self.folder}"
         if len({words[process]["identity"] for process in holders}) > 1:
             return None, f"{name} is not taken: the processes hold different states of it"
-        if not have_all(jax.tree.leaves(existing_parts(abstract)), holders):
+        if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
             return None, f"{name} is not taken: {without}"
         first = min(holders)
-        own = json.dumps(found.page) if jax.process_index() == first else ""
+        own = json.dumps(found.metadata) if jax.process_index() == first else ""
         page = json.loads(all_gather_text(f"the page of step {step}", own)[first])
-        state = State(**_place(found, existing_parts(abstract), holders))
+        state = State(**_place(found, state_arrays(abstract), holders))
         now = fingerprints(state, layer_orders(config.model, config.parallel))
         if wrong := [key for key, number in page["fingerprints"].items() if now.get(key) != number]:
-            self._damaged[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
+            self._corrupted[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
             return None, f"{name} is not taken: {reason}"
         note = f"{name} is taken though {without}: its parts come from processes that hold the same" if without else ""
-        past = Past.of_page(step, page)
+        past = Past.from_metadata(step, page)
         return Restored(step, state, past.consumed_samples, folder=self.folder, past=past), note
 
-    def _look(self, step: int, abstract: State, config: Config) -> "_Found":
+    def _find_copies(self, step: int, abstract: State, config: Config) -> "_Found":
         """Where on this machine the parts are that this process needs of a step, or what is wrong."""
-        tree, folder = existing_parts(abstract), self.folder / str(step)
+        tree, folder = state_arrays(abstract), self.folder / str(step)
         copies: list[_Copy] = []
         try:
             paths = list(folder.glob("process-*"))
             for path in sorted(paths, key=lambda path: (path.name != self._me, path.name)):
-                page = self._unless_damaged(path, lambda path=path: read_metadata(path))
+                page = self._unless_corrupted(path, lambda path=path: read_metadata(path))
                 if page is not None:
                     check_same_model(page["config"], config, str(path))
                     check_same_names(page["fingerprints"], tree, str(path))
@@ -238,30 +238,32 @@ class LocalCheckpoints:
 
     def _choose(self, folder: Path, copies: "list[_Copy]", tree: Any, config: Config) -> "_Found":
         """A whole copy of each array's parts."""
-        here = [copy for copy in copies if copy.page == copies[0].page]  # others are of an abandoned course of the run
+        here = [
+            copy for copy in copies if copy.metadata == copies[0].metadata
+        ]  # others are of an abandoned course of the run
         orders = layer_orders(config.model, config.parallel)
-        if here and saved_orders(here[0].page["config"]) != orders:
+        if here and saved_orders(here[0].metadata["config"]) != orders:
             return _Found(failure={"kind": LACKING, "reason": "has its layers in another order"})
         folders = {}
         for name, leaf in _named(tree):
             for copy in here:
                 state = copy.path / "state"
-                if copy.path in self._damaged or not covers(copy.pieces[name], leaf):
+                if copy.path in self._corrupted or not covers(copy.pieces[name], leaf):
                     continue
                 read = partial(verify, state, name, copy.pieces[name], leaf)
-                if self._unless_damaged(copy.path, lambda read=read: read() or True):
+                if self._unless_corrupted(copy.path, lambda read=read: read() or True):
                     folders[name] = state
                     break
             if name not in folders:
                 return _Found(failure=self._missing(folder, copies))
-        return _Found(here[0].page, folders)
+        return _Found(here[0].metadata, folders)
 
     def _missing(self, folder: Path, copies: "list[_Copy]") -> dict[str, str]:
-        damage = next((reason for path, reason in self._damaged.items() if path.parent == folder), None)
+        damage = next((reason for path, reason in self._corrupted.items() if path.parent == folder), None)
         reason = f"has a damaged one ({damage})" if damage else "has parts of other devices" if copies else "lacks it"
         return {"kind": LACKING, "reason": reason}
 
-    def _unless_damaged(self, path: Path, read: Callable[[], T]) -> T | None:
+    def _unless_corrupted(self, path: Path, read: Callable[[], T]) -> T | None:
         """What `read` returns; None when the copy at `path` is damaged, which it is only if it is so twice.
 
         Raises:
@@ -275,17 +277,17 @@ class LocalCheckpoints:
             if failure["kind"] != DAMAGED:
                 raise _Failed(failure)
             if attempt == 2:
-                self._damaged[path] = failure["reason"]
+                self._corrupted[path] = failure["reason"]
         return None
 
-    def set_aside(self) -> None:
+    def quarantine(self) -> None:
         """Renames copies that are damaged: to be called once a state was restored, from whichever tier."""
-        for path, reason in self._damaged.items():
+        for path, reason in self._corrupted.items():
             log.warning("the local checkpoint %s is damaged and skipped (%s)", path, reason)
             new = quarantine_name(f"{path.parent.name}-{path.name}", [other.name for other in self.folder.iterdir()])
             with contextlib.suppress(FileNotFoundError):  # another process of this machine may have done it
                 path.rename(self.folder / new)
-        self._damaged.clear()
+        self._corrupted.clear()
 
 
 class _Failed(Exception):
@@ -302,7 +304,7 @@ class _Copy:
 
     path: Path
     pieces: dict[str, Any]
-    page: dict[str, Any]
+    metadata: dict[str, Any]
     """What all processes wrote alike."""
 
 
@@ -310,7 +312,7 @@ class _Copy:
 class _Found:
     """What this machine has of a step."""
 
-    page: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     folders: Mapping[str, Path] = field(default_factory=dict)
     """By name of an array, where all parts are that this process needs."""
     failure: dict[str, str] | None = None

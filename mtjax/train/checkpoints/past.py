@@ -65,7 +65,7 @@ class Past:
     record: RunRecord | None = None
 
     @classmethod
-    def of_page(cls, step: int, page: Mapping[str, Any]) -> "Past":
+    def from_metadata(cls, step: int, page: Mapping[str, Any]) -> "Past":
         """Reads a page.
 
         Raises:
@@ -126,7 +126,7 @@ def newest_past(checkpoints: Path) -> Past | None:
                 continue  # a save that was killed
             try:
                 page = read_metadata(folder)
-                Past.of_page(step, page)
+                Past.from_metadata(step, page)
             except CorruptedCheckpoint:
                 continue
             return {"step": step, "page": {name: page[name] for name in page if name != "fingerprints"}}
@@ -134,4 +134,4 @@ def newest_past(checkpoints: Path) -> Past | None:
 
     seen = read_on_all_processes(f"the newest checkpoint in {shown(checkpoints)}", checkpoints, look)
     found = json.loads(all_gather_text("the newest checkpoint", json.dumps(seen))[0])
-    return Past.of_page(found["step"], found["page"]) if found else None
+    return Past.from_metadata(found["step"], found["page"]) if found else None

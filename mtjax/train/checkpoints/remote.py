@@ -19,20 +19,20 @@ from mtjax.theory.stages import layer_orders
 from mtjax.train.checkpoints.arrays import read_reordered
 from mtjax.train.checkpoints.barriers import PeerFailed
 from mtjax.train.checkpoints.checkpoint import (
-    SET_ASIDE,
+    QUARANTINED,
     TIMEOUT,
     Checkpoints,
     checkpoint_metadata,
-    existing_parts,
     fingerprints_later,
     quarantine_name,
+    state_arrays,
 )
 from mtjax.train.checkpoints.corruption import read_on_all_processes, with_checksum
 from mtjax.train.checkpoints.pieces import copy_pieces, write_arrays
 from mtjax.train.processes.coordination import all_gather_text, num_processes, service
 from mtjax.train.step import State
 
-PAGE = "page/metadata"
+METADATA = "page/metadata"
 DONE = "written"
 
 
@@ -47,9 +47,9 @@ class RemoteCheckpoints(Checkpoints):
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int, keep_every: int | None, before_page: Callable[[], object]
+        self, folder: Path, *, keep_last: int, keep_every: int | None, before_metadata: Callable[[], object]
     ) -> None:
-        self._before_page = before_page
+        self._before_page = before_metadata
         self.folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -65,7 +65,7 @@ class RemoteCheckpoints(Checkpoints):
         """
         self._finish()
         step, self._before = int(state.step), self._latest
-        pieces = copy_pieces(existing_parts(state), first_copies=True)
+        pieces = copy_pieces(state_arrays(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
         page = checkpoint_metadata(step, config, consumed_samples, self.record)
 
@@ -76,8 +76,8 @@ class RemoteCheckpoints(Checkpoints):
                     proven = with_checksum(page | {"fingerprints": prints()})
                     self._before_page()
                     content = json.dumps(proven)
-                    write_bytes(f"{shown(self.folder)}/{step}/{PAGE}", content.encode())
-                    self._forget()
+                    write_bytes(f"{shown(self.folder)}/{step}/{METADATA}", content.encode())
+                    self._remove_old()
                 self._latest = step
             except Exception as e:  # told at the next save
                 self._failure = e
@@ -102,7 +102,7 @@ class RemoteCheckpoints(Checkpoints):
             if failed := [word for word in words if word != DONE]:
                 raise PeerFailed(failed[0])
 
-    def _forget(self) -> None:
+    def _remove_old(self) -> None:
         """Removes all but the last ones and every `keep_every`-th, the pages first."""
         steps = self._complete()
         kept = {step for step in steps if self._keep_every and step % self._keep_every == 0}
@@ -113,7 +113,7 @@ class RemoteCheckpoints(Checkpoints):
     def _complete(self) -> list[int]:
         """Steps whose page is there, newest first."""
         steps = (int(name) for name in names_in(shown(self.folder)) if name.isdigit())
-        return sorted((step for step in steps if is_file(self.folder / str(step) / PAGE)), reverse=True)
+        return sorted((step for step in steps if is_file(self.folder / str(step) / METADATA)), reverse=True)
 
     def _finish(self) -> None:
         if self._writer is not None:
@@ -147,7 +147,7 @@ class RemoteCheckpoints(Checkpoints):
 
     close = wait
 
-    def _listed(self) -> tuple[list[int], list[str]]:
+    def _list(self) -> tuple[list[int], list[str]]:
         def look() -> tuple[list[int], list[str]]:
             if jax.process_index() != 0:
                 return [], []
@@ -155,7 +155,7 @@ class RemoteCheckpoints(Checkpoints):
             for name in names:
                 if name.isdigit() and int(name) not in steps:
                     remove(f"{shown(self.folder)}/{name}")  # a save that was killed: its parts may be of another mesh
-            return steps, [name for name in names if name.startswith(SET_ASIDE)]
+            return steps, [name for name in names if name.startswith(QUARANTINED)]
 
         seen = read_on_all_processes(shown(self.folder), self.folder, look)
         steps, aside = json.loads(all_gather_text("the list of checkpoints", json.dumps(seen))[0])
@@ -165,7 +165,7 @@ class RemoteCheckpoints(Checkpoints):
     def _read_state(self, step: int, tree: Any, saved: Any, orders: Any) -> State:
         return State(**read_reordered(self.folder / str(step) / "state", tree, saved, orders))
 
-    def _set_aside(self, step: int) -> None:
+    def _quarantine(self, step: int) -> None:
         def move() -> None:
             if jax.process_index() == 0:
                 url = shown(self.folder)

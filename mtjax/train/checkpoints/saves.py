@@ -16,7 +16,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
 from mtjax.train.checkpoints.barriers import PeerFailed
-from mtjax.train.checkpoints.checkpoint import Checkpoints, existing_parts
+from mtjax.train.checkpoints.checkpoint import Checkpoints, state_arrays
 from mtjax.train.processes.coordination import all_gather_text, num_processes, this_process, whereabouts
 from mtjax.train.step import State
 
@@ -149,7 +149,7 @@ def obstacle(folder: Path, state: State) -> str | None:
         return f"{folder}: {e.strerror}"
     needed = sum(
         shard.data.nbytes
-        for array in jax.tree.leaves(existing_parts(state))
+        for array in jax.tree.leaves(state_arrays(state))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )

@@ -43,22 +43,24 @@ class Weights:
 
     folder: Path
     """Has `state` and `page`."""
-    page: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @cached_property
     def config(self) -> Config:
         """The run that saved them; converted ones know their model only."""
-        return configs.from_dict(self.page["config"], source=str(self.folder))
+        return configs.from_dict(self.metadata["config"], source=str(self.folder))
 
     @cached_property
     def orders(self) -> Orders:
         """In which the layers were saved."""
-        return saved_orders(self.page["config"])
+        return saved_orders(self.metadata["config"])
 
     @property
     def names(self) -> list[str]:
         """Parameters, by dotted names without `parameters.`."""
-        return [name.removeprefix(f"{PREFIX}.") for name in self.page["fingerprints"] if name.startswith(f"{PREFIX}.")]
+        return [
+            name.removeprefix(f"{PREFIX}.") for name in self.metadata["fingerprints"] if name.startswith(f"{PREFIX}.")
+        ]
 
     @property
     def root(self) -> Path:
@@ -69,7 +71,7 @@ class Weights:
     @property
     def is_run(self) -> bool:
         """Whether a run saved the tokenizer beside them, or they were converted from weights of which this is true."""
-        return self.page["origin"].get("is_run", False) if "origin" in self.page else True
+        return self.metadata["origin"].get("is_run", False) if "origin" in self.metadata else True
 
     @cached_property
     def hugging_face(self) -> Mapping[str, Any]:
@@ -78,7 +80,7 @@ class Weights:
         Raises:
           UserError: the run's file is not a JSON object.
         """
-        converted, kept = self.page.get("origin", {}).get("hugging_face"), self.root / SPECIAL_IDS
+        converted, kept = self.metadata.get("origin", {}).get("hugging_face"), self.root / SPECIAL_IDS
         if converted or not kept.is_file():
             return converted or {}
         return parse_json_object(kept.read_bytes(), kept)
@@ -164,7 +166,7 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
     except CorruptedCheckpoint as e:
         raise UserError(f"{source} are damaged: {e}") from e
     now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh, orders)
-    wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]
+    wrong = [name for name, number in now.items() if weights.metadata["fingerprints"][name] != number]
     if wrong:
         raise UserError(f"{source} are damaged: {', '.join(wrong)} are not what was saved")
     return tree

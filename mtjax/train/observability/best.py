@@ -31,9 +31,9 @@ class Best:
     def __init__(self, goal: Goal, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self.goal, self.step, self.value, self.since = goal, 0, 0.0, 0
         for entry in history:
-            self.look(entry)
+            self.update(entry)
 
-    def look(self, entry: Mapping[str, Any]) -> bool:
+    def update(self, entry: Mapping[str, Any]) -> bool:
         """Takes a step's metrics; returns whether they have a better value than all before."""
         if self.goal.metric not in entry:
             return False

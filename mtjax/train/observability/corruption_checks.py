@@ -18,7 +18,7 @@ from jax import Array
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch
 from mtjax.sharding.placement import holders, map_shards
-from mtjax.train.checkpoints.checkpoint import existing_parts, hash_of, names_of
+from mtjax.train.checkpoints.checkpoint import hash_of, names_of, state_arrays
 from mtjax.train.step import State, TrainStep
 
 ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; nothing was saved of it: \
@@ -60,7 +60,7 @@ class CorruptionChecks:
           UserError: something differs.
         """
         if self._every:
-            tree = existing_parts(state)
+            tree = state_arrays(state)
             rows = np.asarray(self._program.on_mesh(_rows, tree))
             self._compare(step, names_of(tree), rows, [holders(a) for a in jax.tree.leaves(tree)])
 
@@ -75,7 +75,7 @@ class CorruptionChecks:
         """All that a step makes; only its fingerprints leave the program, so little of it is kept."""
         loss, parts, gradients = self._program.loss_and_grads(state, batch)
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
-        return {"gradients": gradients, **existing_parts(following)}
+        return {"gradients": gradients, **state_arrays(following)}
 
     @cached_property
     def _abstract(self) -> dict[str, Any]:

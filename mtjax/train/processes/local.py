@@ -73,7 +73,7 @@ class Ended:
 
     codes: Sequence[int]
     """Of each process; minus its number where it was a signal."""
-    asked: bool
+    requested: bool
     """Whether this process was asked to end them."""
 
     @property
