@@ -62,7 +62,7 @@ def test_a_folder_that_cant_be_made_is_one_note(tmp_path: Path, no_folder_given:
     (tmp_path / "file").write_text("")
     with CompileCache(str(tmp_path / "file" / "programs")) as cache:
         assert compute() == RIGHT
-    assert cache.note == f"compiled programs are not kept: Not a directory: {tmp_path / 'file' / 'programs'}"
+    assert cache.note == f"compiled programs are not cached: Not a directory: {tmp_path / 'file' / 'programs'}"
 
 
 def test_a_damaged_program_is_compiled_again_and_replaced(tmp_path: Path, no_folder_given: None) -> None:

@@ -126,7 +126,7 @@ def test_steps_are_compared_where_they_must_be_the_same(fields):
     device = SimpleNamespace(platform="gpu")
     mesh = SimpleNamespace(devices=np.array([device]))
     check_comparable(SimpleNamespace(config=tiny_config(**({"check_replicas": 5} | fields)), mesh=mesh))
-    with pytest.raises(UserError, match="which on GPUs differ by chance: add --deterministic"):
+    with pytest.raises(UserError, match="not deterministic by default: add --deterministic"):
         check_comparable(SimpleNamespace(config=tiny_config(check_replicas=5), mesh=mesh))
 
 
