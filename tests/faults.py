@@ -195,8 +195,8 @@ FAULTS = (
     ),
     Fault(
         "models: layers behind those without experts count from 0 again",
-        "own = np.asarray(layer_numbers(model, record.name))",
-        "own = np.arange(record.shape[0])",
+        "layers = np.asarray(layer_numbers(model, record.name))",
+        "layers = np.arange(record.shape[0])",
         "finetune",
         "test_layers_with_experts_count_on_from_those_without",
     ),
@@ -259,8 +259,8 @@ FAULTS = (
     ),
     Fault(
         "train: a skipped step moves the optimizer's state",
-        "updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))",
-        "updated = precision.choose(finite, updated, own)",
+        "updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))",
+        "updated = precision.choose(finite, updated, trainable)",
         "train",
         "test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other[float32]",
     ),
@@ -315,8 +315,8 @@ FAULTS = (
     ),
     Fault(
         "train: a run whose checkpoints are all damaged begins anew",
-        "if damaged or set_aside:",
-        "if set_aside:",
+        "if corrupted or quarantined:",
+        "if quarantined:",
         "train",
         "test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew",
     ),
@@ -329,7 +329,7 @@ FAULTS = (
     ),
     Fault(
         "train: two runs share a folder",
-        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=place.remote)",
+        "peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=environment.remote)",
         "pass",
         "end_to_end",
         "test_a_folder_in_use_is_left_alone",

@@ -155,7 +155,7 @@ def test_a_page_that_is_none_is_damage_whatever_its_checksum(wrong: dict[str, An
         (tmp_path / "page/metadata").write_text(json.dumps(whole))
         if content is page:
             assert read_metadata(tmp_path) == page
-    with pytest.raises(CorruptedCheckpoint, match="its page of metadata is not what a checkpoint has"):
+    with pytest.raises(CorruptedCheckpoint, match="its metadata is not that of a checkpoint"):
         read_metadata(tmp_path)
 
 

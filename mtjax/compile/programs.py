@@ -1,4 +1,4 @@
-"""The programs of a run, compiled into jax's persistent cache under the keys by which the run will look for them."""
+"""Compiles the programs of a run into jax's persistent cache, with the keys that the run will look up."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import TrainStep, make_train_step
 
 Lower = Callable[[], list[jax.stages.Lowered]]
+"""Lowers programs, which are then compiled."""
 
 
 def compile_run(config: Config, folder: str | None) -> None:

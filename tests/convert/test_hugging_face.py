@@ -231,7 +231,7 @@ def test_damage_is_noticed(hf, ours, tmp_path, capsys):
     page = flipped / "weights/page/metadata"
     page.write_text(page.read_text().replace('"num_layers": 3', '"num_layers": 4'))
     assert run(f"mtjax:{flipped}", f"hf:{tmp_path / 'a'}") == 2
-    assert "its page of metadata is not what was saved" in capsys.readouterr().err
+    assert "its metadata is not what was saved" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

@@ -125,10 +125,10 @@ def test_all_differences_are_listed(converted, a_run):
 def test_damaged_weights_are_refused(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "damaged")
     (folder / "weights/state/parameters.positions/0.0").unlink()
-    with pytest.raises(UserError, match=r"damaged: parameters\.positions"):
+    with pytest.raises(UserError, match=r"corrupted: parameters\.positions"):
         start(folder, **SAME)
     (folder / "weights/state/parameters.stack.layers.mlp.up.weight/1.0.0").write_bytes(b"no zstd")
-    with pytest.raises(UserError, match="are damaged: FAILED_PRECONDITION"):
+    with pytest.raises(UserError, match="are corrupted: FAILED_PRECONDITION"):
         start(folder, **SAME)
 
 
