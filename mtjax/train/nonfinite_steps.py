@@ -77,17 +77,17 @@ def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = 
     leaves = jax.tree.leaves(values)
     stacked = [record.is_stacked for record in jax.tree.leaves(records)]
     counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
-    places = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
+    indices = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
     # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
-    spread = [shard_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(places, leaves, stacked, strict=True)]
+    spread = [shard_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(indices, leaves, stacked, strict=True)]
 
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
         firsts = []
-        for a, place, is_stack in zip(*parts, stacked, strict=True):
+        for a, index, is_stack in zip(*parts, stacked, strict=True):
             # Per layer of a stacked array, or of the entire array. XLA: without the factor 1/2, XLA on CPUs would
             # share these squares with those of the gradient norm, and write them all to memory.
             squares = jnp.square(a / 2).sum(axis=tuple(range(is_stack, a.ndim)))
-            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), place))
+            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), index))
         return jnp.concatenate(firsts).min()
 
     first = min_over_shards(first_of, (leaves, spread))
@@ -109,12 +109,12 @@ def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
     """Returns the indices into `in_tree_order` in the order of `tensors`; a decoder's stack comes before an
     encoder's."""
 
-    def key(place: int) -> tuple[bool, str, int, int]:
-        tensor = in_tree_order[place]
+    def key(index: int) -> tuple[bool, str, int, int]:
+        tensor = in_tree_order[index]
         if tensor.layer is None:
-            return True, "", 0, place
+            return True, "", 0, index
         stack = tensor.name.partition(f".{LAYERS}.")[0]
-        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, place
+        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, index
 
     return sorted(range(len(in_tree_order)), key=key)
 
@@ -146,16 +146,16 @@ class NonfiniteSteps:
       named: the model's `tensors`.
     """
 
-    def __init__(self, training: Training, named: Sequence[Tensor]) -> None:
-        self.training, self.tensors = training, named
+    def __init__(self, training: Training, tensors: Sequence[Tensor]) -> None:
+        self.training, self.tensors = training, tensors
         self.in_a_row: list[SkippedStep] = []
         """The last steps, as far as they were skipped."""
         self._waiting: list[tuple[int, range, dict[str, Any]]] = []
 
     def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
         """Queues a step's results, which may still be being computed; does not wait for them."""
-        kept = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
-        self._waiting.append((step, samples, kept))
+        checked = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
+        self._waiting.append((step, samples, checked))
 
     @property
     def is_full(self) -> bool:
@@ -177,11 +177,11 @@ class NonfiniteSteps:
         waiting, self._waiting = self._waiting, []
         fetched = jax.device_get([results for _, _, results in waiting])
         for (step, samples, _), results in zip(waiting, fetched, strict=True):
-            place, loss = int(results["first_bad"]), float(results["loss"])
-            if place == GOOD:
+            index, loss = int(results["first_bad"]), float(results["loss"])
+            if index == GOOD:
                 self.in_a_row = []
             elif not self._is_scaling(loss, results.get("loss_scale")):
-                new.append(SkippedStep(step, samples, loss, self.tensors[place] if place < len(self.tensors) else None))
+                new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
                 if self.are_too_many:
                     break

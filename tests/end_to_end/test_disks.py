@@ -153,7 +153,9 @@ def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
     assert "Traceback" not in stderr
     (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))
     assert line == stderr.splitlines()[-1]
-    assert re.search("Read-only file system|No such file or directory|no longer ours|its disk is gone", line)
+    assert re.search(
+        "Read-only file system|No such file or directory|no longer held by this run|its disk is gone", line
+    )
     real_disk()
     left = [int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit()]
     again = launcher.train_here(str(out), "--resume", "--steps", str(max(left) + 1))
@@ -215,4 +217,4 @@ def test_events_end_on_a_full_disk(disk: Disk, caplog: pytest.LogCaptureFixture)
     events.close()
     (record,) = caplog.records
     assert "TensorBoard events in" in record.message
-    assert record.message.endswith("end here: No space left on device")
+    assert record.message.endswith("stop here: No space left on device")

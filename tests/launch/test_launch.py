@@ -21,7 +21,7 @@ from tests.tiny import tiny_config
             ["--processes", "3", "--", "--mesh", "2x4"],
             "mesh 2x4 has 8 devices, which is not divisible by --processes 3",
         ),
-        (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't share"),
+        (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't provide"),
         (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "use --processes 2 or more"),
         (["--", "--mesh", "2x3"], "does not divide over 3 model ways"),
         (

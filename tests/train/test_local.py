@@ -23,7 +23,7 @@ def test_no_process_has_more_cpu_devices_than_xla_runs(mesh, count):
 
 @pytest.mark.parametrize("mesh", ["257x1", "1024x1024"])
 def test_a_machine_is_not_asked_for_thousands_of_processes(mesh):
-    with pytest.raises(UserError, match=rf"mesh {mesh} has \d+ devices, which up to 64 processes .* can't share"):
+    with pytest.raises(UserError, match=rf"mesh {mesh} has \d+ devices, which up to 64 processes .* can't provide"):
         processes_needed(tiny_config(mesh=mesh), {})
 
 

@@ -72,7 +72,7 @@ def test_a_second_start_is_refused_and_a_dead_one_is_taken_over(store: Store, tm
     dead = {"host": "another", "pid": 1, "token": "x", "beat": 1}
     write_bytes(f"{url}/.lock", json.dumps(dead).encode())
     second.claim(said.append)
-    assert said[-1] == f"note    took {url} over from process 1 on another, which ended without giving it back"
+    assert said[-1] == f"note    took over {url} from process 1 on another, which ended without releasing it"
     assert (second.work / "metrics.jsonl").read_text() == "one\n"
     second.release()
     assert names_in(url) == ["metrics.jsonl"]
