@@ -81,8 +81,8 @@ def when(**values: str | tuple[str, ...]) -> Condition:
 
 def at_least(minimum: int, default: T, *, most: int = LARGEST, shapes: Condition | None = ALWAYS) -> T:
     """Builds a field for an integer from `minimum` to `most`."""
-    words = f"at least {minimum}" if minimum else "0 or more"
-    return setting(default, bound=Bound(lambda value: value >= minimum, words, most), shapes=shapes)
+    expected = f"at least {minimum}" if minimum else "0 or more"
+    return setting(default, bound=Bound(lambda value: value >= minimum, expected, most), shapes=shapes)
 
 
 def numbers(minimum: int, default: T, *, most: int, length: int) -> T:

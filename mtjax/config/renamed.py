@@ -56,11 +56,11 @@ def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns a command line with the current names, and `old is now new` for each old one.
 
     Args:
-      argv: words; an option is followed by its value, or has it behind `=`.
+      argv: arguments; an option is followed by its value, or contains it after `=`.
     """
-    words, pairs = list(argv), []
-    for i, word in enumerate(argv):
-        option, equals, value = word.partition("=")
+    renamed, pairs = list(argv), []
+    for i, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
         if not option.startswith("--"):
             continue
         setting = option[2:].replace("-", "_")
@@ -73,11 +73,11 @@ def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if (new, new_value) == (setting, old_value):
             continue
         new_option = f"--{new.replace('_', '-')}"
-        words[i] = f"{new_option}={new_value}" if equals else new_option
+        renamed[i] = f"{new_option}={new_value}" if equals else new_option
         if follows:
-            words[i + 1] = new_value
+            renamed[i + 1] = new_value
         pairs.append(_pair(option, old_value, " ", new_option))
-    return words, pairs
+    return renamed, pairs
 
 
 def _pair(old: str, value: Any, between: str, new: str) -> str:

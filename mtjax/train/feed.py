@@ -27,7 +27,7 @@ def next_batch(placed: ShardedModel, batches: Loader, size: int) -> dict[str, ja
     """Returns the next global batch, with the arrays that the program reads.
 
     Raises:
-      UserError: the data have no whole batch left.
+      UserError: the data have no full batch left.
     """
     try:
         local = next(batches)

@@ -50,12 +50,12 @@ class RunData:
             return
         # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer. A
         # tokenizer.model without tokenizer.json would be taken for the tokenizer (`tokenizer_of_run`): it comes last.
-        own = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
-        for name in self.files.keys() - set(own):
+        tokenizer_files = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
+        for name in self.files.keys() - set(tokenizer_files):
             self._write(name, folder)
         if TOKENIZER_JSON not in self.files:
             self.tokenizer.save(folder)
-        for name in own:
+        for name in tokenizer_files:
             self._write(name, folder)
 
     def _write(self, name: str, folder: Path) -> None:

@@ -49,15 +49,15 @@ class Horizon:
     steps: int
 
 
-def horizon_of(options: Optimizer, steps: int, kept: Horizon | None = None) -> Horizon:
+def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> Horizon:
     """Returns the horizon of a run.
 
     Args:
       options: `decay_steps` among them takes precedence.
       steps: of the run.
-      kept: the horizon of the run that is resumed.
+      saved: the horizon of the run that is resumed.
     """
-    growth, last = (steps, None) if kept is None else (kept.steps, kept.decay_steps)
+    growth, last = (steps, None) if saved is None else (saved.steps, saved.decay_steps)
     if options.decay_steps is not None:
         return Horizon(options.decay_steps, growth)
     # The other styles do not depend on the horizon before it is reached, nor does the warmup.

@@ -81,7 +81,7 @@ def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: Laye
     """Builds an array on its devices, each of which reads only its shard.
 
     Args:
-      store: with its layers in their own order.
+      store: the array, with its layers in the model's order.
       target: shape, type and sharding.
       order: in which the layers shall lie; zeros where a stage has none.
     """

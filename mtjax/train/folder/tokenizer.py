@@ -71,10 +71,10 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
       UserError: there is none, it can't be read, or the settings or the corpora contradict it.
     """
     named = config.data.tokenizer
-    own = owned_by_run(config, run_folder) if run_folder is not None else None
-    if own is not None:
-        note = check_resumed(own, named)
-        found, name = _of_run(own, note), own.shown
+    owned = owned_by_run(config, run_folder) if run_folder is not None else None
+    if owned is not None:
+        note = check_resumed(owned, named)
+        found, name = _of_run(owned, note), owned.shown
     elif weights is not None and (theirs := _owned_by_weights(weights, named)):
         found, name = _from_weights(theirs, weights, named)
     else:
@@ -84,9 +84,9 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
     return replace(found, notes=(*found.notes, *notes))
 
 
-def _of_run(own: Owned, note: str | None) -> RunTokenizer:
-    files = read_files(own.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
-    return RunTokenizer(own.tokenizer, files, is_kept=True, notes=(note,) if note else ())
+def _of_run(owned: Owned, note: str | None) -> RunTokenizer:
+    files = read_files(owned.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
+    return RunTokenizer(owned.tokenizer, files, is_kept=True, notes=(note,) if note else ())
 
 
 def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights | None) -> RunTokenizer:
@@ -118,11 +118,11 @@ def owned_by_run(config: Config, out: Path) -> Owned | None:
     return Owned(name, name.replace(str(folder), shown(out)), folder, open_tokenizer(name))
 
 
-def check_resumed(own: Owned, named: str | None) -> str | None:
+def check_resumed(owned: Owned, named: str | None) -> str | None:
     """Checks that the tokenizer that is named for a resumed run is the run's own.
 
     Returns:
-      A note where the one that is named does not exist; the run's own is all that it needs.
+      A note if the named one does not exist; the run's own is sufficient.
 
     Raises:
       UserError: it is another one; names both.
@@ -130,11 +130,11 @@ def check_resumed(own: Owned, named: str | None) -> str | None:
     if named is None:
         return None
     if not path_of(named).exists():
-        return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
-    if why := prompt_difference(own.tokenizer, open_tokenizer(named)):
+        return f"the tokenizer {named} does not exist; the run's own is used, {owned.shown}"
+    if why := prompt_difference(owned.tokenizer, open_tokenizer(named)):
         raise UserError(
-            f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): "
-            "remove tokenizer from the command and the config to go on with the run's own, or start a new run in "
+            f"the run was trained with the tokenizer {owned.shown}, and --tokenizer {named} is another one ({why}): "
+            "remove tokenizer from the command and the config to continue with the run's own, or start a new run in "
             "another --out"
         )
     return None
@@ -147,7 +147,7 @@ def files_beside(name: str) -> dict[str, bytes]:
       UserError: one can't be read.
     """
     path = path_of(name)
-    # A file with a name of its own, such as vocabularies/large.json, may have neighbours that describe another one.
+    # The files next to one with a custom name, such as vocabularies/large.json, may describe another tokenizer.
     if path.is_file() and path.name not in TOKENIZER_FILES:
         return {}
     folder = folder_of(name)
@@ -183,8 +183,8 @@ def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenize
     """Checks that a tokenizer gives weights the token ids that they were trained on; it may add tokens.
 
     Args:
-      shown: what the weights' own is called.
-      theirs: the weights' own.
+      shown: name of the weights' tokenizer.
+      theirs: the weights' tokenizer.
       named: what the other is called.
       tokenizer: the other.
 

@@ -110,12 +110,12 @@ def _lose(result: list[Span], before: Line | None, start: float, from_step: int)
 
 def totals(of: Iterable[Span]) -> dict[str, float]:
     """Sums the seconds of each activity."""
-    whole = dict.fromkeys((*ACTIVITIES, *LOST), 0.0)
+    spent = dict.fromkeys((*ACTIVITIES, *LOST), 0.0)
     for span in of:
         for name, seconds in span.seconds.items():
-            if name in whole:
-                whole[name] += seconds
-    return whole
+            if name in spent:
+                spent[name] += seconds
+    return spent
 
 
 class TimeLog:
@@ -156,15 +156,15 @@ class TimeLog:
     def metrics(self) -> dict[str, float]:
         """Returns the totals by their names in `metrics.jsonl`, and the goodput: the fraction of time in steps that
         were not lost."""
-        whole = self.totals()
-        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in whole.items()}
-        return {"goodput": goodput(whole)} | named
+        spent = self.totals()
+        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in spent.items()}
+        return {"goodput": goodput(spent)} | named
 
     def in_words(self) -> str:
         """Describes the totals, largest first, and the phases of this start's start-up."""
-        whole, parts = self.totals(), self._times.seconds()
-        total = sum(whole.values())
-        shares = [f"{name} {value / total:.0%}" for name, value in largest_first(whole) if value >= 0.005 * total]
+        spent, parts = self.totals(), self._times.seconds()
+        total = sum(spent.values())
+        shares = [f"{name} {value / total:.0%}" for name, value in largest_first(spent) if value >= 0.005 * total]
         start = ", ".join(f"{n.partition('/')[2]} {s:.1f}" for n, s in parts.items() if "/" in n and s >= 0.05)
         starts = f" in {self.starts} starts" if self.starts > 1 else ""
         return f"{total:.0f} s{starts}: {', '.join(shares)}" + (f" (start-up: {start} s)" if start else "")
@@ -174,10 +174,10 @@ class TimeLog:
         plot(spans(read_lines(self._path)), self._path.with_name(PICTURE))
 
 
-def goodput(whole: Mapping[str, float]) -> float:
+def goodput(spent: Mapping[str, float]) -> float:
     """Returns the fraction of a run's time in steps that were not repeated; 0 before the first step."""
-    total = sum(whole.values())
-    return whole[STEPS] / total if total > 0 else 0.0
+    total = sum(spent.values())
+    return spent[STEPS] / total if total > 0 else 0.0
 
 
 COLOURS = {
@@ -198,8 +198,8 @@ def plot(of: list[Span], image: Path) -> None:
     """Plots how a run's time was spent, over time and in total."""
     from matplotlib.figure import Figure  # half a second to import: not before the last step
 
-    whole = totals(of)
-    total = max(sum(whole.values()), 1e-9)
+    spent = totals(of)
+    total = max(sum(spent.values()), 1e-9)
     unit, size = ("hours", 3600.0) if total > 7200 else ("minutes", 60.0) if total > 120 else ("seconds", 1.0)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     over_time, in_all = figure.subplots(2, height_ratios=[1, 1.3])
@@ -207,13 +207,13 @@ def plot(of: list[Span], image: Path) -> None:
     steps = [np.repeat(columns[name], 2) for name in COLOURS]
     over_time.stackplot(np.repeat(edges, 2)[1:-1], steps, colors=list(COLOURS.values()))
     over_time.set(xlabel=f"{unit} of the run", ylabel="share", xlim=(0, total / size), ylim=(0, 1))
-    shown = [name for name in COLOURS if whole[name] > 0]
-    bars = in_all.barh(shown, [whole[name] / size for name in shown], color=[COLOURS[name] for name in shown])
-    in_all.bar_label(bars, [f" {whole[name] / total:.1%}" for name in shown])
+    shown = [name for name in COLOURS if spent[name] > 0]
+    bars = in_all.barh(shown, [spent[name] / size for name in shown], color=[COLOURS[name] for name in shown])
+    in_all.bar_label(bars, [f" {spent[name] / total:.1%}" for name in shown])
     in_all.invert_yaxis()
     in_all.margins(x=0.12)
     in_all.set(xlabel=unit)
-    over_time.set_title(f"{image.parent.name}: goodput {goodput(whole):.1%}")
+    over_time.set_title(f"{image.parent.name}: goodput {goodput(spent):.1%}")
     temporary = image.with_name(f".{image.name}")
     figure.savefig(temporary, dpi=120, format="png")
     temporary.replace(image)

@@ -71,15 +71,15 @@ class MetricsLog:
 
     Args:
       folder: of the run.
-      from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped; those
-        of a run that begins anew, at step 0, are kept under another name.
-      tracker: told the same, where there is one.
+      from_step: entries after this step, left by a run that got further than its last checkpoint, are dropped; if it
+        is 0, the file of an earlier start is renamed.
+      tracker: receives the same numbers.
     """
 
     def __init__(self, folder: Path, from_step: int, tracker: Tracking | None = None) -> None:
         self.path = folder / "metrics.jsonl"
         self.kept_as: Path | None = None
-        """Where the entries of an earlier start are, when this one begins at step 0."""
+        """New path of an earlier start's file, if this one begins at step 0."""
         if from_step == 0:
             self.kept_as = _keep(self.path)
         entries = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]

@@ -102,10 +102,10 @@ class StartTimer:
 
 def by_activity(seconds: Mapping[str, float]) -> dict[str, float]:
     """Sums the phases of each activity, in the order of `ACTIVITIES`."""
-    whole = dict.fromkeys(ACTIVITIES, 0.0)
+    totals = dict.fromkeys(ACTIVITIES, 0.0)
     for name, value in seconds.items():
-        whole[name.partition("/")[0]] += value
-    return whole
+        totals[name.partition("/")[0]] += value
+    return totals
 
 
 def largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

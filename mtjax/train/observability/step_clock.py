@@ -32,9 +32,9 @@ class StepClock:
       step: the last one done.
       folder: of the run; stacks go to its `stacks`.
       limit: seconds that a step may take; `FACTOR` times the median when None.
-      peers: told where this process is.
+      peers: informed where this process is.
       say: called once for each step that takes too long, with a sentence.
-      times: told what is going on.
+      times: informed of the current activity.
     """
 
     def __init__(

@@ -78,7 +78,8 @@ class Ended:
 
     @property
     def code(self) -> int:
-        """Of all together: 2 where the input was wrong, else the first process's that failed, as a shell says it."""
+        """Exit code of the run: 2 if the input was wrong, otherwise that of the first process that failed, as in
+        shells."""
         failed = [code for code in self.codes if code]
         first = 2 if 2 in failed else next(iter(failed), 0)
         return first if first >= 0 else 128 - first
