@@ -188,9 +188,8 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
         # --- Steps
         peers.advice = resume_command(objective, environment.out)
         saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
-        best = open_best_checkpoint(
-            this_start.goal(objective, config), config, environment, start.step, stack, progress.say
-        )
+        goal = this_start.goal(objective, config)
+        best = open_best_checkpoint(goal, config, environment, start.step, stack, progress.say)
         monitors = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, environment, data, program, progress, *tiers, *logs, *monitors, this_start)
@@ -221,8 +220,7 @@ def open_logs(
     from_step: int,
     say: Callable[[str], object],
 ) -> tuple[MetricsLog | None, TimeLog | None]:
-    """Opens the metrics and time logs, and saves the config and data files; returns None in all processes but the
-    first."""
+    """Opens metrics and time logs, and saves config and data files; returns None except in the first process."""
     if not environment.is_first_process:
         return None, None
     folder = environment.folder
@@ -345,8 +343,7 @@ def log_entry(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
 
 
 def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
-    """Runs the validation and evaluations that are due after a step; returns their metrics. Their time is not counted
-    as the step's."""
+    """Runs the validation and evaluations due after a step, outside of its time; returns their metrics."""
     output, evaluations, entries = run.config.output, run.start.evaluations, dict[str, float]()
     last = step == run.config.training.steps
     validate = run.data.held_out is not None and (step % output.valid_every == 0 or last)

@@ -139,7 +139,7 @@ def test_parts_of_other_devices_are_not_enough(copied):
     page_of.write_text(json.dumps(page | {"checksum": metadata_checksum(page)}))
     restored, said = restore(copied)
     assert restored.step == 4
-    assert "has parts of other devices" in said[0]
+    assert "has shards of other devices" in said[0]
 
 
 def test_saving_goes_on_when_the_disk_fails(tmp_path, caplog):

@@ -1,9 +1,8 @@
 """Sharded, asynchronous checkpoints (Orbax) that can be restored on any mesh, with verification of their contents.
 
-A checkpoint is one atomic folder: the state, and JSON metadata (in `page/metadata`) with the config, the position in
-the data and a fingerprint of every array. Fingerprints are computed on the devices that hold the arrays and don't
-depend on the mesh, so a restore can verify the arrays: a flipped bit or a missing chunk (which is read as zeros) is
-detected.
+A checkpoint is one atomic folder: the state, and JSON metadata (`page/metadata`) with the config, the position in the
+data and a fingerprint of every array. Fingerprints are computed on the devices and don't depend on the mesh, so a
+restore verifies the arrays: a flipped bit or a missing chunk (which is read as zeros) is detected.
 """
 
 import contextlib
@@ -109,8 +108,7 @@ class Checkpoints:
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns.
 
-        The devices compute the fingerprints after the arrays are copied, and the thread that writes the metadata waits
-        for them.
+        The metadata's writer thread waits for the fingerprints, which the devices compute after the arrays are copied.
         """
         step = int(state.step)
         metadata = checkpoint_metadata(step, config, consumed_samples, self.record)
@@ -118,12 +116,10 @@ class Checkpoints:
             self._manager, self._is_lost = self._open_manager(), False
         pending: Future[Callable[[], dict[str, int]]] = Future()
 
-        def complete_metadata() -> dict[str, Any]:
+        def complete() -> dict[str, Any]:
             return with_checksum(metadata | {"fingerprints": pending.result()()})
 
-        arguments = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state_arrays(state)), page=_MetadataSave(complete_metadata)
-        )
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state_arrays(state)), page=_MetadataSave(complete))
         try:
             self._manager.save(step, args=arguments, force=True)
         except BaseException as e:
@@ -131,12 +127,10 @@ class Checkpoints:
             raise
         pending.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
 
-    def restore(
-        self, abstract: State, config: Config, other_tier: OtherTier = lambda at_least: None
-    ) -> Restored | None:
+    def restore(self, abstract: State, config: Config, other: OtherTier = lambda at_least: None) -> Restored | None:
         """Restores the newest valid checkpoint in the sharding of `abstract`; returns None if there never was one.
 
-        `other_tier` is tried before each step that is read. Newer checkpoints that are corrupted are reported in a
+        `other` is tried before each step that is read. Newer checkpoints that are corrupted are reported in a
         warning and quarantined (renamed), so that the run can save their steps again.
 
         Raises:
@@ -146,7 +140,7 @@ class Checkpoints:
         steps, quarantined = self._list()
         corrupted: dict[int, str] = {}
         for step in [*steps, 0]:
-            found = other_tier(step)
+            found = other(step)
             if found is None and step == 0:
                 break
             try:
@@ -252,7 +246,6 @@ class Checkpoints:
         return State(**items["state"])
 
     def _quarantine(self, step: int) -> None:
-        """Renames a corrupted checkpoint, so that its step can be saved again."""
         self._manager.wait_until_finished()
 
         def rename() -> None:
@@ -266,13 +259,8 @@ class Checkpoints:
 
 def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """Builds a checkpoint's metadata, without fingerprints and checksum."""
-    metadata = {
-        "version": VERSION,
-        "step": step,
-        "consumed_samples": consumed_samples,
-        "config": configs.to_dict(config),
-    }
-    return metadata | {"run": record.to_dict()} if record is not None else metadata
+    base = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    return base | {"run": record.to_dict()} if record is not None else base
 
 
 def quarantine_name(name: str, taken: Iterable[str]) -> str:
@@ -283,7 +271,7 @@ def quarantine_name(name: str, taken: Iterable[str]) -> str:
 
 
 class _MetadataHandler(ocp.JsonCheckpointHandler):
-    """Writes the result of a function, which is called in the background thread that writes the metadata."""
+    """Writes the result of a function, which is called in the background thread."""
 
     async def _save_fn(self, x: Callable[[], dict[str, Any]], directory: Any) -> None:
         await super()._save_fn(x(), directory)
@@ -332,8 +320,7 @@ def state_arrays(state: State) -> dict[str, Any]:
 
 
 def saved_orders(saved: Mapping[str, Any]) -> Orders:
-    """Returns the order in which layers are stacked in a checkpoint, by its config; older configs have neither chunks
-    nor unequal stages."""
+    """Returns the order of stacked layers in a checkpoint; older configs have neither chunks nor unequal stages."""
     known = [field.name for field in dataclasses.fields(configs.Parallel)]
     parallel = {name: value for name, value in saved.get("parallel", {}).items() if name in known}
     of = configs.from_dict({"model": saved["model"], "parallel": parallel})
@@ -346,13 +333,12 @@ def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
 
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
-    """Computes `fingerprints` of any tree of arrays on a mesh, by dotted name; layers count in the model's order."""
+    """Computes `fingerprints` of any tree of arrays, by dotted name; layers count in the model's order."""
     return _later(tree, mesh, orders)()
 
 
 def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dict[str, int]]:
-    """Starts to compute `fingerprints` on the devices: the arrays may be donated, and another thread may fetch the
-    numbers."""
+    """Starts to compute `fingerprints`: the arrays may be donated, and another thread may fetch the numbers."""
     return _later(state_arrays(state), state.step.sharding.mesh, orders)
 
 
@@ -379,16 +365,14 @@ def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
 
 
 def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
-    """Sums the bits of each element times an odd factor of its index, modulo 2^32; a layer's index is that in the
-    model.
+    """Sums the bits of each element times an odd factor of its index, modulo 2^32; layers count in the model's order.
 
     Args:
       a: array of a 32-bit dtype.
       order: order in which its layers are stacked; None for the model's order.
     """
-    # sum_i bits_i * (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash) and i the flat index.
-    # The factors are odd, so a flipped bit always changes the sum; they differ, so exchanged elements are detected.
-    # The sum does not depend on the order of additions, so it is the same on every mesh.
+    # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
+    # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
     bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
@@ -400,11 +384,9 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
 
 
 def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
-    """Computes the contribution to the fingerprint of a contiguous slice of a float32 array that starts at element
-    `offset`.
+    """Computes the contribution to the fingerprint of a float32 array's slice that starts at element `offset`.
 
-    The sum over all slices, modulo 2^32, is the array's fingerprint: an array can be written and verified slice by
-    slice.
+    The sum over all slices, modulo 2^32, is the fingerprint: an array can be written and verified slice by slice.
     """
     total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(np.uint32), 1 << 22
     for start in range(0, bits.size, block):

@@ -69,9 +69,8 @@ def failure_of(error: Exception, folder: Path) -> dict[str, str]:
     """Classifies an error of reading files in a folder: its `kind` and `reason`."""
     if isinstance(error, UserError):
         return {"kind": REFUSED, "reason": str(error)}
-    if not url_of(folder) and (
-        problem := next(unreadable_files(folder), None)
-    ):  # an object store reports its errors correctly
+    # An object store reports its errors correctly; for a file system, look which files can't be read.
+    if not url_of(folder) and (problem := next(unreadable_files(folder), None)):
         return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
