@@ -1,4 +1,4 @@
-"""The command line: `mtjax COMMAND`, the options that commands share, and how errors are reported."""
+"""The command line: `mtjax COMMAND`, options that commands share, and error reporting."""
 
 import contextlib
 import dataclasses
@@ -34,18 +34,18 @@ from mtjax.migrate.suggest import advice
 
 COMMANDS = {
     "train": ("mtjax.train", "train a model"),
-    "launch": ("mtjax.launch", "train in several processes on this machine, and again after failures"),
-    "compile": ("mtjax.compile", "compile a run's programs before it"),
-    "finetune": ("mtjax.finetune", "train a head on pretrained weights for a task"),
+    "launch": ("mtjax.launch", "train in several processes on this machine, with restarts after failures"),
+    "compile": ("mtjax.compile", "compile a run's programs ahead of time"),
+    "finetune": ("mtjax.finetune", "finetune pretrained weights on a task"),
     "predict": ("mtjax.finetune.predict", "label rows with a finetuned model"),
     "ensemble": ("mtjax.finetune.ensemble", "label rows with several finetuned models together"),
     "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
-    "plan": ("mtjax.plan", "estimate what a model needs, and on which mesh, without compiling"),
-    "inspect": ("mtjax.inspect", "compile a run's step and show what it sends"),
-    "generate": ("mtjax.generate", "continue texts, and chat, with trained weights"),
-    "serve": ("mtjax.serve", "answer clients of OpenAI and Megatron-LM over HTTP, with trained weights"),
-    "data": ("mtjax.data", "make, merge, check, clean and show corpora"),
-    "convert": ("mtjax.convert", "take weights to and from Hugging Face's and Megatron-LM's formats"),
+    "plan": ("mtjax.plan", "estimate a model's memory and step time on meshes, without compiling"),
+    "inspect": ("mtjax.inspect", "compile a training step and show its communication"),
+    "generate": ("mtjax.generate", "generate text, and chat, with trained weights"),
+    "serve": ("mtjax.serve", "serve trained weights over HTTP, with the APIs of OpenAI and Megatron-LM"),
+    "data": ("mtjax.data", "build, merge, verify, clean and show corpora"),
+    "convert": ("mtjax.convert", "convert weights to and from Hugging Face's and Megatron-LM's formats"),
     "from-megatron": ("mtjax.convert.from_megatron", "translate a launch script of Megatron-LM into a config"),
 }
 
@@ -53,7 +53,7 @@ Options = TypeVar("Options")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`mtjax COMMAND ...`: the same as `python -m` with the command's package, `mtjax.train ...`."""
+    """Runs `mtjax COMMAND ...`: the same as `python -m` with the command's package, such as `mtjax.train`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -73,25 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 LONGEST_MESSAGE = 2000
-"""Characters of an error: what was typed may be a book."""
+"""Maximum length of an error message: it may quote long input."""
 GARBAGE = (100_000, 50, 1000)
-"""Thresholds of Python's search for cycles: tracing makes millions of objects that stay, and to search them as often as
-Python does by itself takes a tenth of a start."""
+"""Thresholds of Python's garbage collector: tracing creates millions of objects that stay, and with the default
+thresholds collection takes a tenth of the start-up time."""
 
 
 DEBUG = "MTJAX_DEBUG"
-"""Environment variable: 1 shows the traceback of an error that would otherwise be one sentence."""
+"""Environment variable: 1 prints the traceback of an error that would otherwise be one sentence."""
 BUG = 1
-"""Exit code of an error that is not the user's: as of any Python program that ends with an exception."""
+"""Exit code of an error that is not the user's, as of any Python program that ends with an exception."""
 _OF_A_PATH = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
-"""Errors about a path that somebody named, which the user can put right."""
+"""Errors about a path, which the user can fix."""
 
 
 def run_main(body: Callable[[], int | None]) -> int:
-    """Runs a command's body and reports how it ended, in one line on stderr where that was an error.
+    """Runs a command's body and reports errors in one line on stderr.
 
     Returns:
       The exit code: the body's; 2 for a `UserError`, for a path that can't be used and for too little memory; 1 for
@@ -120,7 +120,7 @@ def run_main(body: Callable[[], int | None]) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Whether standard output is a pipe that nobody reads: a broken connection elsewhere is the same exception."""
+    """Returns whether standard output is a pipe without a reader: other broken connections raise the same exception."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
@@ -130,7 +130,7 @@ def _reader_has_left() -> bool:
 
 
 def _report(message: str, code: int) -> int:
-    """Prints the error that is being handled, with its traceback where `MTJAX_DEBUG` is 1; returns the exit code."""
+    """Prints the error that is being handled, with its traceback if `MTJAX_DEBUG` is 1; returns the exit code."""
     if os.environ.get(DEBUG) == "1":
         traceback.print_exc()
     print(f"error: {shortened(message, LONGEST_MESSAGE)}", file=sys.stderr)
@@ -138,7 +138,7 @@ def _report(message: str, code: int) -> int:
 
 
 class Command(NamedTuple, Generic[Options]):
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: config.Config
     options: Options
@@ -147,12 +147,12 @@ class Command(NamedTuple, Generic[Options]):
 
     @property
     def name(self) -> str:
-        """The config's file, without folder and `.toml`."""
+        """The config's file name, without folder and `.toml`."""
         return Path(self.source).name.removesuffix(".toml")
 
 
 PLAIN = frozenset({"finetuning"})
-"""Sections of the config that have no options, but where a command says so."""
+"""Sections of the config that are not options, except in commands that request them."""
 
 
 def parse(
@@ -166,7 +166,7 @@ def parse(
     hidden: Collection[str] = PLAIN,
     common: Mapping[str, Collection[str]] = COMMON,
 ) -> Command[Options]:
-    """The run that a command line asks for: its options over `--config FILE` over the defaults.
+    """Parses a command line: options override `--config FILE`, which overrides the defaults.
 
     Args:
       argv: arguments; those of the process when None.
@@ -188,7 +188,7 @@ def parse(
     in_file = config.read_toml(path)
     tables = with_new_names(in_file)
     if renamed := [*renamed, *(f"{pair} (in {path})" for pair in old_names_in(in_file))]:
-        print(f"note    {'; '.join(renamed)}: the old name works until mtjax 0.2", file=sys.stderr, flush=True)
+        print(f"note    {'; '.join(renamed)}: old names work until mtjax 0.2", file=sys.stderr, flush=True)
     start = config.from_dict(tables, source=str(path))
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
@@ -214,7 +214,8 @@ def parse(
 def _with_what_was_not_typed(
     chosen: config.Config, typed: Collection[str], path: Path, tables: Mapping[str, Any]
 ) -> config.Config:
-    """Returns the config, with settings that were not typed and must follow the file's place, or what was typed.
+    """Returns the config with settings filled in that were not typed and depend on the config file's location or on
+    typed options.
 
     Args:
       chosen: the config.
@@ -240,7 +241,7 @@ def _with_what_was_not_typed(
 
 
 def _origins(message: str, typed: Collection[str], path: Path, tables: Mapping[str, Any]) -> str:
-    """Returns which of the settings that a message names have their values from the config file."""
+    """Names the settings in a message whose values are from the config file."""
     in_file = [
         key
         for table in tables.values()
@@ -257,7 +258,7 @@ def read(
     description: str = "",
     common: Mapping[str, Collection[str]] | None = None,
 ) -> Any:
-    """The options of a command line, as the dataclass `options`.
+    """Parses the options of a command line into the dataclass `options`.
 
     Args:
       options: the dataclass.
@@ -270,25 +271,26 @@ def read(
       UserError: one is wrong or missing.
       SystemExit: help was asked for (0).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     listed = list(options_of(dataclass_of(options)))
-    if {*HELP, HELP_ALL} & set(words):
-        print(show_help(prog, description, listed, None if HELP_ALL in words else common), end="")
+    if {*HELP, HELP_ALL} & set(arguments):
+        print(show_help(prog, description, listed, None if HELP_ALL in arguments else common), end="")
         raise SystemExit(0)
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(options, prog=prog, description=description, args=words, add_help=False)
+        with contextlib.redirect_stderr(output):
+            parsed = tyro.cli(options, prog=prog, description=description, args=arguments, add_help=False)
     except SystemExit as e:
         if not e.code:
             raise
     else:
         check_bounds(parsed)
         return parsed
-    raise UserError(f"{_one_sentence(said.getvalue(), words, names_of(listed))} ({prog} --help lists the options)")
+    sentence = _one_sentence(output.getvalue(), arguments, names_of(listed))
+    raise UserError(f"{sentence} ({prog} --help lists the options)")
 
 
-_VALUES = {"int()": "a whole number", "INT": "a whole number", "to float": "a number", "FLOAT": "a number"}
+_VALUES = {"int()": "an integer", "INT": "an integer", "to float": "a number", "FLOAT": "a number"}
 _CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\) ?\.")
 _NUMBER = re.compile(
     r"Error parsing (\S+): (?:invalid literal for|could not convert string) (int\(\)|to float).*?'(.*)'"
@@ -297,47 +299,47 @@ _SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be inst
 
 
 def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = ()) -> str:
-    """The message that tyro prints as a box, as one sentence: what was wrong, the value, and what would be right.
+    """Converts the message that tyro prints as a box into one sentence: what was wrong, the value, and what is valid.
 
-    Messages of a kind not handled here are only joined to one line.
+    Messages of other kinds are only joined into one line.
     """
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
     rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
-    said = " ".join(" ".join(lines[:rule]).split())
-    if match := _CHOICE.fullmatch(said):
+    output = " ".join(" ".join(lines[:rule]).split())
+    if match := _CHOICE.fullmatch(output):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
         return f"{match[2]} {match[1]} is not one of {', '.join(choices)}{nearest(match[1], choices)}"
-    if said.startswith("Unrecognized options: "):
-        words = said.partition(": ")[2].split(", ")
-        unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    if output.startswith("Unrecognized options: "):
+        arguments = output.partition(": ")[2].split(", ")
+        unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--")), None)
         if unknown is None:
-            return f"{words[0]!r} belongs to no option{_as_option(words[0], known)}"
+            return f"unexpected argument {arguments[0]!r}{_as_option(arguments[0], known)}"
         return f"no option is called {unknown}{advice(unknown, _value_of(unknown, argv), known)}"
-    if match := _NUMBER.match(said):
+    if match := _NUMBER.match(output):
         return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
-    if match := _SEVERAL.match(said):
+    if match := _SEVERAL.match(output):
         kinds = [kind.strip("{}") for kind in match[2].split("|") if kind != "{None}"]
         return (
             f"{match[1]} is {shortened(match[3])}, and must be {' or '.join(_VALUES.get(kind, kind) for kind in kinds)}"
         )
-    if match := re.match(r"Missing value for argument '(.*?)'", said):
+    if match := re.match(r"Missing value for argument '(.*?)'", output):
         return f"{match[1]} needs a value"
-    if said.startswith("Missing from"):
+    if output.startswith("Missing from"):
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
-    return shortened(said.rstrip(". "), 400)
+    return shortened(output.rstrip(". "), 400)
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:
-    """What was typed behind an option that does not exist."""
+    """Returns the value that was typed after an unknown option."""
     value = argument(argv, option)
     return None if value is None or value.startswith("--") else value
 
 
 def _as_option(word: str, known: Collection[str]) -> str:
-    """How `steps=10`, as MaxText reads it, is typed here."""
+    """Suggests the option for `steps=10`, which is MaxText's syntax."""
     name, equals, value = word.partition("=")
     option = option_of(name)
     if not equals or not name.isidentifier():
@@ -346,7 +348,7 @@ def _as_option(word: str, known: Collection[str]) -> str:
 
 
 def _listed(argv: Sequence[str]) -> Iterator[str]:
-    """`argv`, in which a list may be one word: "--layers-per-stage 5,6,6,5"."""
+    """Splits the values of list options: "--layers-per-stage 5,6,6,5"."""
     for before, word in zip(["", *argv], argv, strict=False):
         option, equals, value = word.partition("=")
         is_list = (option if equals else before).replace("_", "-") in _lists()
@@ -355,7 +357,7 @@ def _listed(argv: Sequence[str]) -> Iterator[str]:
 
 @cache
 def _lists() -> frozenset[str]:
-    """Options that take several numbers."""
+    """Returns the options that take several values."""
     return frozenset(option.name for option in options_of(config.Config) if get_origin(option.type) is tuple)
 
 
@@ -367,7 +369,7 @@ def _default(value: Any) -> Any:
 
 
 def argument(argv: Sequence[str], option: str) -> str | None:
-    """The value of the last `option`, which must be read before the other options, whose defaults it sets."""
+    """Returns the value of the last `option`; it is read before the other options, whose defaults it sets."""
     value = None
     wanted = option.replace("_", "-")
     for i, word in enumerate(argv):
@@ -382,5 +384,5 @@ def argument(argv: Sequence[str], option: str) -> str | None:
 
 
 def typed_options(argv: Sequence[str]) -> set[str]:
-    """Returns the options that were typed, as `--help` names them: tyro also reads `--learning_rate=1`."""
+    """Returns the options that were typed, spelled as in `--help`: tyro also accepts `--learning_rate=1`."""
     return {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}

@@ -1,4 +1,4 @@
-"""A user's mistake, in one sentence: raised where the input enters, printed by the command line (exit code 2)."""
+"""Errors of the user, in one sentence: raised where input is read, printed by the command line (exit code 2)."""
 
 import difflib
 import errno
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 LOST = 75
-"""Exit code of a run that ended for what happened around it, and that can be resumed (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that ended because of its environment and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 
 _DISK = tuple(
     os.strerror(code)
@@ -28,28 +28,28 @@ _DISK = tuple(
 
 
 class UserError(Exception):
-    """Input that can't be used: the message says what was wrong, with the values, and what to do."""
+    """Invalid input: the message names what was wrong, with the values, and what to do."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` - did you mean 'x'?` for the known name closest to `name`, or nothing when none is close."""
+    """Returns ` - did you mean 'x'?` for the known name closest to `name`; "" if none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" - did you mean {match[0]!r}?" if match else ""
 
 
 def shortened(value: object, length: int = 60) -> str:
-    """A value as text, with its middle left out where it is longer than a sentence can hold."""
+    """Converts a value to text, and cuts out its middle if it is too long for a sentence."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 20]}...{text[-10:]}"
 
 
 def install_extra(extra: str) -> str:
-    """How to install an extra of mtjax, for a message: from a checkout, since no package index has mtjax."""
+    """Returns the command that installs an extra of mtjax from a checkout, since no package index has mtjax."""
     return f"pip install '.[{extra}]' in a checkout of mtjax"
 
 
 def require(library: str, extra: str) -> ModuleType:
-    """A library, imported, that an extra of mtjax installs.
+    """Imports a library that an extra of mtjax installs.
 
     Raises:
       UserError: it isn't installed; the message says how to.
@@ -61,7 +61,7 @@ def require(library: str, extra: str) -> ModuleType:
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
-    """What an error says, short enough for a sentence: of a file, its path and why."""
+    """Returns the message of an error, shortened to one line; for a file error, its path and reason."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
@@ -69,7 +69,7 @@ def first_line(error: BaseException, length: int = 200) -> str:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """Finds half of a surrogate pair, which JSON can write (`\\ud800`) and which isn't a character.
+    """Finds half of a surrogate pair, which JSON can contain (`\\ud800`) and which is not a character.
 
     Returns:
       `the lone surrogate \\ud800 at character 3, which isn't text` for the first one; None where there is none.
@@ -82,7 +82,7 @@ def lone_surrogate(text: str) -> str | None:
 
 
 def parse_json(text: str | bytes, source: object) -> Any:
-    """The value that JSON stands for; `source` says where it is from.
+    """Parses JSON; `source` names its origin in messages.
 
     Raises:
       UserError: it is not JSON.
@@ -94,7 +94,7 @@ def parse_json(text: str | bytes, source: object) -> Any:
 
 
 def parse_json_object(text: str | bytes, source: object) -> dict[str, Any]:
-    """The same of an object.
+    """Parses a JSON object.
 
     Raises:
       UserError: it is not one.
@@ -106,12 +106,12 @@ def parse_json_object(text: str | bytes, source: object) -> dict[str, Any]:
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Why a disk refused, in the system's words; None where an error says nothing of one.
+    """Returns the operating system's reason for a disk error; None for other errors.
 
-    TensorStore and tokenizers have errors of their own, with these words inside. Of an array that a full disk has not
-    taken whole, numpy says how much was "requested and" how much written.
+    TensorStore and tokenizers raise other exceptions with these reasons in the message. When a full disk cuts off an
+    array, numpy's message has the bytes "requested and" written.
     """
-    words = next((words for words in _DISK if words in str(error)), None)
-    if words or not isinstance(error, OSError):
-        return words
+    reason = next((reason for reason in _DISK if reason in str(error)), None)
+    if reason or not isinstance(error, OSError):
+        return reason
     return os.strerror(errno.ENOSPC) if "requested and" in str(error) else error.strerror or first_line(error)

@@ -1,4 +1,4 @@
-"""The options of a command, read from its dataclasses, and what `--help` shows of them."""
+"""The options of a command, read from its dataclasses, and the text of `--help`."""
 
 import ast
 import dataclasses
@@ -14,33 +14,33 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 HELP = ("-h", "--help")
-"""Words that ask for help."""
+"""Options that show help."""
 HELP_ALL = "--help-all"
-"""The word that asks for all options where `--help` shows some."""
+"""Shows all options if `--help` shows only common ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option, or a positional argument, of a command."""
+    """An option or positional argument of a command."""
 
     name: str
     """As typed: `--hidden-size`; `PREFIX` for a positional argument."""
     field: str
     """The name of its dataclass field."""
     group: str
-    """Name of the section that it belongs to."""
+    """Name of its section."""
     type: Any
-    """The type of its value, without `| None`."""
+    """Type of its value, without `| None`."""
     kind: str
-    """What is typed behind it, in words: N, TEXT, {gpt,llama}; "" for a switch."""
+    """Placeholder of its value: N, TEXT, {gpt,llama}; "" for a switch."""
     default: Any
-    """None where there is none, or where `text` describes it."""
+    """None if there is none, or if `text` describes it."""
     text: str
-    """What it does."""
+    """Help text."""
 
     @property
     def spelling(self) -> str:
-        """How it is typed: `--hidden-size N`, `--bias/--no-bias`."""
+        """Its spelling in the help: `--hidden-size N`, `--bias/--no-bias`."""
         if self.kind:
             return f"{self.name} {self.kind}"
         return f"{self.name}/--no-{self.name[2:]}" if self.name.startswith("--") and self.default else self.name
@@ -78,7 +78,7 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
 
 
 def names_of(options: Sequence[Option]) -> set[str]:
-    """All options as they may be typed, switches also with `--no-`."""
+    """Returns all options as they may be typed, switches also with `--no-`."""
     named = [option for option in options if option.name.startswith("--")]
     return {option.name for option in named} | {f"--no-{o.name[2:]}" for o in named if not o.kind} | {"--help"}
 
@@ -86,7 +86,7 @@ def names_of(options: Sequence[Option]) -> set[str]:
 def show_help(
     prog: str, description: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None = None
 ) -> str:
-    """Returns the text of `--help`.
+    """Formats the text of `--help`.
 
     Args:
       prog: the command as typed.
@@ -105,8 +105,8 @@ def show_help(
         for option in options:
             groups.setdefault(f"{option.group} options" if option.group else "options", []).append(option)
     else:
-        own = [option for option in options if option.group in ("", "command")]
-        groups = {"options": own} | {
+        of_command = [option for option in options if option.group in ("", "command")]
+        groups = {"options": of_command} | {
             heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
         }
     parts += [
@@ -121,7 +121,7 @@ def show_help(
 
 
 def _lines(option: Option, width: int) -> str:
-    """Returns an option and its text, wrapped to a width."""
+    """Formats an option and its help text, wrapped to a width."""
     text, default = option.text, "on" if option.default is True else option.default
     if (option.kind or default == "on") and default not in (None, (), ""):
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default

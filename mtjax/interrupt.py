@@ -1,7 +1,7 @@
-"""Ctrl-C ends a program at any moment: also while C++ computes, and where a library swallows exceptions.
+"""Ends the program on Ctrl-C at any moment, also while C++ code runs, and when a library swallows exceptions.
 
-Python runs a signal's handler only between two of its own instructions, and the `KeyboardInterrupt` that it raises
-there may come inside any `except`. So a thread waits for the signal itself, and whoever is first ends the process.
+Python runs a signal handler only between two of its bytecode instructions, and the `KeyboardInterrupt` that it raises
+there may occur inside any `except`. So a thread waits for the signal, too, and whichever is first ends the process.
 """
 
 import contextlib
@@ -12,14 +12,13 @@ import threading
 from types import FrameType, TracebackType
 
 CODE = 128 + signal.SIGINT
-"""Exit code of a program that Ctrl-C ended, as shells have it."""
+"""Exit code of a program that Ctrl-C ended, as in shells."""
 
 
 class CtrlC:
-    """Ends the process at Ctrl-C while it is entered; use as a context manager, in the main thread.
+    """Ends the process on Ctrl-C while it is entered; use as a context manager, in the main thread.
 
-    Where other code has a handler of its own meanwhile, the first Ctrl-C is that handler's, and the second one ends the
-    process.
+    If other code has installed a handler, the first Ctrl-C is handled by it, and the second one ends the process.
     """
 
     def __enter__(self) -> "CtrlC":
@@ -42,7 +41,7 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
     def _listen(self) -> None:
-        """Reads the numbers of the signals that arrive, which C writes."""
+        """Reads the signal numbers that Python's C handler writes to the wakeup pipe."""
         count = 0
         while numbers := os.read(self._read, 64):
             count += numbers.count(signal.SIGINT)

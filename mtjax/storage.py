@@ -1,7 +1,7 @@
-"""Object stores: what `s3://bucket/name` and `gs://bucket/name` mean, through fsspec, with retries and errors in words.
+"""Object stores (`s3://bucket/name`, `gs://bucket/name`) through fsspec, with retries and readable errors.
 
-Endpoints and keys come from where the stores' own tools look for them: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and
-their like, `STORAGE_EMULATOR_HOST`, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles.
+Endpoints and credentials come from the stores' standard sources: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
+`STORAGE_EMULATOR_HOST`, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles, and so on.
 """
 
 import logging
@@ -15,29 +15,29 @@ from typing import Any, TypeVar
 from mtjax.errors import UserError, first_line, require
 
 LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}
-"""By scheme: the library that speaks to it, and the extra that installs that."""
+"""Scheme -> the fsspec library, and the extra that installs it."""
 PATIENCE = 30.0
-"""Seconds after which no more attempts to reach a store begin: it is said that it can't be reached."""
+"""Seconds after which no more retries start, and the store is reported as unreachable."""
 PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between attempts."""
+"""Seconds between retries."""
 SILENCE = 10
-"""Seconds without a connection, or a byte, after which a request counts as lost; a block may take twice that."""
+"""Timeout in seconds of a request without a connection or a byte; a block may take twice that."""
 RETRIES = 5
-"""What TensorStore tries itself within an attempt, 23 seconds in all; its own 32 would take a quarter of an hour."""
+"""Retries within TensorStore, 23 seconds in all; its default of 32 would take a quarter of an hour."""
 TENSORSTORE = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(SILENCE),
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(SILENCE),
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
-"""Where it looks for the same."""
+"""Environment variables with the same timeouts for TensorStore."""
 BLOCK = 8 << 20
-"""Bytes of one request of a file that is copied."""
+"""Bytes per request when a file is copied."""
 
 T = TypeVar("T")
 
 
 def url_of(name: str | Path) -> str | None:
-    """The address of something in an object store; None for what is on this machine.
+    """Returns the address of a path in an object store; None for a path on this machine.
 
     As a `Path`, an address has lost one of its slashes: `s3:/bucket/name`.
     """
@@ -46,12 +46,12 @@ def url_of(name: str | Path) -> str | None:
 
 
 def shown(path: Path) -> str:
-    """A path as people know it: an address has both of its slashes."""
+    """Formats a path for messages: an address has both of its slashes."""
     return url_of(path) or str(path)
 
 
 def filesystem(url: str) -> Any:
-    """fsspec's file system for an address.
+    """Returns fsspec's file system for an address.
 
     Raises:
       UserError: its library is not installed; says which extra installs it.
@@ -71,7 +71,7 @@ def filesystem(url: str) -> Any:
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:
-    """What `action` returns, at the latest after some more attempts.
+    """Runs `action`, and retries it if the store can't be reached.
 
     Args:
       what: it does, for the message: "reading s3://bucket/name".
@@ -99,13 +99,13 @@ def attempt(what: str, action: Callable[[], T]) -> T:
 
 
 def _refuses(error: Exception) -> bool:
-    """Whether a store answers that one may not, in the words of s3fs, gcsfs or TensorStore."""
-    said = str(error).startswith(("Forbidden", "PERMISSION_DENIED", "UNAUTHENTICATED"))
-    return said or isinstance(error, PermissionError) or str(getattr(error, "code", "")) in ("401", "403")
+    """Returns whether a store denies access, by the errors of s3fs, gcsfs and TensorStore."""
+    is_refused = str(error).startswith(("Forbidden", "PERMISSION_DENIED", "UNAUTHENTICATED"))
+    return is_refused or isinstance(error, PermissionError) or str(getattr(error, "code", "")) in ("401", "403")
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """What a file holds, in a store or on this machine.
+    """Reads a file, in an object store or on this machine.
 
     Raises:
       OSError: it is not there or can't be read.
@@ -119,7 +119,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a file, in a store or on this machine.
+    """Returns whether a file exists, in an object store or on this machine.
 
     Raises:
       UserError: the store can't be reached.
@@ -135,7 +135,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def write_bytes(url: str, content: bytes) -> None:
-    """Writes an object, which appears whole or not at all.
+    """Writes an object atomically.
 
     Raises:
       UserError: the store can't be reached, or refuses.
@@ -145,7 +145,7 @@ def write_bytes(url: str, content: bytes) -> None:
 
 
 def blocks_of(url: str, size: int) -> Iterator[bytes]:
-    """What an object of some bytes holds, block by block.
+    """Yields the blocks of an object of `size` bytes.
 
     Raises:
       UserError: the store can't be reached, or refuses.
@@ -157,7 +157,7 @@ def blocks_of(url: str, size: int) -> Iterator[bytes]:
 
 
 def files_below(url: str) -> dict[str, int]:
-    """The objects at or below an address, each with its bytes.
+    """Returns the objects at or below an address, with their sizes in bytes.
 
     Raises:
       UserError: the store can't be reached, or refuses.
@@ -169,7 +169,7 @@ def files_below(url: str) -> dict[str, int]:
 
 
 def names_in(url: str) -> list[str]:
-    """The names right below an address; none where there is nothing.
+    """Lists the names directly below an address; empty if it does not exist.
 
     Raises:
       UserError: the store can't be reached.
@@ -196,7 +196,7 @@ def remove(url: str) -> None:
 
 
 def rename(url: str, new: str) -> None:
-    """Gives all objects below an address another one: copies them, and then removes the old ones.
+    """Renames all objects below an address: copies them, and then removes the old ones.
 
     Raises:
       UserError: the store can't be reached, or refuses.
@@ -209,12 +209,12 @@ def rename(url: str, new: str) -> None:
 
 
 def key_value_store(path: str | Path) -> dict[str, Any]:
-    """TensorStore's specification of a folder, in a store or on this machine."""
+    """Returns TensorStore's kvstore spec of a folder, in an object store or on this machine."""
     url = url_of(path)
     if url is None:
         return {"driver": "file", "path": f"{Path(path).resolve()}/"}
-    scheme, _, rest = url.partition("://")
-    bucket, _, name = rest.partition("/")
+    scheme, _, path_in_bucket = url.partition("://")
+    bucket, _, name = path_in_bucket.partition("/")
     retries = {"max_retries": RETRIES, "initial_delay": "1s", "max_delay": "8s"}
     for variable, value in TENSORSTORE.items():
         os.environ.setdefault(variable, value)

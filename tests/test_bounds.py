@@ -75,13 +75,19 @@ LINES = {
     "seed": (["--seed", "4294967296"], "seed is 4294967296, and must be at most 4294967295"),
     "time": (["--loader-timeout", "1e300"], r"loader_timeout is 1e\+300, and must be from 1 to 604800 seconds"),
     "fraction": (["--learning-rate", "1e300"], r"learning_rate is 1e\+300, and must be at most 1e\+38"),
-    "digits": (["--vocab-size", "9" * 5000], r"--vocab-size is '9+\.\.\.[9 ]+', and must be a whole number"),
+    "digits": (["--vocab-size", "9" * 5000], r"--vocab-size is '9+\.\.\.[9 ]+', and must be an integer"),
     "devices": (["--mesh", "999999999999x1"], "has 999999999999 devices, and mtjax counts up to"),
     "a long mesh": (["--mesh", "9" * 5000 + "x1"], "has 5002 characters"),
-    "a long config": (["--config", "x" * 5000], "--config '.*' can't be looked for: File name too long"),
-    "a long folder": (["--out", "x" * 5000], r"out has 5000 characters \(.*\), and may have 4096"),
-    "a zero byte": (["--prompt", "a\0b"], "prompt is .*, which has a character that no file name or text can have"),
-    "no unicode": (["--out", "a\udcff"], "out is .*, which has a character that no file name or text can have"),
+    "a long config": (["--config", "x" * 5000], "--config '.*' can't be read: File name too long"),
+    "a long folder": (["--out", "x" * 5000], r"out has 5000 characters \(.*\), and the maximum is 4096"),
+    "a zero byte": (
+        ["--prompt", "a\0b"],
+        "prompt is .*, which contains a character that is not valid in file names and text",
+    ),
+    "no unicode": (
+        ["--out", "a\udcff"],
+        "out is .*, which contains a character that is not valid in file names and text",
+    ),
     "a ramp": (
         ["--rampup-batch-size", "8", "8", "100000000", "--global-batch-size", "16000000", "--steps", "9"],
         "has 2000000 sizes, each a program to compile, and may have 1000",
@@ -149,7 +155,7 @@ def test_a_page_that_is_none_is_damage_whatever_its_checksum(wrong: dict[str, An
         (tmp_path / "page/metadata").write_text(json.dumps(whole))
         if content is page:
             assert read_metadata(tmp_path) == page
-    with pytest.raises(CorruptedCheckpoint, match="its page of metadata is not what a checkpoint has"):
+    with pytest.raises(CorruptedCheckpoint, match="its metadata is not that of a checkpoint"):
         read_metadata(tmp_path)
 
 

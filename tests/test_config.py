@@ -168,7 +168,7 @@ def test_whole_numbers_are_floats_where_a_float_is_asked_for() -> None:
         ({"hidden_size": 100, "num_heads": 8}, "hidden_size 100 is not divisible by num_heads 8; .* are 5 and 10"),
         ({"min_learning_rate": 1.0}, "min_learning_rate 1.0 is above learning_rate"),
         ({"initial_learning_rate": 1.0}, "initial_learning_rate 1.0 is above learning_rate 0.00015"),
-        ({"initial_learning_rate": 1e-5, "warmup_steps": 0}, "where a warmup begins, and warmup_steps is 0"),
+        ({"initial_learning_rate": 1e-5, "warmup_steps": 0}, "is for warmup, and warmup_steps is 0: set warmup_steps"),
         ({"decay_steps": 3000}, "decay_steps 3000 must be above warmup_steps 3000"),
         ({"decay_style": "inverse-square-root", "warmup_steps": 0}, "set warmup_steps above 0"),
         ({"decay_style": "WSD"}, "decay_style WSD needs wsd_decay_steps"),
@@ -176,7 +176,7 @@ def test_whole_numbers_are_floats_where_a_float_is_asked_for() -> None:
         ({"wsd_decay_steps": 10}, "are for decay_style WSD, and decay_style is cosine"),
         ({"wsd_decay_style": "linear"}, "are for decay_style WSD, and decay_style is cosine"),
         ({"weight_decay_style": "linear"}, "weight_decay_style linear needs start_weight_decay, from which it grows"),
-        ({"start_weight_decay": 0.0}, "needs weight_decay_style linear or cosine, and this is constant"),
+        ({"start_weight_decay": 0.0}, "needs weight_decay_style linear or cosine, and it is constant"),
         (
             {"start_weight_decay": 0.1, "weight_decay_style": "linear"},
             "start_weight_decay 0.1 must be between 0 and weight_decay 0.01, to which it grows",
@@ -281,7 +281,7 @@ def test_a_new_family_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.model.norm == "rmsnorm"
     config.validate(chosen)
     for settings, message in (
-        ({"position": "rope"}, "the family dummy has learned only"),
+        ({"position": "rope"}, "the family dummy supports learned only"),
         ({"num_layers": 3}, "2 layers"),
     ):
         with pytest.raises(UserError, match=message):
@@ -303,9 +303,9 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_heads": 16, "num_kv_heads": 5}, "num_heads 16 do not divide .* num_kv_heads 5; .* 4 and 8"),
+        ({"num_heads": 16, "num_kv_heads": 5}, "num_heads 16 is not divisible by num_kv_heads 5; .* 4 and 8"),
         ({"num_heads": 16, "num_kv_heads": 0}, "num_kv_heads is 0"),
-        ({"position": "rope", "head_dim": 5}, "rope rotates pairs, and a head is 5 wide"),
+        ({"position": "rope", "head_dim": 5}, "rope rotates pairs of dimensions, and head_dim is 5"),
         ({"position": "rope", "rope_factor": 0.0}, "rope_factor is 0.0"),
         (
             {"position": "rope", "rope_scaling": "llama3", "rope_low_frequency_factor": 4.0},

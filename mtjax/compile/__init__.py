@@ -1,1 +1,1 @@
-"""Compiles a run's programs before it, so that it starts with them."""
+"""Compiles a run's programs ahead of time, into the compile cache."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from mtjax import cli
 
-DESCRIPTION = """Compiles the programs of a run and keeps them, so that the run begins with its first step.
+DESCRIPTION = """Compiles the programs of a run into the compile cache, so that the run starts without compiling.
 
-It takes the options of `mtjax train`, and does all but train: devices, tokenizer, then the initial state, the step,
-the validation, the fingerprints of a checkpoint and the sample at the end. It needs devices of the kind that the run
-has, as many, in as many processes: programs for a GPU can't be kept from a machine without it.
+It takes the options of `mtjax train`, and compiles all programs of a run: the initialization, the step, the validation,
+the fingerprints of a checkpoint and the sample at the end. It needs the devices and processes of the run: programs
+for GPUs can't be cached on a machine without them.
 
 Examples:
   mtjax compile --config gpt2-small --mesh 4x2 --data corpus.txt
@@ -20,11 +20,11 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """Where to keep them."""
+    """Where to cache programs."""
 
     compile_cache: str | None = None
-    """Folder of compiled programs, the same as the run's; $JAX_COMPILATION_CACHE_DIR when not given, else a folder in
-    ~/.cache."""
+    """Folder of the compile cache, the same as the run's; when not given, $JAX_COMPILATION_CACHE_DIR, or else a folder
+    in ~/.cache."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         command = cli.parse(argv, "mtjax compile", DESCRIPTION, Options)
-        from mtjax.compile.programs import compile_run  # imports jax, for seconds: not before the options are right
+        from mtjax.compile.programs import compile_run  # imports jax, which takes seconds: only for valid options
 
         compile_run(command.config, command.options.compile_cache)
         return 0

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled into jax's persistent cache under the keys by which the run will look for them."""
+"""Compiles the programs of a run into jax's persistent cache, with the keys that the run will look up."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +22,23 @@ from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import TrainStep, make_train_step
 
 Lower = Callable[[], list[jax.stages.Lowered]]
+"""Lowers programs, which are then compiled."""
 
 
 def compile_run(config: Config, folder: str | None) -> None:
-    """Compiles what a run of `config` needs, and says what and for how long.
+    """Compiles the programs of a run into the cache, and prints each with the time that it took.
 
     Args:
       config: the run.
-      folder: of compiled programs; the usual one when None.
+      folder: of the compile cache; the default one when None.
 
     Raises:
-      UserError: the config or the devices don't allow the run, or compiled programs can't be kept.
+      UserError: the config or the devices don't allow the run, or compiled programs can't be cached.
     """
     if folder == OFF:
-        raise UserError("--compile-cache off: programs are compiled to be kept; name a folder, or leave the option out")
+        raise UserError(
+            "--compile-cache off has no effect here, as compiled programs would be lost: name a folder, or remove it"
+        )
     with CompileCache(folder) as cache, Peers(config.parallel) as peers:
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
@@ -51,23 +54,23 @@ def compile_run(config: Config, folder: str | None) -> None:
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
             known = [_compile(part, cache) for part in lower()]
-            said = ", compiled before" if all(known) else ""
-            say(f"{name:28} {time.perf_counter() - start:7.1f} s{said}", flush=True)
+            cached = ", from the cache" if all(known) else ""
+            say(f"{name:28} {time.perf_counter() - start:7.1f} s{cached}", flush=True)
         if cache.failures:
             raise UserError(cache.failures)
         kind, processes = mesh.devices.flat[0].device_kind, f"{peers.count} process{'es' if peers.count > 1 else ''}"
-        say(f"kept in {cache.folder} for jax {jax.__version__}, {shape.size} x {kind} in {processes}")
+        say(f"cached in {cache.folder} for jax {jax.__version__}, {shape.size} x {kind} in {processes}")
 
 
 def _compile(program: jax.stages.Lowered, cache: CompileCache) -> bool:
-    """Whether it was compiled before."""
+    """Compiles a program; returns whether it was in the cache."""
     found = cache.found
     program.compile()
     return cache.found > found
 
 
 def programs(program: TrainStep, tokenizer: Tokenizer, batch_sizes: tuple[int, ...]) -> Iterator[tuple[str, Lower]]:
-    """Names of what a run needs, in this order, and the programs of each."""
+    """Yields the names of a run's programs, in the order of use, and a function that lowers them."""
     config = program.config
     given = program.restore_target if config.training.init_from else None
     yield "initial state", lambda: [program.lower_initialize(config.training.seed, given)]

@@ -1,8 +1,9 @@
-"""A run as frozen dataclasses: defaults are the paper's, TOML in and out, command line over file over default.
+"""Configuration of a run as frozen dataclasses: defaults of the paper, overridden by a TOML file, overridden by the
+command line.
 
-Every field has one name, unique over all sections, so that it is an option (`--hidden-size 256`) and a TOML key
-(`hidden_size = 256` under `[model]`). `mtjax train --help` is made from the docstrings below the fields. Bounds of a
-field, and whether it shapes the model, are its metadata (`setting.py`).
+Every setting has one name, unique over all sections: it is an option (`--hidden-size 256`) and a TOML key (`hidden_size
+= 256` under `[model]`). `mtjax train --help` shows the docstrings below the fields. The field's metadata holds its
+bounds and whether it is part of the model's architecture (`field_metadata.py`).
 """
 
 from mtjax.config.checks import validate

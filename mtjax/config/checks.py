@@ -1,4 +1,4 @@
-"""Checks of the config that need no mesh; `theory.divisibility` checks what must be divisible by mesh axes."""
+"""Checks of the config that do not need a mesh; `theory.divisibility` checks what mesh axes must divide."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ from mtjax.storage import shown, url_of
 
 
 def validate(config: Config) -> None:
-    """Checks every setting alone, then those that must fit each other.
+    """Checks each setting, then the combinations of settings.
 
     Raises:
       UserError: the first setting that is out of bounds, or pair of settings that don't fit.
@@ -46,7 +46,7 @@ def validate(config: Config) -> None:
 
 
 def check_on_this_machine(config: Config) -> None:
-    """Checks that folders which processes write to at random are not addresses in a store.
+    """Checks that folders with random-access writes are on this machine, not in an object store.
 
     Raises:
       UserError: one is.
@@ -54,35 +54,36 @@ def check_on_this_machine(config: Config) -> None:
     for name, path in (("cache_dir", config.data.cache_dir), ("local_checkpoints", config.output.local_checkpoints)):
         if path is not None and url_of(path):
             raise UserError(
-                f"{name} is {shown(path)}, and must be a folder on this machine; only --out and data may be there"
+                f"{name} is {shown(path)}, and must be a folder on this machine; only --out and data may be in an "
+                "object store"
             )
 
 
 def check_bounds(section: Any) -> None:
-    """Checks each setting of a section against the bound in its field's metadata; None is within any.
+    """Checks each setting of a section against the bound in its field's metadata; None is always allowed.
 
     Raises:
       UserError: the first that is out of bounds.
     """
     for field in dataclasses.fields(section):
         bound, value = setting_of(field).bound, getattr(section, field.name)
-        if bound and value is not None and (words := bound.why_not(value)):
-            raise UserError(f"{field.name} is {shortened(value)}, and must be {words}")
+        if bound and value is not None and (expected := bound.why_not(value)):
+            raise UserError(f"{field.name} is {shortened(value)}, and must be {expected}")
         if isinstance(value, str | Path):
             _check_text(field.name, value)
 
 
 LONGEST = {str: 2**16, Path: 4096}
-"""Characters of a setting that is text, say a list of files, and of a path on Linux."""
+"""Maximum number of characters of a setting, by its type: text (which may list files), or a path on Linux."""
 
 
 def _check_text(name: str, value: str | Path) -> None:
-    """Checks that a text can name a file and stand in one."""
+    """Checks that a text is short enough, and valid in file names and UTF-8."""
     text, longest = str(value), LONGEST[Path if isinstance(value, Path) else str]
     if len(text) > longest:
-        raise UserError(f"{name} has {len(text)} characters ({shortened(text)}), and may have {longest}")
+        raise UserError(f"{name} has {len(text)} characters ({shortened(text)}), and the maximum is {longest}")
     if not text.isprintable() and ("\0" in text or not _is_unicode(text)):
-        raise UserError(f"{name} is {text!r}, which has a character that no file name or text can have")
+        raise UserError(f"{name} is {text!r}, which contains a character that is not valid in file names and text")
 
 
 def _is_unicode(text: str) -> bool:
@@ -94,11 +95,11 @@ def _is_unicode(text: str) -> bool:
 
 
 ELEMENTS = 2**60
-"""The most elements of any tensor: XLA counts bytes in 64 bits."""
+"""Maximum number of elements of a tensor: XLA counts bytes in 64 bits."""
 
 
 def check_sizes(config: Config) -> None:
-    """Checks that no tensor is too large to be counted, and that the samples of the run can be numbered.
+    """Checks that no tensor is too large for XLA, and that the run's samples can be numbered.
 
     Raises:
       UserError: names the settings whose product is too large.
@@ -114,7 +115,7 @@ def check_sizes(config: Config) -> None:
     inner = max(mlp_size(model), (model.num_experts or 1) * expert_size(model), model.shared_expert_size)
     widest = max(model.hidden_size, inner, heads * head_dim(model))
     tokens = training.global_batch_size * length
-    for elements, words in (
+    for elements, tensor in (
         (4 * layers * model.hidden_size * widest, f"{layers} layers of weights {model.hidden_size} x {widest}"),
         (2 * layers * tokens * widest, f"{layers} layers of activations {tokens} x {widest}"),
         (2 * layers * tokens * heads * length, f"{layers} layers of scores {tokens} x {heads} x {length}"),
@@ -122,13 +123,13 @@ def check_sizes(config: Config) -> None:
     ):
         if elements > ELEMENTS:
             raise UserError(
-                f"{words} have {elements:.1e} elements, and a tensor has at most 2^60 ({ELEMENTS:.1e}): make the model "
-                "or its batch smaller"
+                f"{tensor} have {elements:.1e} elements, and a tensor has at most 2^60 ({ELEMENTS:.1e}): make the "
+                "model or its batch smaller"
             )
 
 
 def check_heads(model: Model) -> None:
-    """Checks that heads divide the model's width, and that key and value heads divide the query heads.
+    """Checks that num_heads divides hidden_size, and num_kv_heads divides num_heads.
 
     Raises:
       UserError: they don't; names the nearest numbers that do.
@@ -142,13 +143,13 @@ def check_heads(model: Model) -> None:
     if model.num_heads % num_kv_heads(model):
         fits = nearest_divisors(model.num_heads, num_kv_heads(model))
         raise UserError(
-            f"num_heads {model.num_heads} do not divide into groups for num_kv_heads {model.num_kv_heads}; "
+            f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}; "
             f"the nearest num_kv_heads that fit are {fits}"
         )
 
 
 def check_family(model: Model) -> None:
-    """Checks that the family has implemented the chosen values.
+    """Checks that the family supports the chosen values.
 
     Raises:
       UserError: it does not; names what it has.
@@ -158,12 +159,12 @@ def check_family(model: Model) -> None:
         value = getattr(model, name)
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
-            raise UserError(f"{name} is {value!r}, and the family {model.family} has {known}")
+            raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
     family.check(model)
 
 
 def check_positions(model: Model) -> None:
-    """Checks that the settings of rotary and relative positions fit each other.
+    """Checks that the settings of rotary and relative positions are consistent.
 
     Raises:
       UserError: the first that don't.
@@ -174,7 +175,9 @@ def check_positions(model: Model) -> None:
     if model.position != "rope":
         return
     if head_dim(model) % 2:
-        raise UserError(f"rope rotates pairs, and a head is {head_dim(model)} wide; take an even head_dim")
+        raise UserError(
+            f"position rope rotates pairs of dimensions, and head_dim is {head_dim(model)}: use an even head_dim"
+        )
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     if model.rope_scaling == "llama3" and low >= high:
         raise UserError(f"rope_low_frequency_factor {low} must be below rope_high_frequency_factor {high}")
@@ -184,7 +187,7 @@ def check_positions(model: Model) -> None:
 
 
 def check_experts(config: Config) -> None:
-    """Checks that settings of experts fit each other, and that there are none where nothing reads them.
+    """Checks that the settings of experts are consistent, and not set in a dense model.
 
     Raises:
       UserError: the first that don't.
@@ -198,7 +201,7 @@ def check_experts(config: Config) -> None:
     if method != "all-gather" and model.capacity_factor is not None:
         raise UserError(
             f"expert_dispatch is {method}, and capacity_factor {model.capacity_factor:g} already limits "
-            "what is sent: remove one of the two"
+            "the tokens of each expert: remove one of the two"
         )
     if not count:
         for name in sorted(EXPERTS - {"num_experts"}):
@@ -214,12 +217,12 @@ def check_experts(config: Config) -> None:
         )
     if chosen > count:
         raise UserError(
-            f"experts_top_k {chosen} is above num_experts {count}: a token goes to each expert once at most"
+            f"experts_top_k {chosen} is above num_experts {count}: a token is sent to each expert at most once"
         )
     if model.first_dense_layers >= model.num_layers:
         raise UserError(
             f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
-            "take fewer, or num_experts 0"
+            "use fewer, or num_experts 0"
         )
     if model.num_layers % model.moe_every:
         raise UserError(
@@ -228,8 +231,8 @@ def check_experts(config: Config) -> None:
         )
     if model.moe_every > 1 and model.first_dense_layers:
         raise UserError(
-            f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both say which layers have "
-            "experts: leave one of the two out"
+            f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both select the layers "
+            "with experts: remove one of the two"
         )
     check_expert_groups(model)
     if model.lora_rank:
@@ -241,80 +244,84 @@ def check_experts(config: Config) -> None:
 
 
 def check_expert_groups(model: Model) -> None:
-    """Checks that groups of experts are of equal size, and those that are kept large enough.
+    """Checks that expert groups have equal sizes, and that the selected groups have enough experts.
 
     Raises:
       UserError: they are not; says what would fit.
     """
-    count, groups, kept = model.num_experts, model.expert_groups, model.expert_groups_top_k
+    count, groups, selected = model.num_experts, model.expert_groups, model.expert_groups_top_k
     if count % groups:
         raise UserError(
-            f"num_experts {count} does not divide into {groups} expert_groups; the nearest numbers of groups that "
-            f"divide it are {nearest_divisors(count, groups)}"
+            f"num_experts {count} is not divisible by expert_groups {groups}; the nearest expert_groups that fit are "
+            f"{nearest_divisors(count, groups)}"
         )
-    if kept > groups:
-        raise UserError(f"expert_groups_top_k {kept} is above expert_groups {groups}: a token keeps each once at most")
-    each, chosen = count // groups, model.experts_top_k
-    if chosen > kept * each:
+    if selected > groups:
         raise UserError(
-            f"experts_top_k {chosen} is above the {kept * each} experts of {kept} expert_groups_top_k: take "
-            f"{-(-chosen // each)} or more"
+            f"expert_groups_top_k {selected} is above expert_groups {groups}: a token selects each group at most once"
+        )
+    each, chosen = count // groups, model.experts_top_k
+    if chosen > selected * each:
+        raise UserError(
+            f"experts_top_k {chosen} is above the {selected * each} experts of expert_groups_top_k {selected}: set "
+            f"expert_groups_top_k to {-(-chosen // each)} or more"
         )
     if groups > 1 and each < 2 and model.router_score == "sigmoid":
         raise UserError(
-            f"expert_groups {groups} of {count} experts have one each, and router_score sigmoid chooses groups by the "
-            "two best of each: use fewer groups"
+            f"expert_groups {groups} of {count} experts have one each, and router_score sigmoid scores groups by "
+            "their two best experts: use fewer groups"
         )
 
 
 def check_deterministic(config: Config) -> None:
-    """Checks that nothing is asked for by name that can't give the same bits each time.
+    """Checks that `deterministic` is not combined with an operation that is never deterministic.
 
     Raises:
       UserError: cuDNN's attention is.
     """
     if config.training.deterministic and config.model.attention == "cudnn":
         raise UserError(
-            "deterministic cannot be combined with attention cudnn, whose backward pass adds up in no fixed order: use "
+            "deterministic cannot be combined with attention cudnn, whose backward pass is not deterministic: use "
             "attention xla or auto"
         )
 
 
 def check_adapters(model: Model) -> None:
-    """Checks that low-rank adapters are asked for where there are any.
+    """Checks that LoRA settings are only used with adapters, in a family that supports them.
 
     Raises:
       UserError: there are none for dropout, or the family has none.
     """
     if model.lora_dropout and not model.lora_rank:
         raise UserError(
-            f"lora_dropout is {model.lora_dropout}, and there are no adapters: add --lora-rank, or remove lora_dropout"
+            f"lora_dropout is {model.lora_dropout}, and lora_rank is 0: add --lora-rank, or remove lora_dropout"
         )
     if model.lora_rank and model.family == "t5":
         raise UserError(f"lora_rank is {model.lora_rank}, and the family t5 has no adapters: remove lora_rank")
 
 
 def check_recompute(model: Model, training: Training) -> None:
-    """Checks that groups of layers are of equal size, and that there are as many layers as are to be recomputed.
+    """Checks that recompute groups have equal sizes, and that there are enough layers to recompute.
 
     Raises:
-      UserError: they are not, or layer inputs are to be offloaded that are not kept.
+      UserError: they are not, or recompute_offload is set without full recompute.
     """
     number, layers = training.recompute_num_layers, model.num_layers
     if training.recompute_offload and training.recompute != "full":
-        raise UserError(f"recompute_offload keeps layer inputs, and recompute is {training.recompute}: use full")
+        raise UserError(
+            f"recompute_offload needs recompute full, and recompute is {training.recompute}: use --recompute full"
+        )
     if training.recompute != "full":
         return
     if training.recompute_method == "block" and number > layers:
         raise UserError(f"recompute_num_layers {number} is above num_layers {layers}, with recompute_method block")
     if training.recompute_method == "block" and model.first_dense_layers:
         raise UserError(
-            f"recompute_method block is for layers that are alike, and first_dense_layers is "
+            f"recompute_method block needs identical layers, and first_dense_layers is "
             f"{model.first_dense_layers}: use uniform"
         )
     if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
         raise UserError(
-            f"moe_every is {model.moe_every}, where each layer is recomputed by itself: remove "
+            f"moe_every is {model.moe_every}, and each layer is then recomputed separately: remove "
             f"recompute_method {training.recompute_method} and recompute_num_layers {number}"
         )
     stacks = {"num_layers": layers}
@@ -331,7 +338,7 @@ def check_recompute(model: Model, training: Training) -> None:
 
 
 def check_loss_scale(training: Training) -> None:
-    """Checks that float16's loss scales fit each other and the type.
+    """Checks that float16's loss scales are consistent with each other and with the type.
 
     Raises:
       UserError: they don't, or a fixed scale is given for a type that needs none.
@@ -348,7 +355,8 @@ def check_loss_scale(training: Training) -> None:
 
 
 def check_schedule(optimizer: Optimizer) -> None:
-    """Checks that learning rates and weight decays are in order, and that nothing is set that their styles don't read.
+    """Checks that learning rates and weight decays are in order, and that each style has the settings it needs and no
+    others.
 
     Raises:
       UserError: the first that is not.
@@ -362,19 +370,19 @@ def check_schedule(optimizer: Optimizer) -> None:
                 f"another value up to {peak:g}"
             )
     if initial and not optimizer.warmup_steps:
-        raise UserError(f"initial_learning_rate {initial} is where a warmup begins, and warmup_steps is 0")
+        raise UserError(f"initial_learning_rate {initial} is for warmup, and warmup_steps is 0: set warmup_steps")
     if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
         raise UserError(f"decay_steps {optimizer.decay_steps} must be above warmup_steps {optimizer.warmup_steps}")
     if style == "inverse-square-root" and not optimizer.warmup_steps:
         raise UserError("decay_style inverse-square-root is peak x sqrt(warmup_steps / step): set warmup_steps above 0")
     if style == "WSD" and optimizer.wsd_decay_steps is None:
-        raise UserError("decay_style WSD needs wsd_decay_steps, how many steps the decay at the end takes")
+        raise UserError("decay_style WSD needs wsd_decay_steps, the number of steps of the final decay")
     if style != "WSD" and (optimizer.wsd_decay_steps, optimizer.wsd_decay_style) != (None, "exponential"):
         raise UserError(f"wsd_decay_steps and wsd_decay_style are for decay_style WSD, and decay_style is {style}")
     start, end, growth = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
     if start is None and growth != "constant":
         raise UserError(f"weight_decay_style {growth} needs start_weight_decay, from which it grows to {end}")
     if start is not None and growth == "constant":
-        raise UserError(f"start_weight_decay {start} needs weight_decay_style linear or cosine, and this is constant")
+        raise UserError(f"start_weight_decay {start} needs weight_decay_style linear or cosine, and it is constant")
     if start is not None and not 0 <= start <= end:
         raise UserError(f"start_weight_decay {start} must be between 0 and weight_decay {end}, to which it grows")

@@ -1,4 +1,4 @@
-"""The settings that most runs set, by what they are for: `--help` shows these, `--help-all` the others too."""
+"""The settings that `--help` shows, by topic; `--help-all` shows all settings."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
     "parallelism": _PARALLELISM,
     "output": _OUTPUT,
 }
-"""Of `mtjax train`, and of commands that ask about one."""
+"""Settings that `--help` of `mtjax train`, and of the commands that read its config, shows."""
 
 COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
     "task": (
@@ -36,4 +36,4 @@ COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
     "parallelism": _PARALLELISM,
     "output": ("out", "resume", "log_every", "valid_every", "checkpoint_every"),
 }
-"""Of `mtjax finetune`."""
+"""Settings that `mtjax finetune --help` shows."""

@@ -1,4 +1,4 @@
-"""`[finetuning]`: the task that pretrained weights learn, with `mtjax finetune`."""
+"""`[finetuning]`: the task on which `mtjax finetune` trains pretrained weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,43 +10,45 @@ _ABOVE_0 = Bound(lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 @dataclass(frozen=True)
 class Finetuning:
-    """The task that pretrained weights learn."""
+    """The task on which pretrained weights are trained."""
 
     task: Literal["none", "classify", "regress", "mnli", "qqp", "rte", "race", "squad1", "squad2", "chat"] = "none"
-    """What is learnt: one of GLUE's tasks, RACE, SQuAD 1.1 or 2.0, classes (classify) or numbers (regress) from rows of
-    your own, or the answers of conversations (chat)."""
+    """Task to train: one of GLUE's, RACE, SQuAD 1.1 or 2.0, classify (classes) or regress (numbers) on your own rows,
+    or chat (the answers in conversations)."""
     epochs: float = above_zero(3.0)
-    """Passes over the training rows, from which the steps follow."""
+    """Number of passes over the training rows; sets the number of steps."""
     warmup_fraction: float = share(0.06)
-    """Share of the steps in which the learning rate grows."""
+    """Fraction of the steps for learning rate warmup (Megatron's --lr-warmup-fraction)."""
     layer_decay: float = setting(1.0, bound=_ABOVE_0)
-    """Each layer learns at the rate of the layer above it times this, the embeddings most slowly."""
+    """Layer-wise learning rate decay: the learning rate of each layer is that of the layer above it times this
+    factor."""
     patience: int | None = at_least(1, None)
-    """End after this many validations in a row that are not better than the best one before."""
+    """Early stopping: end after this many validations in a row without a new best result."""
     class_weights: str | None = None
-    """Weights of the classes in the loss: balanced, or NAME=NUMBER for some, say yes=2,no=0.5; the others have 1."""
+    """Weights of the classes in the loss: balanced, or NAME=NUMBER pairs such as yes=2,no=0.5; classes that are not
+    named have weight 1."""
     text_fields: str | None = None
-    """classify, regress: name of the field that has the text, or of two, say question,answer."""
+    """classify, regress: name of the field with the text, or of two fields, such as question,answer."""
     label_field: str | None = None
-    """classify, regress: name of the field that has the label; label when not given."""
+    """classify, regress: name of the field with the label; "label" when not given."""
     labels: tuple[str, ...] | None = None
-    """classify: names of the classes in the order of the outputs; those of the training rows when not given."""
+    """classify: names of the classes, in the order of the outputs; those in the training rows when not given."""
     doc_stride: int = at_least(1, 128)
-    """squad1, squad2: tokens after which the next window on a passage begins that is too long for one."""
+    """squad1, squad2: stride in tokens between the windows of a passage that is too long for one."""
     max_answer_length: int = at_least(1, 30)
-    """squad1, squad2: most tokens of an answer."""
+    """squad1, squad2: maximum length of an answer in tokens."""
     n_best: int = at_least(1, 20)
-    """squad1, squad2: answers that are kept of each question, from as many first and last tokens of each window."""
+    """squad1, squad2: number of candidate answers per question, built from the n_best start and end tokens of each
+    window."""
     null_threshold: float = 0.0
-    """squad2: a question has no answer where the score of none is above the best answer's by more than this."""
+    """squad2: predict no answer if the score of no answer exceeds that of the best answer by more than this."""
     teacher: str | None = None
-    """Weights of a model that has learnt the task - a run, hf:DIR, megatron:DIR -, whose probabilities are learnt too,
-    besides the labels (distillation)."""
+    """Weights of a teacher trained on the task (a run's folder, hf:DIR or megatron:DIR) for knowledge distillation."""
     teacher_temperature: float = above_zero(2.0)
-    """By which the logits of both are divided before their probabilities are compared."""
+    """Softmax temperature of the distillation loss, for teacher and student."""
     teacher_weight: float = setting(0.5, bound=_ABOVE_0)
-    """Share of the teacher's probabilities in the loss; the labels have the rest."""
+    """Weight of the distillation loss; the loss of the labels has 1 - teacher_weight."""
     teacher_width: int | None = at_least(1, None, most=WIDTH)
-    """chat: width of the teacher's hidden states, which its weights say."""
+    """chat: hidden size of the teacher; set from its weights."""
     chat_template: str | None = None
-    """chat: a file with the Jinja template that writes conversations out; the tokenizer's own when not given."""
+    """chat: a file with the Jinja chat template; the tokenizer's own when not given."""

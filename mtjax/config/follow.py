@@ -1,4 +1,4 @@
-"""Settings that nobody typed and that follow others which somebody did."""
+"""Defaults that follow from settings that the user gave."""
 
 import math
 from collections.abc import Mapping
@@ -7,16 +7,16 @@ from typing import Any
 from mtjax.config.run import Config, replace
 
 SHARE = 0.1
-"""Of the peak learning rate: the lowest one, where none is given that fits."""
+"""Fraction of the peak learning rate that becomes the minimum, where the given or default minimum is above the peak."""
 
 
 def with_min_learning_rate(
     config: Config, tables: Mapping[str, Any], source: str, *, typed: bool
 ) -> tuple[Config, str | None]:
-    """The config, with a `min_learning_rate` that is not above `learning_rate`, and a note if that is another one.
+    """Returns the config with a `min_learning_rate` that is not above `learning_rate`, and a note if it was changed.
 
-    A default, or the value of a file whose learning rate was replaced by a lower one, is nothing that the user asked
-    for: it becomes a tenth of the learning rate.
+    A default, or a value from a file whose learning rate was overridden by a lower one, was not chosen by the user: it
+    becomes a tenth of the learning rate.
 
     Args:
       config: of the run; its `min_learning_rate` was not typed.

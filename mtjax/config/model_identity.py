@@ -1,4 +1,4 @@
-"""Which settings shape the model: two runs that agree in these can exchange their weights."""
+"""The settings that define the model's architecture: two runs that agree in them can exchange their weights."""
 
 import dataclasses
 from typing import Any
@@ -10,10 +10,10 @@ from mtjax.config.model import Model
 
 
 def effective_settings(model: Model) -> dict[str, Any]:
-    """The settings that say what a model computes, with sizes that are not given filled in.
+    """Returns the settings that define what a model computes, with default sizes filled in.
 
-    Left out are settings of training and speed, those that other settings switch off (`rope_theta` where there is no
-    RoPE), and those of other families.
+    Settings of training and speed are omitted, and settings that are turned off by others (`rope_theta` without RoPE)
+    or belong to other families.
     """
     values = vars(model) | {
         "family": FAMILIES[model.family].network or model.family,
@@ -38,9 +38,9 @@ def _shapes(field: dataclasses.Field[Any], model: Model) -> bool:
 
 
 def differences(theirs: Model, ours: Model) -> list[str]:
-    """Each setting in which two models differ, with both values: "num_layers is 3 there and 2 here".
+    """Lists each setting in which two models differ, with both values: "num_layers is 3 there and 2 here".
 
-    Settings that have an effect in one of the two only are not listed: the setting that switches them on is.
+    Settings that have an effect in only one of the two are not listed: the setting that turns them on is.
     """
     there, here = effective_settings(theirs), effective_settings(ours)
     return [

@@ -1,4 +1,4 @@
-"""`[optimizer]`: AdamW and its schedule."""
+"""`[optimizer]`: AdamW, and the schedules of learning rate and weight decay."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,40 +8,42 @@ from mtjax.config.field_metadata import amount, at_least, share
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW and its schedule: section 4.2 of the paper."""
+    """AdamW, and the schedules of learning rate and weight decay: section 4.2 of the paper."""
 
     learning_rate: float = amount(1.5e-4)
-    """Peak learning rate."""
+    """Peak learning rate (Megatron's --lr)."""
     min_learning_rate: float = amount(1e-5)
-    """Learning rate from decay_steps on, and the lowest while it decays."""
+    """Minimum learning rate, reached at decay_steps (Megatron's --min-lr)."""
     warmup_steps: int = at_least(0, 3000)
-    """Steps of linear warmup, from initial_learning_rate to the peak."""
+    """Steps of linear warmup from initial_learning_rate to learning_rate (Megatron's --lr-warmup-iters)."""
     initial_learning_rate: float = amount(0.0)
-    """Learning rate of the first step of the warmup."""
+    """Learning rate at the start of the warmup (Megatron's --lr-warmup-init)."""
     decay_steps: int | None = at_least(1, None)
-    """Step at which the learning rate reaches its minimum; the last step when not given."""
+    """Step at which the learning rate reaches its minimum (Megatron's --lr-decay-iters); the last step when not
+    given."""
     decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """How the learning rate decays after the warmup; WSD (warmup, stable, decay) stays at the peak until the last
-    wsd_decay_steps steps before decay_steps."""
+    """Learning rate schedule after the warmup (Megatron's --lr-decay-style). WSD (warmup, stable, decay) stays at the
+    peak and decays in the last wsd_decay_steps steps before decay_steps."""
     wsd_decay_steps: int | None = at_least(1, None)
-    """decay_style WSD: steps of the decay."""
+    """decay_style WSD: number of decay steps (Megatron's --lr-wsd-decay-iters)."""
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """decay_style WSD: shape of the decay."""
+    """decay_style WSD: shape of the decay (Megatron's --lr-wsd-decay-style)."""
     beta1: float = share(0.9)
-    """Decay rate of Adam's running mean of gradients."""
+    """Adam's beta1: decay rate of the moving average of gradients."""
     beta2: float = share(0.999)
-    """Decay rate of Adam's running mean of squared gradients."""
+    """Adam's beta2: decay rate of the moving average of squared gradients."""
     epsilon: float = amount(1e-8)
-    """Added to the denominator of Adam's update."""
+    """Adam's epsilon, added to the denominator of the update."""
     weight_decay: float = amount(0.01)
-    """Decoupled weight decay, of matrices only."""
+    """Decoupled weight decay of weight matrices; biases and norm weights are not decayed."""
     start_weight_decay: float | None = amount(None)
-    """weight_decay_style linear or cosine: weight decay of the first step, which grows to weight_decay over the run."""
+    """weight_decay_style linear or cosine: weight decay of the first step (Megatron's --start-weight-decay); it grows
+    to weight_decay."""
     weight_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How the weight decay grows."""
+    """How the weight decay grows over the run (Megatron's --weight-decay-incr-style)."""
     clip_grad_norm: float = amount(1.0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm for gradient clipping (Megatron's --clip-grad); 0 turns clipping off."""
     label_smoothing: float = share(0.0)
-    """Share of the target probability that is spread evenly over the vocabulary."""
+    """Label smoothing: fraction of the target probability that is spread evenly over the vocabulary."""
     z_loss: float = amount(0.0)
-    """Weight of log(Z)^2 in the loss, which keeps logits from drifting."""
+    """Coefficient of the z-loss, log(Z)^2 of the output logits, which keeps them from drifting."""

@@ -1,4 +1,4 @@
-"""Which folder a run's own config.toml means, after the folder was moved or copied."""
+"""The run's folder that its own config.toml refers to, after the folder was moved or copied."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,18 +9,18 @@ from mtjax.errors import UserError
 from mtjax.storage import is_file, names_in, shown, url_of
 
 CONFIG = "config.toml"
-"""The file in a run's folder that has its config."""
+"""The file with the config in a run's folder."""
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written to a folder, on this machine or in a store."""
+    """Returns whether a folder, on this machine or in an object store, holds a run."""
     if url := url_of(folder):
         return is_file(f"{url}/metrics.jsonl") or bool(names_in(f"{url}/checkpoints"))
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
 def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
-    """The config, with the folder of the run in which its file lies as `out`.
+    """Returns the config with `out` set to the folder of the run that contains its file.
 
     The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
     from another working directory would otherwise be trained anew elsewhere, or into the original.
@@ -41,14 +41,14 @@ def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Conf
     # A file written by hand may name any folder; one that a run wrote has every section.
     if config.output.resume and tables.keys() >= get_type_hints(Config).keys():
         raise UserError(
-            f"{shown(file)} lies in {shown(folder)}, which has no checkpoints, and was written by a run in "
-            f"{shown(out)}: say which folder to resume, --out {shown(folder)} or --out {shown(out)}"
+            f"{shown(file)} is in {shown(folder)}, which has no checkpoints, and was written by a run in "
+            f"{shown(out)}: choose the folder to resume with --out {shown(folder)} or --out {shown(out)}"
         )
     return config
 
 
 def was_copied(folder: Path, place: str | None) -> bool:
-    """Whether a run's folder is a copy of one that still lies at `place`; one that was moved from there is not."""
+    """Returns whether a run's folder is a copy of one that still exists at `place`; a moved folder is not a copy."""
     return place is not None and Path(place) != folder.resolve() and holds_run(Path(place))
 
 

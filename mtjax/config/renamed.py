@@ -17,16 +17,16 @@ NAMES = {
     "router_bias_rate": "router_bias_update_rate",
     "schedule": "pipeline_schedule",
 }
-"""Old name of a setting -> its name."""
+"""Old name of a setting -> its new name."""
 VALUES = {
     "context_method": {"gather": "all-gather"},
     "expert_dispatch": {"gather": "all-gather", "exchange": "all-to-all"},
 }
-"""Name of a setting -> old name of a value -> its name."""
+"""Name of a setting -> old name of a value -> its new name."""
 
 
 def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config's tables with the names of today. A new name that is there too wins over an old one."""
+    """Returns a config's tables with the current names. If both names are present, the new one takes precedence."""
     return {section: _renamed(table) if isinstance(table, Mapping) else table for section, table in tables.items()}
 
 
@@ -42,7 +42,7 @@ def _new_value(name: str, value: Any) -> Any:
 
 
 def old_names_in(tables: Mapping[str, Any]) -> list[str]:
-    """Returns `old, which is new now` for each old name of a setting or value in a config's tables."""
+    """Returns `old is now new` for each old name of a setting or value in a config's tables."""
     pairs = []
     for table in tables.values():
         for name, value in table.items() if isinstance(table, Mapping) else ():
@@ -53,14 +53,14 @@ def old_names_in(tables: Mapping[str, Any]) -> list[str]:
 
 
 def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns a command line with the names of today, and `old, which is new now` for each old one.
+    """Returns a command line with the current names, and `old is now new` for each old one.
 
     Args:
-      argv: words; an option is followed by its value, or has it behind `=`.
+      argv: arguments; an option is followed by its value, or contains it after `=`.
     """
-    words, pairs = list(argv), []
-    for i, word in enumerate(argv):
-        option, equals, value = word.partition("=")
+    renamed, pairs = list(argv), []
+    for i, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
         if not option.startswith("--"):
             continue
         setting = option[2:].replace("-", "_")
@@ -73,15 +73,15 @@ def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if (new, new_value) == (setting, old_value):
             continue
         new_option = f"--{new.replace('_', '-')}"
-        words[i] = f"{new_option}={new_value}" if equals else new_option
+        renamed[i] = f"{new_option}={new_value}" if equals else new_option
         if follows:
-            words[i + 1] = new_value
+            renamed[i + 1] = new_value
         pairs.append(_pair(option, old_value, " ", new_option))
-    return words, pairs
+    return renamed, pairs
 
 
 def _pair(old: str, value: Any, between: str, new: str) -> str:
     setting = new.removeprefix("--").replace("-", "_")
     renamed = _new_value(setting, value)
     shown = (f"{between}{value}", f"{between}{renamed}") if renamed != value else ("", "")
-    return f"{old}{shown[0]}, which is {new}{shown[1]} now"
+    return f"{old}{shown[0]} is now {new}{shown[1]}"

@@ -1,4 +1,4 @@
-"""A run: seven sections in one frozen dataclass, and settings by their bare names."""
+"""The config of a run: seven sections in one frozen dataclass, and access to settings by name."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from mtjax.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Config:
-    """A run."""
+    """The config of a run."""
 
     model: Model = field(default_factory=Model)
     parallel: Parallel = field(default_factory=Parallel)
@@ -29,9 +29,9 @@ class Config:
 
 
 def replace(config: Config, **values: Any) -> Config:
-    """`config` with settings changed by their bare names, whatever section they are in.
+    """Returns `config` with settings changed by name, whatever section they are in.
 
-    Another family brings its own defaults, except for settings that are given here too.
+    A change of family also sets the defaults of the new family, except for settings given here.
 
     Raises:
       UserError: a name that no section has.
@@ -49,5 +49,5 @@ def replace(config: Config, **values: Any) -> Config:
 
 
 def section_by_setting() -> dict[str, str]:
-    """Name of a setting -> name of its section. Names are unique over all sections."""
+    """Returns the section of each setting. Names are unique over all sections."""
     return {f.name: section for section, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)}

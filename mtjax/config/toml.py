@@ -1,4 +1,4 @@
-"""Configs as TOML: files that are given or ship with mtjax, read and written."""
+"""Reading and writing configs as TOML: files of the user, and configs that ship with mtjax."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from mtjax.storage import is_file, read_bytes, shown
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Plain tables of TOML and JSON values; fields that are None are left out."""
+    """Converts a config to plain tables of TOML and JSON values; fields that are None are omitted."""
 
     def plain(value: Any) -> Any:
         return shown(value) if isinstance(value, Path) else value
@@ -30,7 +30,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str = "config") -> Config:
-    """`base` (the defaults) with the values of `tables` over it.
+    """Returns `base` (the defaults) overridden by the values of `tables`.
 
     Raises:
       UserError: an unknown table or key, or a value of the wrong type; `source` names the file.
@@ -39,23 +39,23 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
     hints = get_type_hints(Config)
     for section, table in with_new_names(tables).items():
         if section not in hints:
-            place = section_by_setting().get(section)
-            hint = f" - it goes under [{place}]" if place else nearest(section, hints)
+            owner = section_by_setting().get(section)
+            hint = f" - it goes under [{owner}]" if owner else nearest(section, hints)
             raise UserError(f"{source}: unknown {'table' if isinstance(table, Mapping) else 'key'} {section!r}{hint}")
         if not isinstance(table, Mapping):
             raise UserError(f"{source}: {section} is a table, not a value: write [{section}] on a line of its own")
         fields = get_type_hints(hints[section])
         for name, value in sorted(table.items(), key=lambda item: item[0] != "family"):
             if name not in fields:
-                place = section_by_setting().get(name)
-                hint = f" - it goes under [{place}]" if place else _advice(name, value, fields)
+                owner = section_by_setting().get(name)
+                hint = f" - it goes under [{owner}]" if owner else _advice(name, value, fields)
                 raise UserError(f"{source}: unknown key {name!r} in [{section}]{hint}")
             config = replace(config, **{name: _typed(fields[name], value, f"{source}: [{section}] {name}")})
     return config
 
 
 def _advice(name: str, value: Any, fields: Mapping[str, Any]) -> str:
-    """Returns what to write for a key that does not exist: what other tools mean by it, or the nearest in spelling."""
+    """Returns a hint for a key that does not exist: the setting that another tool means by it, or the nearest name."""
     meant = meaning(option_of(name), str(value), {option_of(setting) for setting in section_by_setting()})
     if meant is None:
         return nearest(name, fields)
@@ -63,7 +63,7 @@ def _advice(name: str, value: Any, fields: Mapping[str, Any]) -> str:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type that a field's annotation asks for."""
+    """Converts `value` to the type of a field's annotation."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise UserError(f"{where} = {value!r} is not one of {', '.join(map(repr, get_args(hint)))}")
@@ -82,7 +82,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 
 
 def _members(kind: Any, value: list[Any]) -> list[type]:
-    """The types of a tuple's members; of `tuple[int, ...]` as many as there are values."""
+    """Returns the types of a tuple's members; for `tuple[int, ...]` one per value."""
     members = get_args(kind)
     return [members[0]] * len(value) if members[1:] == (...,) else list(members)
 
@@ -106,7 +106,7 @@ def load(name: str | Path, base: Config | None = None) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, which may begin with the byte order mark of Windows' editors.
+    """Reads the tables of a TOML file, which may begin with a byte order mark (as on Windows).
 
     Raises:
       UserError: it can't be read, or is not TOML.
@@ -122,14 +122,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def find(name: str | Path) -> Path:
-    """The file behind `--config NAME`: itself, or the shipped config of that name."""
+    """Returns the file of `--config NAME`: the path itself, or the shipped config of that name."""
     path = Path(name)
     try:
         if is_file(path):
             return path
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else e
-        raise UserError(f"--config {str(name)[:60]!r} can't be looked for: {why}") from e
+        raise UserError(f"--config {str(name)[:60]!r} can't be read: {why}") from e
     shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
     if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
         return shipped[path.name.removesuffix(".toml")]
@@ -138,17 +138,17 @@ def find(name: str | Path) -> Path:
 
 
 def shipped_folder() -> Path:
-    """`configs/`: inside an installed package, or next to it in a checkout."""
+    """Returns `configs/`: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).parent.parent
     return next((d for d in (package / "configs", package.parent / "configs") if d.is_dir()), package / "configs")
 
 
 DEFAULTS_BELOW = "# Defaults:"
-"""The line in a saved config below the settings of a section that somebody chose."""
+"""The line in a saved config that separates the settings that were changed from those with default values."""
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes `config` as TOML, atomically: in each section what differs from the defaults comes first."""
+    """Writes `config` as TOML, atomically; in each section, settings that differ from the defaults come first."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(written(config))
     temporary.replace(path)
@@ -156,12 +156,17 @@ def save(config: Config, path: Path) -> None:
 
 def written(config: Config) -> str:
     """Returns a config as TOML, with all settings: in each section, those that differ from the defaults first."""
-    usual = to_dict(replace(Config(), family=config.model.family))
-    usual["model"]["family"] = Config().model.family
+    defaults = to_dict(replace(Config(), family=config.model.family))
+    defaults["model"]["family"] = Config().model.family
     sections = []
     for section, table in to_dict(config).items():
-        chosen = {name: value for name, value in table.items() if value != usual[section].get(name)}
-        rest = {name: value for name, value in table.items() if name not in chosen}
-        parts = [f"[{section}]\n", tomli_w.dumps(chosen), f"{DEFAULTS_BELOW}\n" if rest else "", tomli_w.dumps(rest)]
+        chosen = {name: value for name, value in table.items() if value != defaults[section].get(name)}
+        unchanged = {name: value for name, value in table.items() if name not in chosen}
+        parts = [
+            f"[{section}]\n",
+            tomli_w.dumps(chosen),
+            f"{DEFAULTS_BELOW}\n" if unchanged else "",
+            tomli_w.dumps(unchanged),
+        ]
         sections.append("".join(parts))
     return "\n".join(sections)

@@ -1,4 +1,4 @@
-"""`[training]`: steps, batches, precision and recompute."""
+"""`[training]`: steps, batch sizes, precision and recompute."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,56 +9,59 @@ from mtjax.config.field_metadata import SAMPLES, TOKENS, above_zero, at_least, n
 
 @dataclass(frozen=True)
 class Training:
-    """The run."""
+    """Steps, batch sizes, precision and recompute."""
 
     steps: int = at_least(1, 300_000)
-    """Optimizer steps."""
+    """Number of training steps (Megatron's --train-iters)."""
     global_batch_size: int = at_least(1, 512, most=TOKENS)
-    """Samples in a step, over all devices."""
+    """Samples per step, over all devices."""
     train_samples: int | None = at_least(1, None, most=SAMPLES)
-    """Samples of the run, instead of steps; whole batches of them are used."""
+    """Number of samples to train on, instead of --steps (Megatron's --train-samples); rounded down to entire
+    batches."""
     rampup_batch_size: tuple[int, int, int] | None = numbers(0, None, most=SAMPLES, length=3)
-    """START INCREMENT SAMPLES: begin with a batch of START, and grow it by INCREMENT up to global_batch_size within
-    SAMPLES samples."""
+    """START INCREMENT SAMPLES: start with batches of START samples, and grow them by INCREMENT to global_batch_size
+    within SAMPLES samples (as in Megatron)."""
     microbatch_size: int | None = at_least(1, None)
-    """Samples that a data rank takes at a time, accumulating gradients over its batch; all at once when not given."""
+    """Samples per microbatch on each data parallel rank (Megatron's --micro-batch-size), with gradient accumulation
+    over the rank's batch; the rank's entire batch when not given."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of activations and matrix products; parameters, gradients, reductions and the loss are float32."""
+    """Type of activations and matrix multiplications. Parameters, gradients, reductions and the loss are float32."""
     loss_scale: float | None = above_zero(None)
-    """float16: a fixed scale of the loss; dynamic when not given."""
+    """float16: static loss scale (Megatron's --loss-scale); dynamic when not given."""
     initial_loss_scale: float = above_zero(2.0**32)
-    """float16: the dynamic scale of the first step."""
+    """float16: initial dynamic loss scale."""
     min_loss_scale: float = above_zero(1.0)
-    """float16: the dynamic scale does not shrink below this."""
+    """float16: minimum dynamic loss scale."""
     loss_scale_window: int = at_least(1, 1000)
-    """float16: steps without overflow after which the dynamic scale doubles."""
+    """float16: number of steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = at_least(1, 2)
-    """float16: overflows after which the dynamic scale begins to halve."""
+    """float16: number of steps with overflow before the dynamic loss scale is halved."""
     max_nonfinite_steps: int = at_least(1, 5)
-    """The run ends after this many steps in a row whose loss or gradient is not finite; such steps change nothing."""
+    """End the run after this many steps in a row with a loss or gradient that is not finite. Such steps are skipped:
+    they do not update the model."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: selective, the scores, softmax and dropout of
-    attention; full, entire layers from their inputs."""
+    """Activation recomputation in the backward pass (Megatron's --recompute-granularity): selective recomputes the
+    scores, softmax and dropout of attention; full recomputes entire layers from their saved inputs."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Full recompute: uniform keeps the input of each group of recompute_num_layers layers; block recomputes the first
-    recompute_num_layers layers and keeps all of the others."""
+    """Full recompute (Megatron's --recompute-method): uniform saves the input of each group of recompute_num_layers
+    layers; block recomputes only the first recompute_num_layers layers and saves all activations of the others."""
     recompute_num_layers: int = at_least(1, 1)
-    """Full recompute: layers in a group (uniform), or layers that are recomputed (block)."""
+    """Full recompute: number of layers in a group (uniform), or of layers to recompute (block)."""
     recompute_offload: bool = False
-    """Full recompute: keep the inputs of layers in the host's memory until the backward pass (GPUs only)."""
+    """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
     unroll_layers: bool = False
-    """Compile layers one by one instead of as a loop: what a layer keeps for its backward pass is then not copied into
-    stacks and out of them. Steps are faster, and compiling takes longer. Needs recompute none, and
-    zero below 3."""
+    """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
+    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none and zero below 3."""
     loss_chunk: int = at_least(1, 1024)
-    """Tokens whose logits are in memory at a time."""
+    """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False
-    """Ask XLA for operations on GPUs that give the same bits each time, which are slower; attention is XLA's then."""
+    """Use deterministic operations on GPUs, which give bitwise the same results each time and are slower; attention is
+    XLA's."""
     check_replicas: int = at_least(0, 0)
-    """Steps between checks for silent corruption: a step is computed twice, and what several devices hold alike is
-    compared, bit by bit; a difference ends the run before the next save. 0 never checks."""
+    """Steps between checks for silent data corruption: a step is computed twice, replicated arrays are compared between
+    devices bit by bit, and a difference ends the run before the next save. 0 turns the checks off."""
     seed: int = at_least(0, 1234, most=2**32 - 1)
-    """Seed of initialisation, dropout and the order of samples."""
+    """Random seed of initialization, dropout and the order of samples."""
     init_from: Path | None = None
-    """Start from the weights in this folder, a run's or one that `mtjax convert` wrote, instead of random ones.
-    mtjax finetune also takes hf:DIR and megatron:DIR."""
+    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert) instead of randomly;
+    the run starts at step 0. mtjax finetune also reads hf:DIR and megatron:DIR."""

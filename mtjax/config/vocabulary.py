@@ -1,4 +1,4 @@
-"""A vocabulary for commands that know a model by its config alone, without the tokenizer of a run."""
+"""Default vocabulary for commands that read a config without a tokenizer."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ GPT2_VOCABULARY = 50_257
 
 
 def with_vocabulary(config: Config, say: Callable[[str], object]) -> Config:
-    """`config` with a vocabulary: GPT-2's where only a tokenizer would tell, which is said to the user."""
+    """Returns `config` with a vocabulary size: GPT-2's, with a note to the user, if none is given."""
     if config.model.vocab_size is not None:
         return config
-    say(f"vocab_size is not given: taking GPT-2's {GPT2_VOCABULARY:,}")
+    say(f"vocab_size is not given: using GPT-2's {GPT2_VOCABULARY:,}")
     return replace(config, vocab_size=GPT2_VOCABULARY)

@@ -23,7 +23,7 @@ from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
 from mtjax.theory.adapters import ADAPTER
-from mtjax.train.checkpoints.checkpoint import fingerprint_of_part
+from mtjax.train.checkpoints.checkpoint import fingerprint_of_slice
 from mtjax.train.checkpoints.corruption import metadata_checksum
 from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
 
@@ -41,7 +41,7 @@ class MtjaxSource:
           UserError: there are none, or they are not those of the model that their config describes.
         """
         self.weights = find_weights(folder)
-        page = self.weights.page
+        page = self.weights.metadata
         saved = self.weights.config
         config = without_adapters(saved)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
@@ -78,11 +78,11 @@ class MtjaxSource:
         saved."""
         fingerprint, offset = 0, 0
         for block in self._blocks(parameter):
-            fingerprint += fingerprint_of_part(block, offset)
+            fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
             for array in [block] if parameter.num_layers is None else block:
                 yield with_vocab(array, parameter, rows_of(self.origin.config.model))
-        if fingerprint % 2**32 != self.weights.page["fingerprints"][f"{PREFIX}.{parameter.name}"]:
+        if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{PREFIX}.{parameter.name}"]:
             raise UserError(f"{self.weights.folder} is damaged: {parameter.name} is not what was saved")
 
     def _blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
@@ -137,7 +137,7 @@ class MtjaxSink:
         store = self._stores[parameter.name]
         (store if layer is None else store[layer]).write(array).result()
         name = f"{PREFIX}.{parameter.name}"
-        number = fingerprint_of_part(array, (layer or 0) * array.size)
+        number = fingerprint_of_slice(array, (layer or 0) * array.size)
         self._fingerprints[name] = (self._fingerprints.get(name, 0) + number) % 2**32
 
     def close(self) -> None:

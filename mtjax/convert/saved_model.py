@@ -180,7 +180,7 @@ class SavedModel:
     def identity(self) -> str:
         """Changes with the weights: ours by the fingerprints of all arrays, others by name, size and time of files."""
         if isinstance(self.source, MtjaxSource):
-            facts: list[Any] = sorted(self.source.weights.page["fingerprints"].items())
+            facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
             # Other files of Hugging Face's folders are none of the weights, such as an output that grows there.
             own = ("config.json", "*.safetensors") if isinstance(self.source, HuggingFaceSource) else ("**/*",)

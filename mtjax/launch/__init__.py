@@ -1,1 +1,1 @@
-"""Starts a run's processes on this machine, and starts them again when they fail."""
+"""Starts a run's processes on this machine, and restarts them after failures."""

@@ -10,9 +10,9 @@ from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
 from mtjax.train import options as train_options
 
-DESCRIPTION = """Trains in several processes on this machine, and after a failure again from the last checkpoint.
+DESCRIPTION = """Trains in several processes on this machine, and restarts from the last checkpoint after a failure.
 
-What comes after `--` are the options of `mtjax train`. Each line of output begins with the number of its process.
+The options of `mtjax train` follow after `--`. Each line of output begins with the number of its process.
 
 Examples:
   mtjax launch --restarts 10 -- --config gpt2-small --mesh 8x1 --data corpus.txt --out runs/small
@@ -22,25 +22,25 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """How the processes are started."""
+    """How the processes are started and restarted."""
 
     processes: int | None = at_least(1, None, most=WIDTH)
-    """Number of processes; one per GPU when not given, and without GPUs as many as the virtual CPU devices take."""
+    """Number of processes; when not given, one per GPU, or without GPUs as many as the virtual CPU devices need."""
     restarts: int = at_least(0, 0)
-    """How often the run is started again after a failure, from its last checkpoint; with fewer devices where some are
-    gone and the batch divides. Wrong input and a request to stop are not failures."""
+    """Maximum number of restarts from the last checkpoint after a failure; on fewer devices if some have failed and the
+    mesh still divides the batch. Invalid input and a requested stop are not failures."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments; returns its exit code."""
 
     def body() -> int:
-        words = list(sys.argv[1:] if argv is None else argv)
-        at = words.index("--") if "--" in words else len(words)
-        options: Options = cli.read(Options, words[:at], "mtjax launch", DESCRIPTION)
-        if at == len(words):
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        options: Options = cli.read(Options, arguments[:at], "mtjax launch", DESCRIPTION)
+        if at == len(arguments):
             raise UserError("the options of mtjax train go after `--`: mtjax launch --restarts 3 -- --config NAME")
-        train = words[at + 1 :]
+        train = arguments[at + 1 :]
         command = cli.parse(train, "mtjax train", train_options.DESCRIPTION, train_options.Options)
         from mtjax.launch.run import launch  # takes a second to import: not before the options are right
 

@@ -1,4 +1,4 @@
-"""The devices of this machine, and the largest mesh of a run that they can hold."""
+"""The working devices of this machine, and the largest mesh for a run that fits them."""
 
 import os
 import shutil
@@ -17,9 +17,9 @@ QUERY = ["--query-gpu=index", "--format=csv,noheader"]
 
 
 def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The GPUs that answer, as `CUDA_VISIBLE_DEVICES` names them; None on a machine without GPUs.
+    """Returns the GPUs that respond, as `CUDA_VISIBLE_DEVICES` names them; None on a machine without GPUs.
 
-    A GPU that fell off the bus keeps its file in /dev, and nvidia-smi leaves it out or names it in an error.
+    A GPU that fell off the bus keeps its file in /dev, and nvidia-smi omits it or names it in an error.
     """
     if not has_gpu():
         return None
@@ -29,17 +29,18 @@ def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | Non
     if program is None:
         return allowed
     try:
-        said = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=60).stdout
+        output = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=60).stdout
     except subprocess.TimeoutExpired:
         return []
-    answering = [line.strip() for line in said.splitlines() if line.strip().isdigit()]
+    answering = [line.strip() for line in output.splitlines() if line.strip().isdigit()]
     if allowed is None:
         return answering
     return [name for name in allowed if name in answering or not name.isdigit()]
 
 
 def mesh_within(config: Config, devices: int) -> MeshShape:
-    """The run's mesh, or with too few devices the largest with fewer data ways that divides the batch.
+    """Returns the run's mesh, or if it has too many devices, the one with the largest smaller data parallel degree that
+    divides the batch.
 
     Raises:
       UserError: there is none.
@@ -50,8 +51,8 @@ def mesh_within(config: Config, devices: int) -> MeshShape:
         if shape.size <= devices and _divides(config, shape):
             return shape
     raise UserError(
-        f"mesh {wanted} needs {wanted.size} devices, and there are {devices}; no mesh with fewer data ways divides "
-        f"global batch {config.training.global_batch_size} and fits them"
+        f"mesh {wanted} needs {wanted.size} devices, and there are {devices}; no mesh with a smaller data "
+        f"parallel degree fits them and divides global_batch_size {config.training.global_batch_size}"
     )
 
 

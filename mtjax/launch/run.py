@@ -1,4 +1,4 @@
-"""A run in several processes on this machine, started again after failures."""
+"""Runs a training run in several processes on this machine, and restarts it after failures."""
 
 import signal
 import sys
@@ -17,7 +17,7 @@ from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.processes.local import MAX_PROCESSES, Ended, Member, member_arguments, processes_needed, run_members
 
 LONGEST_PAUSE = 60.0
-"""Seconds: pauses before a restart double up to this."""
+"""Maximum pause before a restart in seconds; pauses double up to it."""
 
 
 def launch(
@@ -30,7 +30,8 @@ def launch(
     *,
     gpus: Callable[[], list[str] | None] = working_gpus,
 ) -> int:
-    """Runs `mtjax train` until it is done, asked to stop, wrong, or has failed once more than `restarts` times.
+    """Runs `mtjax train` until it is done, is requested to stop, has invalid input, or has failed more than `restarts`
+    times.
 
     Args:
       arguments: of `mtjax train`.
@@ -49,8 +50,8 @@ def launch(
     """
     if (found := find_launch(config.parallel, environment)) is not None:
         raise UserError(
-            f"mtjax launch starts the processes itself, and {found.source} names others: leave out --coordinator, "
-            "--num-processes, --process-id, and do not start it with srun, mpirun or torchrun"
+            f"mtjax launch starts the processes itself, and {found.source} already defines them: remove --coordinator, "
+            "--num-processes and --process-id, and do not start it with srun, mpirun or torchrun"
         )
     devices = gpus()
     mesh, size = _mesh(config, devices, processes)
@@ -67,7 +68,7 @@ def launch(
             mesh, size = _mesh(_within(config, devices), devices, processes)
         used = None if devices is None else devices[:size]
         ended = _run([*arguments, "--mesh", mesh], max(1, size // share), used, config.parallel.peer_timeout)
-        if ended.asked or ended.code in (0, 2, 130) or attempt == restarts:
+        if ended.requested or ended.code in (0, 2, 130) or attempt == restarts:
             return ended.code
         pause = min(LONGEST_PAUSE, 2.0**attempt)
         _say(f"{reason(ended)}; restart {attempt + 1} of {restarts} in {pause:.0f} s")
@@ -77,7 +78,8 @@ def launch(
 
 
 def _mesh(config: Config, gpus: Sequence[str] | None, processes: int | None) -> tuple[str, int]:
-    """The run's mesh and its number of devices; for `auto` those of the machine, on CPUs one in each process."""
+    """Returns the run's mesh and its number of devices; for `auto` the machine's GPUs, or without GPUs one device per
+    process."""
     if config.parallel.mesh == AUTO:
         return AUTO, (processes or 1) if gpus is None else len(gpus)
     shape = parse_mesh(config.parallel.mesh)
@@ -85,40 +87,41 @@ def _mesh(config: Config, gpus: Sequence[str] | None, processes: int | None) -> 
 
 
 def _within(config: Config, gpus: Sequence[str] | None) -> Config:
-    """The run on the GPUs that are left."""
+    """Returns the config with a mesh that fits the GPUs that are left."""
     if gpus is None or config.parallel.mesh == AUTO:
         return config
     return configs.replace(config, mesh=str(mesh_within(config, len(gpus))))
 
 
 def check_processes(mesh: str, size: int, count: int, gpus: Sequence[str] | None) -> None:
-    """Checks that this machine can hold the processes of a run on a mesh of `size` devices.
+    """Checks that this machine can run the processes of a mesh of `size` devices.
 
     Raises:
       UserError: the devices don't divide over them, there are too many, or too few devices.
     """
     if count > MAX_PROCESSES:
-        raise UserError(f"{count} processes are more than one machine is for: at most {MAX_PROCESSES}")
+        raise UserError(f"{count} processes are too many for one machine: at most {MAX_PROCESSES} are allowed")
     if gpus is not None and size > len(gpus):
-        raise UserError(f"mesh {mesh} needs {size} devices, and this machine has {len(gpus)} GPUs that answer")
+        raise UserError(f"mesh {mesh} needs {size} devices, and this machine has {len(gpus)} working GPUs")
     if size == 0 or size % count:
-        raise UserError(f"mesh {mesh} has {size} devices, which don't divide over --processes {count}")
+        raise UserError(f"mesh {mesh} has {size} devices, which is not divisible by --processes {count}")
     if gpus is None and size // count > MAX_CPU_DEVICES:
         raise UserError(
-            f"mesh {mesh} gives each of {count} processes {size // count} virtual CPU devices, and XLA runs at most "
-            f"{MAX_CPU_DEVICES}: take at least {-(-size // MAX_CPU_DEVICES)} processes"
+            f"mesh {mesh} gives each of {count} processes {size // count} virtual CPU devices, and XLA supports at "
+            f"most {MAX_CPU_DEVICES}: use --processes {-(-size // MAX_CPU_DEVICES)} or more"
         )
 
 
 def reason(ended: Ended) -> str:
-    """Why a run failed, for people."""
-    words = {
+    """Describes why a run failed."""
+    reasons = {
         number: f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         for number, code in enumerate(ended.codes)
         if code
     }
-    first = min(words, key=lambda number: (ended.codes[number] >= 0, number))  # who was killed made the others end
-    return f"process {first} {words[first]}"
+    # A process that was killed by a signal made the others end.
+    first = min(reasons, key=lambda number: (ended.codes[number] >= 0, number))
+    return f"process {first} {reasons[first]}"
 
 
 def _count(config: Config, gpus: Sequence[str] | None, environment: Mapping[str, str]) -> int:
@@ -126,11 +129,13 @@ def _count(config: Config, gpus: Sequence[str] | None, environment: Mapping[str,
 
 
 def _run(arguments: Sequence[str], count: int, gpus: Sequence[str] | None, peer_timeout: float) -> Ended:
-    each = member_arguments(arguments, count) if count > 1 else [list(arguments)]
+    commands = member_arguments(arguments, count) if count > 1 else [list(arguments)]
     share = len(gpus) // count if gpus else 0
     members = [
-        Member(own, f"[{i}] ", {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} if gpus else {})
-        for i, own in enumerate(each)
+        Member(
+            command, f"[{i}] ", {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} if gpus else {}
+        )
+        for i, command in enumerate(commands)
     ]
     return run_members(members, peer_timeout)
 

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's arguments: what mtjax has for each."""
+"""The table of Megatron-LM's arguments and their equivalents in mtjax."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -12,28 +12,28 @@ from mtjax.migrate.training_arguments import TRAINING
 SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM}
 TABLE: tuple[Argument, ...] = tuple(row for rows in SECTIONS.values() for row in rows)
 OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
-"""Attributes of the arguments of the network."""
+"""Attributes of the arguments that define the network."""
 
 
 @cache
 def by_name() -> Mapping[str, Argument]:
-    """Argument as typed, `--lr` -> its row."""
+    """Returns the rows by argument as typed, such as `--lr`."""
     return {name: row for row in TABLE for name in row.names}
 
 
 @cache
 def by_dest() -> Mapping[str, Argument]:
-    """The attribute that Megatron saves an argument under, `lr` -> its row."""
+    """Returns the rows by the attribute that Megatron saves an argument under, such as `lr`."""
     return {row.dest: row for row in TABLE}
 
 
 def default_of(dest: str) -> Any:
-    """Megatron's default of an argument."""
+    """Returns Megatron's default of an argument."""
     return by_dest()[dest].default
 
 
 def supported(prefix: str = "") -> dict[str, tuple[Any, ...]]:
-    """Arguments of the network whose value must be one of these for mtjax to have the model.
+    """Returns the arguments of the network that only some values of are supported by mtjax, with these values.
 
     Args:
       prefix: only arguments that begin with it.
@@ -46,7 +46,7 @@ def supported(prefix: str = "") -> dict[str, tuple[Any, ...]]:
 
 
 def markdown() -> str:
-    """Returns the table as docs/migrate.md has it."""
+    """Formats the table for docs/migrate.md."""
     parts = []
     for heading, rows in SECTIONS.items():
         lines = [f"### {heading}", "", "| Megatron-LM | mtjax | |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer, MaxText, vLLM, OpenAI's API and nanoGPT call settings of mtjax."""
+"""Names of mtjax's settings in Hugging Face's Trainer, MaxText, vLLM, OpenAI's API and nanoGPT."""
 
 from collections.abc import Mapping
 
@@ -111,4 +111,5 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "gpus": ("--mesh auto (all devices) or --mesh N",),
     "epochs": ("--steps",),
 }
-"""A name without its dashes -> options of mtjax, of which the first that a command has is suggested; `N`: the value."""
+"""A name without its dashes -> options of mtjax; the first that a command has is suggested. `N` stands for the
+value."""

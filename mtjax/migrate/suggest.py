@@ -1,4 +1,4 @@
-"""What to type instead of an option that a command does not have: by meaning first, then by spelling."""
+"""Suggestions for an option that a command does not have: by meaning first, then by spelling."""
 
 import re
 from collections.abc import Collection
@@ -8,11 +8,11 @@ from mtjax.migrate.megatron import by_name
 from mtjax.migrate.other_tools import OTHERS
 
 _N = re.compile(r"(?<![A-Z])N(?![A-Z])")
-"""The place of a value in the text of a row."""
+"""Placeholder of a value in the text of a row."""
 
 
 def advice(option: str, value: str | None, known: Collection[str]) -> str:
-    """Returns what follows "no option is called --x": the option that means the same, or the nearest in spelling.
+    """Returns the text after "no option is called --x": the option with the same meaning, or the nearest in spelling.
 
     Args:
       option: as typed: `--lr`.
@@ -24,7 +24,7 @@ def advice(option: str, value: str | None, known: Collection[str]) -> str:
 
 
 def meaning(option: str, value: str | None, known: Collection[str]) -> str | None:
-    """Returns the same for an option that another tool has; None for others, and where the command has no equal."""
+    """Returns the suggestion for an option of another tool; None for others, and if the command has no equivalent."""
     name = option.replace("_", "-").lower()
     row = by_name().get(name)
     for text in OTHERS.get(name.removeprefix("--"), ()):
@@ -43,7 +43,7 @@ def meaning(option: str, value: str | None, known: Collection[str]) -> str | Non
 
 
 def _has(text: str, known: Collection[str]) -> bool:
-    """Whether a command has the options that a text begins with; one without any is a sentence for all."""
+    """Returns whether a command has the options that a text begins with; a text without options fits all commands."""
     options = re.findall(r"--[\w-]+", text.partition(" or ")[0])
     return not options or options[0] in known
 

@@ -26,7 +26,8 @@ _PARALLEL = (
     none("--account-for-embedding-in-pipeline-split", "see --layers-per-stage", default=False),
     none("--account-for-loss-in-pipeline-split", "see --layers-per-stage", default=False),
     none(
-        "--microbatch-group-size-per-virtual-pipeline-stage", "chunks take turns after as many microbatches as stages"
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "chunks alternate after as many microbatches as there are stages",
     ),
     equal(
         "--cp-comm-type",
@@ -107,8 +108,8 @@ _CHECKPOINTS = (
     ),
     always("--async-save", "checkpoints are always written in the background", default=False),
     always("--use-persistent-ckpt-worker", "checkpoints are always written in the background", default=False),
-    always("--ckpt-fully-parallel-save", "every rank writes its own part", default=False),
-    always("--ckpt-fully-parallel-load", "every rank reads its own part", default=False),
+    always("--ckpt-fully-parallel-save", "every rank writes its shards", default=False),
+    always("--ckpt-fully-parallel-load", "every rank reads its shards", default=False),
     always("--ckpt-assume-constant-structure", "not needed", default=False),
     always("--dist-ckpt-strictness", "a checkpoint of another model is always refused"),
     always("--auto-detect-ckpt-format", "mtjax convert recognises the format", default=False),
@@ -127,8 +128,8 @@ _ENDS = (
         "check_for_nan_in_loss_and_grad",
     ),
     none("--check-for-spiky-loss", "only losses that are not finite are noticed", default=False),
-    always("--manual-gc", "Python's collector is kept from running during steps", default=False),
-    always("--manual-gc-interval", "Python's collector is kept from running during steps"),
+    always("--manual-gc", "Python's garbage collector rarely runs during steps", default=False),
+    always("--manual-gc-interval", "Python's garbage collector rarely runs during steps"),
     always("--empty-unused-memory-level", "XLA plans memory before the run"),
     none("--skip-train", "use mtjax evaluate", default=False),
 )

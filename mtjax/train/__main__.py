@@ -26,15 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _train(command, times)
         mesh = command.config.parallel.mesh
         print(f"{mesh} virtual CPU devices need {count} processes: starting them", flush=True)
-        words = list(sys.argv[1:] if argv is None else argv)
-        members = [Member(own, prefix=f"[{i}] " if i else "") for i, own in enumerate(member_arguments(words, count))]
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        commands = member_arguments(arguments, count)
+        members = [Member(command, prefix=f"[{i}] " if i else "") for i, command in enumerate(commands)]
         return run_members(members, command.config.parallel.peer_timeout).code
 
     return run_main(body)
 
 
 def _train(command: Command[Options], times: StartTimer) -> int:
-    from mtjax.generate.training_sample import continue_text  # seconds to import: not before the options are right
+    from mtjax.generate.training_sample import continue_text  # takes seconds to import: only for valid options
     from mtjax.train.loop import train
     from mtjax.train.objective import Pretraining
 

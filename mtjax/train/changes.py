@@ -1,4 +1,4 @@
-"""How a resumed run differs from the run that was saved: what may change, what is refused, and the table of changes."""
+"""Changes of settings and data on --resume: which are allowed, which are refused, and the table of changes."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ from mtjax.train.schedule import Horizon, make_schedule
 
 ORDER, DATA = "order", "data"
 KINDS = (ORDER, DATA)
-"""Changes that need `--allow-changed`: they begin a new order of samples in the middle of a run."""
+"""Changes that need `--allow-changed`: they start a new order of samples in the middle of a run."""
 
 COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
 """Sections whose settings are compared."""
@@ -31,14 +31,14 @@ NOT_COMPARED = frozenset(
     }
 )
 
-EFFECT, EFFECT_ON_SUMS = "used from the next step on", "sums are taken in another order: losses agree to rounding"
-"""What a change does; the second of settings in the section `parallel`, and of those in `AS_PARALLEL`."""
+EFFECT, EFFECT_ON_SUMS = "used from the next step on", "reductions run in another order: losses agree up to rounding"
+"""Effect of a change; the second one of settings in `[parallel]` and in `AS_PARALLEL`."""
 AS_PARALLEL = ("microbatch_size", "recompute", "loss_chunk", "unroll_layers", "attention")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the table."""
+    """A row of the table of changes."""
 
     setting: str
     then: str
@@ -47,16 +47,16 @@ class Change:
 
 
 def parse_allowed(text: str | None) -> frozenset[str]:
-    """The kinds of changes that `--allow-changed` names, separated by commas.
+    """Parses the kinds of changes in `--allow-changed`, separated by commas.
 
     Raises:
       UserError: one is unknown.
     """
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
-    for word in words:
-        if word not in KINDS:
-            raise UserError(f"--allow-changed {word!r} is not one of {', '.join(KINDS)}")
-    return frozenset(words)
+    kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UserError(f"--allow-changed {kind!r} is not one of {', '.join(KINDS)}")
+    return frozenset(kinds)
 
 
 def position_of(
@@ -68,7 +68,7 @@ def position_of(
     order_settings: Collection[str],
     allowed: Collection[str],
 ) -> DataPosition:
-    """The order of a run's samples: a new one for a new run, else the run's own, extended to `total` samples.
+    """Returns the order of a run's samples: a new one for a new run, else the run's order, extended to `total` samples.
 
     Args:
       past: the run that is resumed; None for a new one.
@@ -100,13 +100,13 @@ def position_of(
         raise UserError(
             f"the run has read {past.consumed_samples:,} samples, and the order of its samples can't be continued: "
             f"{listed}. Resume with the earlier values, or begin a new order after sample {past.consumed_samples:,}, "
-            f"which may read text again that was read before: --allow-changed {','.join(changed)}"
+            f"which may repeat text that was read before: --allow-changed {','.join(changed)}"
         )
     return DataPosition(SampleOrder(past.consumed_samples, (total,)), tuple(texts))
 
 
 def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:
-    """Returns how the training text differs from what the run has read; nothing where that is not known."""
+    """Describes how the training text differs from what the run has read; empty if that was not recorded."""
     if past.record is None:
         then, now = past.config.data.split, config.data.split
         return [f"split was {then} and is {now}"] if then != now else []
@@ -134,7 +134,7 @@ def scheduled(config: Config, horizon: Horizon) -> Config:
 
 
 def check_learns(past: Past, config: Config, now: Config) -> None:
-    """Checks that the steps left have a learning rate.
+    """Checks that the remaining steps have a nonzero learning rate.
 
     Args:
       past: the run that is resumed.
@@ -149,14 +149,14 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
         return
     if not any(_rate(now, step) for step in (past.step, (past.step + steps) // 2, steps - 1)):
         raise UserError(
-            f"the learning rate is 0 in all steps from {past.step + 1} to {steps}, which would change nothing: it has "
-            f"decayed to min_learning_rate 0 by step {now.optimizer.decay_steps}; give --min-learning-rate "
+            f"the learning rate is 0 in all steps from {past.step + 1} to {steps}, so they would not train the model: "
+            f"it decays to min_learning_rate 0 by step {now.optimizer.decay_steps}; add --min-learning-rate "
             f"{peak / 10:g}, or --decay-steps {steps} to decay again, from {rate_of(_decaying(now, steps), past.step)}"
         )
 
 
 def find_changes(past: Past, config: Config, now: Config, position: DataPosition) -> list[Change]:
-    """Returns the rows of the table: what differs from the run as it was when the checkpoint was saved.
+    """Returns the rows of the table: differences to the run when its checkpoint was saved.
 
     Args:
       past: that run.
@@ -196,11 +196,11 @@ def _new_order(position: DataPosition) -> str:
 
 
 def _effect(section: str, name: str, past: Past, config: Config, position: DataPosition) -> str:
-    """Returns what the change of one setting does."""
+    """Describes the effect of a changed setting."""
     training, restarted = config.training, position.order.begins != past.order.begins
     left = training.steps - past.step
     if name == "global_batch_size":
-        return f"batches of {training.global_batch_size} from the next step on; rates still follow steps"
+        return f"batches of {training.global_batch_size} from the next step on; schedules still count steps"
     if name in ("steps", "train_samples", "rampup_batch_size", "epochs"):
         total = data.train_samples(training, past.step, past.consumed_samples)
         return _reads(past, left, total, total > past.order.totals[-1] and not restarted)
@@ -210,28 +210,29 @@ def _effect(section: str, name: str, past: Past, config: Config, position: DataP
         if restarted:
             return _new_order(position)
         if past.record is None:
-            return "the checkpoint does not say which text was read: the order continues, if it is the same text"
+            return "the checkpoint does not record which text was read: the order continues if it is the same"
         return "the training text is the same: its order continues"
     return EFFECT_ON_SUMS if section == "parallel" or name in AS_PARALLEL else EFFECT
 
 
 def _reads(past: Past, left: int, total: int, is_longer: bool) -> str:
     if total == past.consumed_samples:
-        return "no step is left"
+        return "no steps left"
     samples = f"{left:,} steps left, which read samples {past.consumed_samples + 1:,} to {total:,}"
     return f"{samples}; the order of samples continues" if is_longer else samples
 
 
 def _rates(past: Past, config: Config, now: Config) -> list[Change]:
-    """The learning rate of the next step and of the last one, where either has changed or the run has another end."""
+    """Returns rows for the learning rate of the next and the last step, if either has changed or the run has another
+    end."""
     steps, before = config.training.steps, past.config.training.steps
     if past.step >= steps:
         return []
     then = _decaying(past.config, past.horizon.decay_steps or past.horizon.steps)
     rows = []
-    kept = now.optimizer.decay_steps == past.horizon.decay_steps and now.training.steps == past.horizon.steps
+    is_same_decay = now.optimizer.decay_steps == past.horizon.decay_steps and now.training.steps == past.horizon.steps
     hint = "follows from the settings above"
-    if not kept and past.horizon.decay_steps and past.horizon.decay_steps > config.optimizer.warmup_steps:
+    if not is_same_decay and past.horizon.decay_steps and past.horizon.decay_steps > config.optimizer.warmup_steps:
         hint = f"--decay-steps {past.horizon.decay_steps} keeps the earlier decay"
     if rate_of(then, past.step) != rate_of(now, past.step):
         rows.append(
@@ -240,7 +241,7 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
     if steps != before or rate_of(then, before - 1) != rate_of(now, steps - 1):
         ends = (f"{rate_of(then, before - 1)} (step {before})", f"{rate_of(now, steps - 1)} (step {steps})")
         last = now.optimizer.decay_steps
-        if past.horizon.decay_steps and last and last != steps and kept:
+        if past.horizon.decay_steps and last and last != steps and is_same_decay:
             again = rate_of(_decaying(config, steps), past.step)
             hint = f"decays until step {last}, as before; --decay-steps {steps}: {again} in step {past.step + 1}"
         rows.append(Change("learning rate, last step", *ends, hint))
@@ -248,12 +249,12 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
 
 
 def _decaying(config: Config, steps: int) -> Config:
-    """The config with a learning rate that decays until step `steps`."""
+    """Returns the config with a learning rate that decays until step `steps`."""
     return configs.replace(config, decay_steps=steps, steps=steps)
 
 
 def rate_of(config: Config, step: int) -> str:
-    """The learning rate of the step after `step` steps, as the log shows it."""
+    """Formats the learning rate of the step after `step` steps as in the log."""
     return f"{_rate(config, step):.2e}"
 
 

@@ -1,9 +1,9 @@
-"""Compiled programs, kept from one start of a run to the next: jax's persistent cache, in a folder of the user's.
+"""Persistent cache of compiled programs between starts of a run: jax's compilation cache, in the user's cache folder.
 
-jax finds a program by a key of the program itself, its compiler options, the versions of jaxlib and of the platform,
-and the devices: their number and, of CPUs, the machine features that XLA compiles for. So CPUs of different kinds share
-a folder, and never a program. What this module adds: a folder by default, one note where it can't be used, a bound on
-its size, and that a damaged entry is removed and made again.
+jax looks up a program by a key of the program itself, its compiler options, the versions of jaxlib and of the platform,
+and the devices: their number and, for CPUs, the machine features that XLA compiles for. So different kinds of CPUs can
+share a folder without sharing programs. This module adds a default folder, one note if it can't be used, a limit on its
+size, and the removal of corrupted entries, which are then compiled again.
 """
 
 import contextlib
@@ -20,34 +20,35 @@ import jax
 OFF = "off"
 DIR = "jax_compilation_cache_dir"
 LIMIT = 4 << 30
-"""Bytes that the folder may hold when a run starts; what was used least recently goes."""
+"""Maximum size in bytes of the folder when a run starts; the least recently used entries are removed."""
 MESSAGE = r"Error (reading|writing) persistent compilation cache entry for '(.+?)': (.*)"
-"""What jax warns of, once for each program."""
+"""jax's warning about a cache entry, issued once per program."""
 CUT_OFF = ("ZstdError", "error: ")
-"""What zstandard and zlib say of an entry that a start was killed over; jax would never write it again."""
+"""Prefixes of the errors of zstandard and zlib for a truncated entry (the process was killed while writing); jax would
+never overwrite it."""
 EVENTS = {
-    "/jax/compilation_cache/compile_requests_use_cache": "asked",
+    "/jax/compilation_cache/compile_requests_use_cache": "requested",
     "/jax/compilation_cache/cache_hits": "found",
 }
 
 
 class CompileCache:
-    """jax's persistent cache while a run lasts; use as a context manager before the first program is compiled.
+    """Enables jax's persistent cache during a run; use as a context manager before the first program is compiled.
 
     Args:
-      choice: a folder, or "off"; when None, what `JAX_COMPILATION_CACHE_DIR` says, else the user's own.
+      choice: a folder, or "off"; when None, `JAX_COMPILATION_CACHE_DIR`, else the user's cache folder.
       environment: of the process.
-      limit: bytes that a folder of mtjax may hold. A folder that the environment names is never cleared.
+      limit: maximum bytes of the folder. A folder that the environment names is never cleared.
 
     Attributes:
-      folder: where the programs are; None when they are not kept.
-      note: why they are not kept, in words; None when all is well.
-      asked: programs that were looked up so far.
-      found: those of them that were there.
+      folder: where the programs are; None when they are not cached.
+      note: why programs are not cached; None if they are.
+      requested: programs that were looked up so far.
+      found: programs that were found in the cache.
     """
 
     def __init__(self, choice: str | None, environment: Mapping[str, str] = os.environ, limit: int = LIMIT) -> None:
-        self.asked = self.found = 0
+        self.requested = self.found = 0
         self.note: str | None = None
         given: str | None = getattr(jax.config, DIR)
         self.folder = None if choice == OFF else choice or given or str(user_folder(environment))
@@ -81,7 +82,7 @@ class CompileCache:
 
     @property
     def failures(self) -> str:
-        """Programs that could not be read or written, and why the first could not; empty when there are none."""
+        """Describes the programs that could not be read or written, and the first reason; "" if there are none."""
         if not self._failed:
             return ""
         name, why = next(iter(self._failed.items()))
@@ -89,20 +90,20 @@ class CompileCache:
         return f"{name}{more} could not be read from or written to {self.folder}: {why}"
 
     def _prepare(self, folder: Path) -> None:
-        """Makes the folder and removes what is too much; without a folder, nothing is kept."""
+        """Makes the folder and removes entries over the limit; without a folder, the cache is off."""
         self.folder = str(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # who writes there runs code in this process
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # cached programs run in this process
             if not os.access(folder, os.W_OK | os.X_OK):
-                self.note = f"new compiled programs are not kept: {folder} can't be written to"
+                self.note = f"new compiled programs are not cached: {folder} can't be written to"
             elif self._is_ours:
                 remove_least_recent(folder, self._limit)
         except OSError as e:
-            self.note = f"compiled programs are not kept: {e.strerror}: {folder}"
+            self.note = f"compiled programs are not cached: {e.strerror}: {folder}"
             self.folder = None
 
     def _warned(self, message: Any, *rest: Any, **named: Any) -> None:
-        """Takes note of jax's warnings about its cache, and removes an entry that can't be read."""
+        """Records jax's warnings about its cache, and removes an entry that can't be read."""
         match = re.match(MESSAGE, str(message), re.DOTALL)
         if match is None:
             self._show(message, *rest, **named)
@@ -121,11 +122,11 @@ class CompileCache:
 
 
 _SMALL = ("jax_persistent_cache_min_compile_time_secs",)
-"""By default jax keeps programs that took a second to compile; those of a checkpoint are dozens of quick ones."""
+"""By default jax caches programs that took a second to compile; a checkpoint has dozens of smaller ones."""
 
 
 def _use_folder(folder: str | None) -> None:
-    """Points jax to a folder; it looks at the setting once, unless it is told to look again."""
+    """Sets jax's cache folder; jax reads the setting only once unless the cache is reset."""
     from jax.experimental.compilation_cache import compilation_cache
 
     jax.config.update(DIR, folder)
@@ -133,21 +134,21 @@ def _use_folder(folder: str | None) -> None:
 
 
 def user_folder(environment: Mapping[str, str]) -> Path:
-    """`$XDG_CACHE_HOME/mtjax/programs`, else `~/.cache/mtjax/programs`."""
+    """Returns `$XDG_CACHE_HOME/mtjax/programs`, else `~/.cache/mtjax/programs`."""
     base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).absolute() / "mtjax" / "programs"
 
 
 def programs_in_words(cache: CompileCache) -> str:
-    """How many programs a start needed, and how many of them earlier ones had compiled."""
+    """Describes how many programs a start needed, and how many of them were cached."""
     if cache.folder is None:
-        return "compiled programs were not kept"
+        return "compiled programs were not cached"
     failures = f"; {cache.failures}" if cache.failures else ""
-    return f"{cache.found} of {cache.asked} programs were compiled before and kept in {cache.folder}{failures}"
+    return f"{cache.found} of {cache.requested} programs were found in the compile cache {cache.folder}{failures}"
 
 
 def remove_least_recent(folder: Path, limit: int) -> None:
-    """Removes the entries of a folder that were used least recently, until the rest takes at most `limit` bytes."""
+    """Removes the least recently used entries of a folder until the others take at most `limit` bytes."""
     entries = []
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process removed it

@@ -1,7 +1,7 @@
-"""A step that learns from a teacher too (arXiv 1503.02531): what it reads besides the data, and the mix of its losses.
+"""A train step with knowledge distillation (arXiv 1503.02531): its additional inputs, and the sum of its losses.
 
-The teacher itself is not part of the step. Its hidden states or outputs come with the batch, and of its parameters the
-step reads the output table alone, split over the mesh like the student's.
+The teacher is not part of the step. Its hidden states or outputs come with the batch, and its output table, sharded
+like the student's, is the only parameter of it that the step reads.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Tree = Any
 
 
 class Distilled(TrainStep):
-    """A student on a mesh.
+    """The train step of a student on a mesh.
 
     Raises:
       UserError: model or batch don't divide over the mesh, or the config does not say how wide the teacher is.
@@ -40,18 +40,18 @@ class Distilled(TrainStep):
         if config.model.head == "language":
             if width is None:
                 raise UserError(
-                    "teacher_width is missing: mtjax finetune reads it off the teacher's weights, and writes it to the "
-                    "config.toml of the run"
+                    "teacher_width is not set: mtjax finetune reads it from the teacher's weights, and saves it in the "
+                    "run's config.toml"
                 )
             self._tables[TEACHER_TABLE] = jax.ShapeDtypeStruct((padded_vocab_size(config.model), width), dtype)
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
-        wires = config.training.compute_dtype, config.parallel.grad_reduce_dtype
-        records = param_specs(names, shapes, self.layout, self.shape, *wires, lambda name: False)
+        dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
+        records = param_specs(names, shapes, self.layout, self.shape, *dtypes, lambda name: False)
         self._region = dataclasses.replace(self.region, records={**self.records, **records})
-        self._table_places = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
+        self._table_shardings = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
-        """A batch of the data, what the teacher makes of it, and its output table."""
+        """Returns the abstract batch of data, the teacher's outputs for it, and the teacher's output table."""
         model = self.config.model
         outputs = {"spans": (model.sequence_length, 2)}.get(model.head, (num_outputs(model),))
         kind = jnp.dtype("float32")
@@ -59,34 +59,35 @@ class Distilled(TrainStep):
             outputs, kind = (model.sequence_length, table.shape[1]), table.dtype
         batch = self.abstract_batch(global_batch_size)
         array = jax.ShapeDtypeStruct((batch["sample_index"].shape[0], *outputs), kind)
-        place = placement.of_dimensions(self.batch_sharding, array.ndim)
-        tables = placement.with_sharding(self._tables, self._table_places)
-        return {**batch, TEACHER: placement.with_sharding(array, place), **tables}
+        sharding = placement.of_dimensions(self.batch_sharding, array.ndim)
+        tables = placement.with_sharding(self._tables, self._table_shardings)
+        return {**batch, TEACHER: placement.with_sharding(array, sharding), **tables}
 
     def loss_weights(self, batch: Batch) -> dict[str, Array]:
-        """Each value of the two losses weighs its share of what the one would."""
+        """Returns the weights of the values of both losses: 1 - teacher_weight of the labels', teacher_weight of the
+        teacher's."""
         (weights,), share = super().loss_weights(batch).values(), self.config.finetuning.teacher_weight
         return {HARD: (1 - share) * weights, SOFT: share * weights}
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """As `Program.gradients` says; the two losses, by name, are those before they are mixed."""
+        """Traces the forward and backward pass as `TrainStep.gradients` does; the two losses by name are unweighted."""
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
         share = self.config.finetuning.teacher_weight
         shares = {HARD: 1 - share, SOFT: share}
         return loss, {name: value / shares[name] for name, value in parts.items() if shares[name]}, gradients
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
-        """The student, beside the teacher's output table where the losses read one."""
+        """Returns the student model, and the teacher's output table if the loss needs it."""
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)
         if not self._tables:
             return LossInputs(self.pipeline_model(options), self.region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
-        rest = {name: array for name, array in batch.items() if name not in tables}
+        batch = {name: array for name, array in batch.items() if name not in tables}
         model = DistilledTrunkPipeline(lambda tree: self.model(_students(tree)), options, self.sections)
-        return LossInputs(model, self._region, {**parameters, TEACHER: tables}, rest)
+        return LossInputs(model, self._region, {**parameters, TEACHER: tables}, batch)
 
 
 def _students(parameters: Tree) -> Tree:

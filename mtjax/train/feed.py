@@ -1,4 +1,4 @@
-"""Batches on the mesh of a program, from a position in the data onwards."""
+"""Batches on the mesh of a program, starting at a position in the data."""
 
 import jax
 
@@ -13,7 +13,7 @@ from mtjax.sharding.placement import global_batch, process_rows
 def open_batches(
     placed: ShardedModel, config: Config, dataset: Dataset, consumed: int, schedule: BatchSchedule
 ) -> Loader:
-    """This process' rows of every batch, from a position in the data onwards."""
+    """Opens this process's rows of every batch, starting at sample `consumed`."""
     return data.open_loader(
         config,
         dataset,
@@ -24,13 +24,13 @@ def open_batches(
 
 
 def next_batch(placed: ShardedModel, batches: Loader, size: int) -> dict[str, jax.Array]:
-    """The next global batch, of what the program reads.
+    """Returns the next global batch, with the arrays that the program reads.
 
     Raises:
-      UserError: the data have no whole batch left.
+      UserError: the data have no full batch left.
     """
     try:
         local = next(batches)
     except StopIteration:
-        raise UserError(f"the data have no batch of {size} samples left, and the run has steps left") from None
+        raise UserError(f"the training data end before the run: no batch of {size} samples is left") from None
     return global_batch(placed.batch_sharding, {name: local[name] for name in placed.batch_names}, size)

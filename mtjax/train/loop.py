@@ -1,4 +1,4 @@
-"""A training run from its config to its summary: the one long story, read it from top to bottom."""
+"""A training run from its config to its summary; read it from top to bottom."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ from mtjax.train.options import Options
 from mtjax.train.processes.peers import Peers
 from mtjax.train.processes.signals import StopRequest
 from mtjax.train.setup import (
-    BestKept,
+    BestCheckpoint,
     ChooseMesh,
     RunEnvironment,
     check_comparable,
     check_memory,
     find_past,
     nothing_to_do,
-    open_best_kept,
+    open_best_checkpoint,
     open_checkpoints,
     portable_config,
     prepare,
@@ -61,7 +61,7 @@ from mtjax.train.step import State, TrainStep
 
 @dataclass
 class Run:
-    """What the sections below share."""
+    """State that the functions below share."""
 
     config: Config
     objective: Objective
@@ -72,12 +72,12 @@ class Run:
     checkpoints: Checkpoints
     saves: Saves
     local: LocalCheckpoints | None
-    """The other tier, where there is one."""
+    """The local checkpoint tier, if there is one."""
     metrics: MetricsLog | None
-    """Of the first process only, as the next."""
+    """Only in the first process, as is `time_log`."""
     time_log: TimeLog | None
-    best: BestKept | None
-    """Where the objective has a goal."""
+    best: BestCheckpoint | None
+    """Only if the objective or the evaluations define a goal."""
     nonfinite_steps: NonfiniteSteps
     corruption_checks: CorruptionChecks
     start: "StartOptions"
@@ -88,18 +88,18 @@ Show = Callable[[TrainStep, Console], object]
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What belongs to this start of the run alone."""
+    """Options and services of this start of the run only."""
 
     options: Options
     times: StartTimer
     cache: CompileCache
     show: Show | None = None
-    """Called with the program before its first step."""
+    """Called with the train step before its first step."""
     evaluations: Evaluations | None = None
-    """What is asked of the model on the way."""
+    """Evaluation tasks that run during training."""
 
     def goal(self, objective: Objective, config: Config) -> Goal | None:
-        """By what the best checkpoint is chosen: a measure of the objective, or a result of the evaluations."""
+        """Returns the metric that selects the best checkpoint, from the objective or the evaluations."""
         return objective.goal(config) or (self.evaluations.goal if self.evaluations is not None else None)
 
 
@@ -120,11 +120,11 @@ def train(
       config: the run.
       name: what the run is called.
       options: of this start.
-      objective: what the model learns.
-      times: of this start, since it began.
-      show: called with the program before its first step.
-      choose_mesh: what `--mesh auto` asks.
-      evaluations: what `--evaluate` asks of the model.
+      objective: what the model is trained for.
+      times: timer of this start.
+      show: called with the train step before its first step.
+      choose_mesh: chooses the mesh of `--mesh auto`.
+      evaluations: the tasks of `--evaluate`.
 
     Raises:
       UserError: the config, the machine, the data or a checkpoint does not allow it.
@@ -140,61 +140,62 @@ def train(
 
 
 def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions, objective: Objective) -> bool:
-    """`train`, once the processes of the run have found each other."""
+    """Runs `train` after the processes of the run have connected."""
     times, allowed = this_start.times, parse_allowed(this_start.options.allow_changed)
-    # --- Devices, text, and the model: abstract until there is a checkpoint or a seed
+    # --- Devices, data, and the model, which is abstract until the state is restored or initialized
     times.begin(start_timer.DEVICES)
-    place = prepare_environment(config, name, peers, objective)
-    again = partial(prepare, config, place, objective, allowed, times)
-    ready = again(find_past(config.output, place.out))
-    config, text, program = ready.config, ready.text, ready.program
+    environment = prepare_environment(config, name, peers, objective)
+    prepare_after = partial(prepare, config, environment, objective, allowed, times)
+    prepared = prepare_after(find_past(config.output, environment.out))
+    config, data, program = prepared.config, prepared.data, prepared.program
     check_memory(program)
     check_comparable(program)
     if (evaluations := this_start.evaluations) is not None:
-        evaluations.open(program, text)
-    if place.weights is not None:
-        place.weights.check(program)
-    rates = Rates.of(config, list(place.mesh.devices.flat))
+        evaluations.open(program, data)
+    if environment.weights is not None:
+        environment.weights.check(program)
+    rates = Rates.of(config, list(environment.mesh.devices.flat))
     with contextlib.ExitStack() as stack:
-        progress = ProgressLine(config.training.steps, rates, first_process=place.is_first_process)
-        print_run_summary(config, place, program, progress)
+        progress = ProgressLine(config.training.steps, rates, first_process=environment.is_first_process)
+        print_run_summary(config, environment, program, progress)
         if this_start.cache.note:
             progress.say(f"note    {this_start.cache.note}")
         if this_start.show is not None:
             this_start.show(program, progress.console)
-        output, folder = config.output, place.folder
-        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=place.remote)
-        checkpoints = open_checkpoints(place, output)
+        output, folder = config.output, environment.folder
+        peers.at_end = claim_folder(folder, resume=output.resume, say=progress.say, remote=environment.remote)
+        checkpoints = open_checkpoints(environment, output)
         stack.callback(checkpoints.close)
         if (local := open_local(output, folder)) is not None:
             stack.callback(local.close)
 
         # --- State: restored, or fresh
         times.begin(start_timer.STATE)
-        start = restore_or_initialize(program, checkpoints, place.weights, config, progress, local)
-        if start.past != ready.past:  # the newest checkpoint was damaged, or the other tier has a newer one
-            ready = again(start.past)
-            config, text, program = ready.config, ready.text, ready.program
+        start = restore_or_initialize(program, checkpoints, environment.weights, config, progress, local)
+        if start.past != prepared.past:  # the newest checkpoint was corrupted, or the local tier has a newer one
+            prepared = prepare_after(start.past)
+            config, data, program = prepared.config, prepared.data, prepared.program
             progress.steps = config.training.steps
-        if ready.is_done:
-            progress.say(nothing_to_do(objective, ready, place))
+        if prepared.is_done:
+            progress.say(nothing_to_do(objective, prepared, environment))
             return True
-        ready.go_on(progress.say, checkpoints, local)
-        # Not before: a checkpoint that is refused leaves its run as it was.
-        logs = open_logs(config, place, text, this_start, start.step, progress.say)
+        prepared.record_and_report(progress.say, checkpoints, local)
+        # Only now: if the checkpoint is refused, the run's folder must stay as it was.
+        logs = open_logs(config, environment, data, this_start, start.step, progress.say)
         if logs[0] is not None:
             stack.callback(logs[0].close)
 
         # --- Steps
-        peers.advice = resume_command(objective, place.out)
+        peers.advice = resume_command(objective, environment.out)
         saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
-        best = open_best_kept(this_start.goal(objective, config), config, place, start.step, stack, progress.say)
-        watches = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
+        goal = this_start.goal(objective, config)
+        best = open_best_checkpoint(goal, config, environment, start.step, stack, progress.say)
+        monitors = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
-        run = Run(config, objective, place, text, program, progress, *tiers, *logs, *watches, this_start)
+        run = Run(config, objective, environment, data, program, progress, *tiers, *logs, *monitors, this_start)
         stack.enter_context(progress)
         state, stopped = run_steps(run, start)
-        times.begin(start_timer.SAVE)  # is waited for here
+        times.begin(start_timer.SAVE)  # leaving the context waits for the last save
 
     conclude(run, state, stopped)
     return not stopped
@@ -213,33 +214,34 @@ def conclude(run: Run, state: State, stopped: str | None) -> None:
 
 def open_logs(
     config: Config,
-    place: RunEnvironment,
-    text: RunData,
+    environment: RunEnvironment,
+    data: RunData,
     this_start: StartOptions,
     from_step: int,
     say: Callable[[str], object],
 ) -> tuple[MetricsLog | None, TimeLog | None]:
-    """The metrics and times of a run, beside what it was started with; None in all processes but the first."""
-    if not place.is_first_process:
+    """Opens metrics and time logs, and saves config and data files; returns None except in the first process."""
+    if not environment.is_first_process:
         return None, None
-    folder = place.folder
+    folder = environment.folder
     tracking = Tracking(this_start.options.track, folder, config, say)
     with writing(folder):
         configs.save(portable_config(config), folder / "config.toml")
-        text.save(folder)
+        data.save(folder)
         metrics = MetricsLog(folder, from_step=from_step, tracker=tracking)
         time_log = TimeLog(folder, from_step, this_start.times)
     if metrics.kept_as:
-        say(f"note    the metrics of an earlier start are kept in {metrics.kept_as}")
+        say(f"note    the metrics of an earlier start were renamed to {metrics.kept_as}")
     return metrics, time_log
 
 
 def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
-    """Steps until the last one, or until a signal; returns the last state, saved, and the signal's name.
+    """Trains until the last step or a signal; returns the last state, which has been saved, and the signal's name.
 
-    The host runs ahead of the devices: it waits for them only where something is logged, saved or validated.
+    The host runs ahead of the devices: it waits for them only to log, save or validate.
     """
-    training, output, lessons = run.config.training, run.config.output, run.objective.teacher_targets(run.program)
+    training, output = run.config.training, run.config.output
+    add_teacher_targets = run.objective.teacher_targets(run.program)
     state, consumed = start.state, start.consumed_samples
     signal_name = None
     times, timeout = run.start.times, run.config.parallel.step_timeout
@@ -253,17 +255,18 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             size = run.environment.batch_schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)
-            batch = lessons(batch) if lessons else batch
+            batch = add_teacher_targets(batch) if add_teacher_targets else batch
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
+            # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
             run.nonfinite_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
             last = step == training.steps
-            judged = run.data.held_out is not None and step % output.valid_every == 0
-            judged |= run.start.evaluations is not None and step % output.evaluate_every == 0
-            if step % output.log_every == 0 or step == start.step + 1 or judged or last:
+            is_evaluated = run.data.held_out is not None and step % output.valid_every == 0
+            is_evaluated |= run.start.evaluations is not None and step % output.evaluate_every == 0
+            if step % output.log_every == 0 or step == start.step + 1 or is_evaluated or last:
                 entry = step_metrics(step, jax.device_get(results), clock, dense_layers(run.config.model))
                 check_steps(run, state)
                 entry |= validate_and_evaluate(run, state, step, clock)
@@ -273,7 +276,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 check_steps(run, state)
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
-                jax.block_until_ready(results)  # else the save would wait for the steps
+                jax.block_until_ready(results)  # so that the time of the save does not include the steps in flight
                 clock.pause(start_timer.SAVE)
                 run.corruption_checks.check_state(step, state)
                 run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
@@ -291,7 +294,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
 
 
 def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array], clock: StepClock) -> None:
-    """Looks for silent corruption before a step, where that is due; it does not count as a step's time."""
+    """Checks for silent data corruption before a step, if a check is due; its time is not counted as the step's."""
     if run.corruption_checks.is_due(step):
         clock.pause(start_timer.REPLICAS)
         run.corruption_checks.check_step(step, state, batch)
@@ -299,7 +302,7 @@ def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array
 
 
 def step_metrics(step: int, results: dict[str, Any], clock: StepClock, dense: Sequence[int]) -> dict[str, Any]:
-    """A step's entry in the metrics; layers with the numbers `dense` have no experts."""
+    """Returns the metrics of a step; layers with indices `dense` have no experts."""
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
     load = load_entries(results[LOAD], results.get(LOST), dense) if LOAD in results else {}
@@ -308,17 +311,17 @@ def step_metrics(step: int, results: dict[str, Any], clock: StepClock, dense: Se
 
 
 def check_steps(run: Run, state: State) -> None:
-    """Reports which steps since the last look were skipped, and why.
+    """Reports which steps since the last check were skipped, and why.
 
     Raises:
       UserError: too many in a row.
     """
-    for skipped in run.nonfinite_steps.look():
+    for skipped in run.nonfinite_steps.check():
         run.progress.say(f"step {skipped.step} skipped: {skipped}")
     if not run.nonfinite_steps.are_too_many:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
-    spoilt = run.program.bad_parameter(state.parameters)
+    nonfinite_parameter = run.program.bad_parameter(state.parameters)
     checkpoint = (
         "there is no checkpoint yet"
         if saved is None
@@ -326,13 +329,13 @@ def check_steps(run: Run, state: State) -> None:
     )
     raise UserError(
         f"{len(in_a_row)} steps in a row were skipped, from step {in_a_row[0].step} on: {in_a_row[0]}; "
-        + (f"the parameter {spoilt} itself is not finite; " if spoilt else "")
+        + (f"the parameter {nonfinite_parameter} itself is not finite; " if nonfinite_parameter else "")
         + f"{checkpoint}: lower --learning-rate, raise --warmup-steps, or look at these samples"
     )
 
 
 def log_entry(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
-    """Shows an entry and logs it; `compiled` says that its time is mostly the compiler's."""
+    """Shows and logs the metrics of a step; `compiled` marks a time that is mostly compilation."""
     if run.metrics is not None and run.time_log is not None:
         run.metrics.write(entry | run.time_log.metrics())
         run.time_log.write(entry["step"])
@@ -340,7 +343,7 @@ def log_entry(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
 
 
 def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
-    """The entries in the metrics of what is due after a step: a validation, evaluations; it is not a step's time."""
+    """Runs the validation and evaluations due after a step, outside of its time; returns their metrics."""
     output, evaluations, entries = run.config.output, run.start.evaluations, dict[str, float]()
     last = step == run.config.training.steps
     validate = run.data.held_out is not None and (step % output.valid_every == 0 or last)
@@ -357,10 +360,10 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
 
 
 def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, clock: StepClock) -> bool:
-    """Saves the state where its validation is the best so far; returns whether there shall be no more steps."""
+    """Saves the state if its validation is the best so far; returns whether the run ends early."""
     if run.best is None:
         return False
-    if run.best.best.look(entry):
+    if run.best.best.update(entry):
         clock.pause(start_timer.SAVE)
         run.best.saves.save(state, run.config, consumed, last=True)
         clock.restart(entry["step"])
@@ -368,11 +371,11 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
 
 
 def print_summary(run: Run, state: State) -> None:
-    """Says where the results and the time are, how the model writes, and what to try next."""
+    """Prints where the results are, a sample of the model, where the time went, and the next commands."""
     out, best = shown(run.environment.out), ""
     if run.best is not None and run.best.best.step:
-        kept = run.best.best
-        best = f", best {kept.goal.metric.removeprefix('valid_')} {kept.value:.4f} after step {kept.step}"
+        found = run.best.best
+        best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
     sample = run.objective.sample(run.program, state.parameters, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
@@ -390,7 +393,7 @@ def print_summary(run: Run, state: State) -> None:
 
 
 def end_time_log(run: Run, state: State) -> None:
-    """Notes that this start ended by itself, and draws where the run's time went."""
+    """Records that this start ended normally, and plots where the run's time went."""
     if run.time_log is not None:
         run.time_log.write(int(state.step), ended=True)
         with writing(run.environment.folder):

@@ -1,7 +1,7 @@
-"""Steps with a loss or gradients that are not finite: which tensor was first, and when such steps end a run.
+"""Steps with a loss or gradients that are not finite: the first such tensor, and when such steps end a run.
 
-The devices find out before a step changes anything (`first_bad`), and all of them skip it. The host checks when it logs
-(`BadSteps`), every step since the last check, so that it names the first one exactly.
+The devices detect it before a step changes anything (`first_bad`), and all of them skip the step. The host checks when
+it logs (`NonfiniteSteps`), for every step since the last check, so it names the first one exactly.
 """
 
 import math
@@ -23,11 +23,12 @@ from mtjax.theory.layout import LAYERS
 Tree = Any
 
 Numbers = Callable[[str], Sequence[int]]
+"""Maps the dotted name of a stacked array to the indices of its layers."""
 
 GOOD = -1
-"""What `first_bad` says when everything is finite."""
+"""Value of `first_bad` if everything is finite."""
 MOST_WAITING = 1000
-"""Steps after which the host looks even where nothing is logged: until then their numbers stay on the devices."""
+"""Steps after which the host checks even if nothing is logged: until then the results stay on the devices."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,19 @@ class Tensor:
     """A parameter, or one layer of a stacked one."""
 
     name: str
-    """Dotted."""
+    """Dotted name."""
     layer: int | None = None
-    """Its number, counted from 0."""
+    """Layer index, from 0."""
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
 def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
-    """The tensors of a model in the order in which the backward pass meets them; `first_bad` counts so.
+    """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
 
-    Layers come from the last to the first, then parameters outside of them. A cotangent that overflows in a layer
-    spoils the gradients of the layers before it, so the first in this order is nearest to the origin.
+    Layers come from the last to the first, then the parameters outside of layers. A cotangent that overflows in a layer
+    makes the gradients of all layers before it nonfinite, so the first in this order is nearest to the cause.
 
     Args:
       records: of every parameter.
@@ -58,9 +59,10 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
 
 
 def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
-    """The place in `tensors` of the first that is not finite, an int32 that is the same on every device.
+    """Returns the index in `tensors` of the first tensor that is not finite, as an int32 that is replicated on all
+    devices.
 
-    A tensor counts as finite when a quarter of the sum of squares of each device's part is.
+    A tensor counts as finite if the sum of squares / 4 of each device's shard is finite.
 
     Args:
       scalar: has to be finite too. When only this is not, the answer is the number of tensors.
@@ -75,17 +77,17 @@ def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = 
     leaves = jax.tree.leaves(values)
     stacked = [record.is_stacked for record in jax.tree.leaves(records)]
     counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
-    places = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
-    # A device that has only some layers of an array needs only their places.
-    spread = [shard_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(places, leaves, stacked, strict=True)]
+    indices = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
+    # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
+    spread = [shard_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(indices, leaves, stacked, strict=True)]
 
     def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
         firsts = []
-        for a, place, is_stack in zip(*parts, stacked, strict=True):
-            # Of each layer, or of the one array. Halved, for XLA on CPUs would share the norm's squares, and so write
-            # them all out.
+        for a, index, is_stack in zip(*parts, stacked, strict=True):
+            # Per layer of a stacked array, or of the entire array. XLA: without the factor 1/2, XLA on CPUs would
+            # share these squares with those of the gradient norm, and write them all to memory.
             squares = jnp.square(a / 2).sum(axis=tuple(range(is_stack, a.ndim)))
-            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), place))
+            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), index))
         return jnp.concatenate(firsts).min()
 
     first = min_over_shards(first_of, (leaves, spread))
@@ -96,7 +98,7 @@ def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
     named: list[Tensor] = []
     for record in jax.tree.leaves(records):
         layers: Sequence[int | None] = [None]
-        if record.is_stacked:  # on stages there may be places without a layer
+        if record.is_stacked:  # with pipeline stages there may be padding rows
             numbers, rows = numbers_of(record.name), range(record.shape[0])
             layers = numbers if len(numbers) == len(rows) else rows
         named += [Tensor(record.name, layer) for layer in layers]
@@ -104,28 +106,29 @@ def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
 
 
 def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
-    """Places in `in_tree_order` in the order of `tensors`; a decoder's stack comes before an encoder's."""
+    """Returns the indices into `in_tree_order` in the order of `tensors`; a decoder's stack comes before an
+    encoder's."""
 
-    def key(place: int) -> tuple[bool, str, int, int]:
-        tensor = in_tree_order[place]
+    def key(index: int) -> tuple[bool, str, int, int]:
+        tensor = in_tree_order[index]
         if tensor.layer is None:
-            return True, "", 0, place
+            return True, "", 0, index
         stack = tensor.name.partition(f".{LAYERS}.")[0]
-        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, place
+        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, index
 
     return sorted(range(len(in_tree_order)), key=key)
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that changed nothing."""
+    """A step that was skipped."""
 
     step: int
     samples: range
-    """Of its global batch, counted over the run."""
+    """Indices of its global batch, counted over the run."""
     loss: float
     tensor: Tensor | None
-    """The first whose gradient was not finite; None when the loss, or the norm of all gradients, alone was not."""
+    """The first tensor whose gradient is not finite; None if only the loss or the global norm is not."""
 
     def __str__(self) -> str:
         if self.tensor is not None:
@@ -136,27 +139,27 @@ class SkippedStep:
 
 
 class NonfiniteSteps:
-    """Follows the steps of a run, and knows when too many in a row were skipped.
+    """Tracks the skipped steps of a run, and detects when there are too many in a row.
 
     Args:
       training: says how many are too many, and how float16 is scaled.
       named: the model's `tensors`.
     """
 
-    def __init__(self, training: Training, named: Sequence[Tensor]) -> None:
-        self.training, self.named = training, named
+    def __init__(self, training: Training, tensors: Sequence[Tensor]) -> None:
+        self.training, self.tensors = training, tensors
         self.in_a_row: list[SkippedStep] = []
         """The last steps, as far as they were skipped."""
         self._waiting: list[tuple[int, range, dict[str, Any]]] = []
 
     def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
-        """Notes a step's results, which may still be being computed; does not wait for them."""
-        kept = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
-        self._waiting.append((step, samples, kept))
+        """Queues a step's results, which may still be being computed; does not wait for them."""
+        checked = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
+        self._waiting.append((step, samples, checked))
 
     @property
     def is_full(self) -> bool:
-        """Whether so many steps are waiting that it is time to look."""
+        """Whether so many steps are queued that they should be checked."""
         return len(self._waiting) >= MOST_WAITING
 
     @property
@@ -164,27 +167,28 @@ class NonfiniteSteps:
         """Whether so many steps in a row were skipped that the run must end."""
         return len(self.in_a_row) >= self.training.max_nonfinite_steps
 
-    def look(self) -> list[SkippedStep]:
-        """Looks at the steps since the last time, up to the one at which they are too many; returns those skipped.
+    def check(self) -> list[SkippedStep]:
+        """Checks the steps since the last check, until there are too many; returns those that were skipped.
 
-        float16 overflows are not reported while the loss scale can still shrink; that is how the scale is found.
+        float16 overflows are not reported while the dynamic loss scale can still shrink: that is how the scale is
+        found.
         """
         new = []
         waiting, self._waiting = self._waiting, []
         fetched = jax.device_get([results for _, _, results in waiting])
         for (step, samples, _), results in zip(waiting, fetched, strict=True):
-            place, loss = int(results["first_bad"]), float(results["loss"])
-            if place == GOOD:
+            index, loss = int(results["first_bad"]), float(results["loss"])
+            if index == GOOD:
                 self.in_a_row = []
             elif not self._is_scaling(loss, results.get("loss_scale")):
-                new.append(SkippedStep(step, samples, loss, self.named[place] if place < len(self.named) else None))
+                new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
                 if self.are_too_many:
                     break
         return new
 
     def _is_scaling(self, loss: float, scale: Any) -> bool:
-        """Whether an overflow only means that a dynamic loss scale is too large."""
+        """Returns whether an overflow only means that the dynamic loss scale is too large."""
         if scale is None or self.training.loss_scale is not None:
             return False
         return math.isfinite(loss) and float(scale) > self.training.min_loss_scale

@@ -1,4 +1,4 @@
-"""What a run learns: what it begins with, what it reads, how it is judged. Pretraining is one, finetuning others."""
+"""The objective of a run: initial weights, data and validation. `Pretraining` is here; finetuning has others."""
 
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,32 +30,32 @@ VALID_LOSS = "valid_loss"
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads."""
+    """Tokenizer and data of a run."""
 
     tokenizer: Tokenizer
     train: Dataset
     held_out: Dataset | None
-    """What validation reads; None when there is none."""
+    """Validation data; None if there are none."""
     position: DataPosition
-    """The order of the training samples, and the text they are made from."""
+    """The order of the training samples, and the text they are built from."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Contents, by name, of the files that the run's folder keeps with the tokenizer, such as its chat template; a
+    """Contents, by name, of the files that are saved in the run's folder with the tokenizer, such as a chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
     is_kept: bool = False
-    """Whether the run's folder has the tokenizer and these files already: they never change."""
+    """Whether the run's folder already has the tokenizer and these files, which never change."""
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer, and what goes with it, unless the folder has its own."""
+        """Writes the tokenizer and its files, unless the folder already has them."""
         if self.is_kept:
             return
         # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer. A
         # tokenizer.model without tokenizer.json would be taken for the tokenizer (`tokenizer_of_run`): it comes last.
-        own = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
-        for name in self.files.keys() - set(own):
+        tokenizer_files = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
+        for name in self.files.keys() - set(tokenizer_files):
             self._write(name, folder)
         if TOKENIZER_JSON not in self.files:
             self.tokenizer.save(folder)
-        for name in own:
+        for name in tokenizer_files:
             self._write(name, folder)
 
     def _write(self, name: str, folder: Path) -> None:
@@ -67,19 +67,19 @@ class RunData:
 
 
 TeacherTargets = Callable[[Batch], Batch]
-"""From a batch of the data to what a step reads (`Program.abstract_step_batch`)."""
+"""Maps a batch of data to the inputs of a step (`TrainStep.abstract_step_batch`)."""
 
 
 class InitialWeights(Protocol):
-    """What a run begins with, instead of random numbers."""
+    """Weights with which a run starts, instead of random ones."""
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder of the weights."""
         ...
 
     def check(self, program: TrainStep) -> None:
-        """Checks that it is of the program's model.
+        """Checks that the weights fit the program's model.
 
         Raises:
           UserError: lists how it differs.
@@ -87,7 +87,7 @@ class InitialWeights(Protocol):
         ...
 
     def read(self, program: TrainStep) -> Tree:
-        """The parameters, placed as the program keeps them.
+        """Reads the parameters in the program's sharding.
 
         Raises:
           UserError: they are damaged, or can't be read.
@@ -96,15 +96,15 @@ class InitialWeights(Protocol):
 
 
 class Evaluations(Protocol):
-    """What `--evaluate` asks of the model while it learns."""
+    """Evaluation tasks (`--evaluate`) that run during training."""
 
     @property
     def goal(self) -> Goal | None:
-        """By which result the best checkpoint is chosen; None where that is by none of these."""
+        """The result that selects the best checkpoint; None if it is not one of these tasks."""
         ...
 
     def open(self, program: TrainStep, text: "RunData") -> None:
-        """Reads the tasks' files, with the tokenizer of the run's text.
+        """Reads the tasks' files, with the tokenizer of the run.
 
         Raises:
           UserError: one is not its task's, or the model does not predict the next token.
@@ -112,18 +112,18 @@ class Evaluations(Protocol):
         ...
 
     def ask(self, parameters: Tree) -> dict[str, float]:
-        """The entries of the metrics that the tasks give, each `TASK/RESULT`."""
+        """Runs the tasks; returns their metrics, each `TASK/RESULT`."""
         ...
 
 
 class Objective(Protocol):
-    """What a run learns."""
+    """What a run trains the model for."""
 
     command: str
-    """What the user types to start it: `mtjax train`."""
+    """The command that starts the run: `mtjax train`."""
 
     def initial_weights(self, config: Config) -> InitialWeights | None:
-        """What `init_from` names; None for random weights.
+        """Opens the weights of `init_from`; None for random weights.
 
         Raises:
           UserError: there are no such weights.
@@ -133,7 +133,7 @@ class Objective(Protocol):
     def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
     ) -> tuple[Config, RunData]:
-        """What the run reads, and the config with everything that this and the folder decide filled in.
+        """Opens the run's data, and resolves the settings of the config that depend on the data and the folder.
 
         Args:
           config: of the run.
@@ -147,7 +147,7 @@ class Objective(Protocol):
         ...
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
-        """Returns the steps over which the rates of a run change.
+        """Returns the steps over which learning rate and weight decay change.
 
         Raises:
           UserError: the resumed run would learn nothing.
@@ -155,7 +155,7 @@ class Objective(Protocol):
         ...
 
     def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
-        """What a teacher adds to each batch of the data before its step; None without a teacher.
+        """Returns the function that adds a teacher's targets to each batch; None without a teacher.
 
         Raises:
           UserError: the teacher can't be used.
@@ -163,31 +163,31 @@ class Objective(Protocol):
         ...
 
     def validate(self, program: TrainStep, parameters: Tree, held_out: Dataset) -> dict[str, float]:
-        """The entries of the metrics that a validation gives, each `valid_...`; `valid_loss` among them."""
+        """Runs a validation; returns its metrics, each `valid_...`, including `valid_loss`."""
         ...
 
     def goal(self, config: Config) -> Goal | None:
-        """By what the best checkpoint is chosen; None keeps none."""
+        """Returns the metric that selects the best checkpoint; None to keep none."""
         ...
 
     def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
-        """What the summary shows of the trained model, indented lines or nothing."""
+        """Returns a sample of the trained model for the summary: indented lines, or ""."""
         ...
 
     def next_commands(self, config: Config, out: str) -> list[str]:
-        """What the user may type when the run is done; `out` is its folder."""
+        """Returns commands that the user may run after training; `out` is the run's folder."""
         ...
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """All weights of a model, of a run or as `mtjax convert` wrote them."""
+    """All weights of a model, saved by a run or by `mtjax convert`."""
 
     weights: Weights
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the weights."""
         return self.weights.folder
 
     def check(self, program: TrainStep) -> None:
@@ -199,7 +199,7 @@ class SavedWeights:
         check_same_weights(self.weights, program.abstract_parameters, program.config, program.layer_orders)
 
     def read(self, program: TrainStep) -> Tree:
-        """The parameters, each device's part read on its own.
+        """Reads the parameters; each device reads only its shards.
 
         Raises:
           UserError: they are damaged, or can't be read.
@@ -208,44 +208,48 @@ class SavedWeights:
 
 
 ContinueText = Callable[[ShardedModel, Tree, Tokenizer, str], str]
-"""A prompt and what the model writes after it, from its parameters as they are stored."""
+"""Generates a continuation of a prompt from the parameters as they are stored; returns prompt and continuation."""
 
 
 def continues_text(config: Config) -> bool:
-    """Whether a model predicts the next token."""
+    """Returns whether a model predicts the next token."""
     return config.model.family in ("gpt", "llama") and config.model.head == "language"
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The family's own objective, on text."""
+    """Pretraining on text with the family's loss."""
 
     continue_text: ContinueText | None = None
-    """What writes the sample; None shows none."""
+    """Generates the sample; None shows none."""
 
     command = "mtjax train"
 
     def initial_weights(self, config: Config) -> InitialWeights | None:
-        """A run's or converted weights.
+        """Opens the weights of a run or of `mtjax convert`.
 
         Raises:
           UserError: there are none, or the model's head is not of language.
         """
         if config.model.head != "language":
             raise UserError(
-                f"a head for {config.model.head} is not trained on text: mtjax finetune trains it and resumes its runs"
+                f"mtjax train does not train the head {config.model.head}: use mtjax finetune, also to resume its runs"
             )
         if config.model.lora_rank:
-            raise UserError(f"lora_rank {config.model.lora_rank}: adapters are trained by mtjax finetune, on its tasks")
+            raise UserError(
+                f"mtjax train does not train adapters (lora_rank {config.model.lora_rank}): use mtjax finetune"
+            )
         if config.finetuning.teacher is not None:
-            raise UserError("a teacher's student is trained by mtjax finetune, on its tasks")
+            raise UserError(
+                f"mtjax train has no distillation (teacher {config.finetuning.teacher}): use mtjax finetune"
+            )
         init_from = config.training.init_from
         return SavedWeights(find_weights(init_from)) if init_from else None
 
     def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
     ) -> tuple[Config, RunData]:
-        """The text that a config names.
+        """Opens the text that the config names.
 
         Raises:
           UserError: the data or the tokenizer can't be used, the data can't be continued, or the vocabulary is smaller
@@ -266,7 +270,7 @@ class Pretraining:
         return config, RunData(tokenizer, train, held_out, position, found.files, found.is_kept)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
-        """Returns the steps over which the rates of a run change, which a resumed run keeps.
+        """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.
 
         Raises:
           UserError: the learning rate of all steps left is 0.
@@ -277,11 +281,12 @@ class Pretraining:
         return horizon
 
     def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
-        """None: text is learnt without a teacher."""
+        """Returns None: pretraining has no teacher."""
         return None
 
     def validate(self, program: TrainStep, parameters: Tree, held_out: Dataset) -> dict[str, float]:
-        """Means over the first batches: `valid_loss`, and each loss where the family has several."""
+        """Computes means over the first validation batches: `valid_loss`, and each loss by name if there are
+        several."""
         config = program.config
         size = config.training.global_batch_size
         totals: dict[str, tuple[Any, Any]] = {}
@@ -293,11 +298,11 @@ class Pretraining:
         return means | {"valid_loss": sum(means.values())}
 
     def goal(self, config: Config) -> Goal | None:
-        """The loss of held-out text, where `keep_best` says so; else the last checkpoint is the one to use."""
+        """Returns the validation loss if `keep_best` selects it; otherwise only the last checkpoints are kept."""
         return Goal(VALID_LOSS, higher_is_better=False) if config.output.keep_best == VALID_LOSS else None
 
     def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
-        """A continuation of the prompt; nothing for models that don't continue text."""
+        """Generates a continuation of the prompt; "" for models that do not predict the next token."""
         if self.continue_text is None or not continues_text(program.config):
             return ""
         text = self.continue_text(program, parameters, tokenizer, program.config.output.prompt)
@@ -305,7 +310,7 @@ class Pretraining:
         return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"
 
     def next_commands(self, config: Config, out: str) -> list[str]:
-        """Train on, or look at the step."""
+        """Returns the commands to train longer and to inspect the step."""
         file, training, optimizer = f"{out}/config.toml", config.training, config.optimizer
         longer = f"--steps {2 * training.steps}"
         if training.train_samples is not None:
@@ -319,7 +324,7 @@ PRETRAINING = Pretraining()
 
 
 ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
-"""Settings on which the order of the samples of pretraining depends, in addition to the text."""
+"""Settings on which the order of pretraining samples depends, in addition to the text."""
 
 
 def say_notes(notes: Iterable[str]) -> None:
@@ -331,12 +336,12 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def position_in(past: Past | None) -> tuple[int, int]:
-    """Steps that a run has done, and samples that these have consumed."""
+    """Returns the steps that a run has done, and the samples consumed."""
     return (0, 0) if past is None else (past.step, past.consumed_samples)
 
 
 def resolve(config: Config, tokenizer: Tokenizer, folder: Path, past: Past | None = None) -> Config:
-    """The config with everything that the text, the machine and what was done so far decide filled in.
+    """Fills in the settings that depend on the tokenizer, the folder and the steps done so far.
 
     Raises:
       UserError: the vocabulary is smaller than the tokenizer's.
@@ -344,6 +349,6 @@ def resolve(config: Config, tokenizer: Tokenizer, folder: Path, past: Past | Non
     needed = data.vocabulary_size(config, tokenizer)
     size = config.model.vocab_size or needed
     if size < needed:
-        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or leave it out")
+        raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or remove it")
     steps = data.train_steps(config.training, *position_in(past))
     return configs.replace(config, vocab_size=size, steps=steps, out=folder)

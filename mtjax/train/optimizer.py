@@ -1,4 +1,5 @@
-"""The paper's optimizer (section 4.2): clipped AdamW, decay of matrices and tables only."""
+"""The optimizer of the paper (section 4.2): AdamW with gradient clipping, and weight decay of matrices and tables
+only."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +18,12 @@ from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW; its updates smaller in lower layers, where the config says so.
+    """Builds global-norm clipping followed by AdamW, with layer-wise learning rate decay if the config sets it.
 
     Args:
       config: rates, decay and clipping.
-      records: of every parameter, in a tree like theirs.
-      orders: in which the layers lie.
+      records: `ParamSpec` of every parameter, in a tree like theirs.
+      orders: order of layers in stacked parameters.
     """
     options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
@@ -40,35 +41,35 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     if factor == 1.0:
         return optax.chain(clip, rule)
     factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model, orders), records)
-    lower = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
-    return optax.chain(clip, rule, lower)
+    layer_decay = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+    return optax.chain(clip, rule, layer_decay)
 
 
 def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders) -> np.ndarray:
-    """Learning rate of a parameter relative to the head's, to be multiplied with it: `decay^(L - l)` in layer l of
-    0 ... L - 1 and `decay^(L + 1)` before them, as ELECTRA and BEiT are finetuned.
+    """Computes the learning rate of a parameter relative to the head's: `decay^(L - l)` in layer l of 0 ... L - 1, and
+    `decay^(L + 1)` below the layers, as in ELECTRA and BEiT finetuning.
 
-    A final norm learns like the head, which it feeds.
+    The final norm has the rate of the head.
     """
     num_layers = model.num_layers
     if not record.is_stacked:
         is_below = record.name.startswith(BELOW)
         return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
     order = order_of(record.name, orders)
-    own = np.asarray(layer_numbers(model, record.name))
-    numbers = own if order is None else own[np.maximum(order.flat, 0)]
+    layers = np.asarray(layer_numbers(model, record.name))
+    numbers = layers if order is None else layers[np.maximum(order.flat, 0)]  # padding rows take any factor
     return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
 
 
 BELOW = ("embedding", "positions", "token_types")
-"""What the names of parameters below the layers begin with."""
+"""Prefixes of the names of parameters below the layers."""
 
 
 def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW whose weight decay depends on the step.
+    """Builds AdamW with a weight decay that depends on the step.
 
-    optax takes a schedule too, and adds a counter to the state. This reads Adam's counter, so that a checkpoint has the
-    same form whether the decay grows or not.
+    optax supports a schedule too, but adds a counter to the state. This reads Adam's counter instead, so that a
+    checkpoint has the same structure with and without a growing weight decay.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -78,10 +79,8 @@ def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Sc
 
 
 def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
-    """Gradients of a global norm of at most `max_norm`.
-
-    All are multiplied by one factor, as the updates read them; optax's own clipping divides, and XLA would not repeat a
-    division in each of the three updates: it would write all clipped gradients out.
-    """
+    """Scales gradients to a global norm of at most `max_norm`."""
+    # XLA: optax's own clipping divides each gradient, which is not fused into the three updates that read it, so all
+    # clipped gradients would be written to memory. A multiplication by one factor is recomputed in each fusion.
     factor = jnp.minimum(1.0, max_norm / optax.tree.norm(gradients))
     return jax.tree.map(lambda gradient: gradient * factor, gradients)

@@ -1,4 +1,4 @@
-"""What `mtjax train` reads besides the config."""
+"""Options of `mtjax train` that are not part of the config."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,17 +16,17 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """For this start of the run only."""
+    """Options of this start of the run only."""
 
     inspect: bool = False
-    """Show what a step sends, as `mtjax inspect` does, before the first step."""
+    """Print the communication of a training step before the first step, as `mtjax inspect` does."""
     compile_cache: str | None = None
-    """Folder where compiled programs are kept for later starts, or off; $JAX_COMPILATION_CACHE_DIR when not given, else
-    a folder in ~/.cache."""
+    """Folder that caches compiled programs for later starts, or off; when not given, $JAX_COMPILATION_CACHE_DIR, or
+    else a folder in ~/.cache."""
     track: Literal["wandb", "mlflow"] | None = None
-    """Also send the metrics to this experiment tracker, which must be installed."""
+    """Also log metrics to this experiment tracker, which must be installed."""
     allow_changed: str | None = None
-    """With --resume: changes that may begin a new order of samples in the middle of the run, order (another seed or
-    sequence length) and data (other training text, or another split of it), separated by commas."""
+    """With --resume, allow changes that start a new order of samples in the middle of the run: order (another seed or
+    sequence length), data (other training text or another split), or both, separated by a comma."""
     profile: str | None = None
-    """Trace these steps, 10:13, into the run's folder, for XProf, Perfetto and mtjax inspect --measured."""
+    """Profile these steps, such as 10:13, into the run's folder, for XProf, Perfetto and mtjax inspect --measured."""

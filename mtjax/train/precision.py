@@ -1,7 +1,7 @@
-"""Loss scaling for float16, whose smallest gradients would be zero and whose largest infinite.
+"""Loss scaling for float16, in which small gradients underflow and large ones overflow.
 
 The loss is multiplied by a scale before it is differentiated, and gradients are divided by it afterwards, in float32.
-The scale is counted as Megatron-LM's DynamicGradScaler counts it (megatron/core/optimizer/grad_scaler.py).
+The dynamic scale follows Megatron-LM's DynamicGradScaler (megatron/core/optimizer/grad_scaler.py).
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ Tree = Any
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "growth", "hysteresis"], meta_fields=[])
 @dataclass(frozen=True)
 class LossScale:
-    """What the next step multiplies its loss by, and what that is derived from."""
+    """The loss scale of the next step, and its counters."""
 
     scale: Any
     """float32 scalar."""
     growth: Any
-    """Good steps since the last overflow or growth, int32."""
+    """Steps without overflow since the last overflow or growth, int32."""
     hysteresis: Any
-    """Overflows until the scale shrinks, int32; at 0 and below every overflow shrinks it."""
+    """Remaining overflows until the scale shrinks, int32; at 0 and below every overflow shrinks it."""
 
 
 def initial(options: Training) -> LossScale | None:
-    """The scale of the first step; None for types that need none."""
+    """Returns the scale of the first step; None for dtypes that need none."""
     if options.compute_dtype != "float16":
         return None
     scale = options.initial_loss_scale if options.loss_scale is None else options.loss_scale
@@ -42,7 +42,7 @@ def initial(options: Training) -> LossScale | None:
 
 
 def update(state: LossScale, finite: Array, options: Training) -> LossScale:
-    """The scale after a step whose gradients were all `finite`, a bool scalar, or were not; a static one stays."""
+    """Returns the scale after a step whose gradients were all `finite`, a bool scalar, or not; a static scale stays."""
     if options.loss_scale is not None:
         return state
     left = state.hysteresis - 1
@@ -59,5 +59,5 @@ def update(state: LossScale, finite: Array, options: Training) -> LossScale:
 
 
 def choose(condition: Array, yes: Tree, no: Tree) -> Tree:
-    """One of two trees of the same shapes, elementwise."""
+    """Selects one of two trees of the same shapes."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)

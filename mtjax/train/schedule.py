@@ -1,7 +1,7 @@
-"""Learning rate and weight decay by step, as Megatron's `OptimizerParamScheduler` gives them.
+"""Learning rate and weight decay schedules, as in Megatron's `OptimizerParamScheduler`.
 
-Megatron counts samples; each step has the same number of them, so ratios of samples are ratios of steps. Update k,
-counted from 0, takes the value at k.
+Megatron counts samples; each step has the same number of samples, so ratios of samples equal ratios of steps. Update k,
+counted from 0, uses the value at k.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import optax
 from mtjax.config import Optimizer
 
 Ratio = jax.Array
-"""How much of a phase is over, 0 to 1."""
+"""Fraction of a phase that is over, 0 to 1."""
 
 
 def _linear(ratio: Ratio) -> jax.Array:
@@ -32,12 +32,13 @@ SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
 }
-"""Shape of a decay from 1 to 0, as a function of the share of its steps that is over."""
+"""Shape of a decay from 1 to 0, as a function of the fraction of its steps that is over."""
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """Over which steps the rates of a run change. It stays with the run, however often it is resumed.
+    """Steps over which learning rate and weight decay change. It is fixed when the run starts, however often it is
+    resumed.
 
     Attributes:
       decay_steps: step at which the learning rate reaches its minimum; None where no step so far depends on it.
@@ -48,15 +49,15 @@ class Horizon:
     steps: int
 
 
-def horizon_of(options: Optimizer, steps: int, kept: Horizon | None = None) -> Horizon:
-    """The horizon of a run.
+def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> Horizon:
+    """Returns the horizon of a run.
 
     Args:
       options: `decay_steps` among them takes precedence.
       steps: of the run.
-      kept: the horizon of the run that is resumed.
+      saved: the horizon of the run that is resumed.
     """
-    growth, last = (steps, None) if kept is None else (kept.steps, kept.decay_steps)
+    growth, last = (steps, None) if saved is None else (saved.steps, saved.decay_steps)
     if options.decay_steps is not None:
         return Horizon(options.decay_steps, growth)
     # The other styles do not depend on the horizon before it is reached, nor does the warmup.
@@ -67,11 +68,11 @@ def horizon_of(options: Optimizer, steps: int, kept: Horizon | None = None) -> H
 
 
 def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
-    """Learning rate of each step, counted from 0.
+    """Builds the learning rate schedule, a function of the step, counted from 0.
 
     Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
-    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the floor. In a
-    run that is no longer than its warmup, the rate climbs to the end.
+    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the minimum. In a
+    run that is no longer than its warmup, the rate rises to the end.
     """
     peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
     last = max(options.decay_steps or steps, warmup + 1)
@@ -87,7 +88,7 @@ def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
 
 
 def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
-    """The rate between the end of the warmup and step `last`."""
+    """Builds the schedule between the end of the warmup and step `last`."""
     peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
     if options.decay_style == "inverse-square-root":
         return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)
@@ -99,7 +100,8 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
-    """Weight decay: a number, or that of each step, counted from 0, where it grows over the run's `steps`."""
+    """Builds the weight decay: a number, or a schedule of the step, counted from 0, if it grows over the run's
+    `steps`."""
     end, start = options.weight_decay, options.start_weight_decay
     if start is None or options.weight_decay_style == "constant":
         return end

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: devices, a folder, text, and its initial state."""
+"""Prepares a run before its first step: devices, folder, data, and initial state."""
 
 import contextlib
 import json
@@ -43,50 +43,50 @@ from mtjax.train.schedule import Horizon
 from mtjax.train.step import TrainStep, make_train_step
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
-"""From a run, its number of devices and their kind to its mesh."""
+"""Maps a config, the number of devices and their kind to a mesh shape."""
 
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """Where a run happens."""
+    """Devices, folder and processes of a run."""
 
     mesh_shape: MeshShape
     mesh: Mesh
     batch_schedule: BatchSchedule
     folder: Path
-    """Where the run writes its files: `out`, or those of a store on this machine."""
+    """Where the run writes its files: `out`, or the local copy of a folder in an object store."""
     out: Path
-    """What --out is, or would be."""
+    """The value of --out, or the folder chosen when it is not given."""
     remote: RemoteFolder | None
-    """Where `out` is in an object store."""
+    """Set if `out` is in an object store."""
     weights: InitialWeights | None
-    """What the run starts from; None for random weights."""
+    """Initial weights (`init_from`); None for random weights."""
     is_first_process: bool
     peers: Peers
-    """The processes of the run."""
+    """The other processes of the run."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run before it has a state."""
+    """A run before its state is created or restored."""
 
     config: Config
-    """Everything that the text, the machine and what was done so far decide is filled in."""
-    text: RunData
+    """Resolved: defaults that depend on the data, the machine and the steps done are filled in."""
+    data: RunData
     program: TrainStep
     horizon: Horizon
     past: Past | None
-    """The run that is resumed, as far as this depends on it."""
+    """The run that is resumed; None for a new run."""
 
     @property
     def is_done(self) -> bool:
         """Whether a resumed run has done all of its steps."""
         return self.past is not None and self.past.step >= self.config.training.steps
 
-    def go_on(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
-        """Gives the record of the run to the checkpoints of all tiers, and prints a table of what has changed since the
-        checkpoint of a resumed run, if anything has."""
-        position = self.text.position
+    def record_and_report(self, say: Callable[[str], object], *tiers: Checkpoints | LocalCheckpoints | None) -> None:
+        """Sets the run's record in the checkpoints of all tiers, and prints a table of the changes since a resumed
+        run's checkpoint, if there are any."""
+        position = self.data.position
         record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:
@@ -97,7 +97,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class BestKept:
+class BestCheckpoint:
     """The best validation, and the checkpoint of its step."""
 
     best: Best
@@ -105,7 +105,8 @@ class BestKept:
 
 
 def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
-    """The config with a mesh of all devices in the place of `auto`. On CPUs each process has one device then.
+    """Returns the config with `mesh = auto` replaced by a mesh of all devices. On CPUs, each process then has one
+    device.
 
     Raises:
       UserError: there is no such mesh.
@@ -118,7 +119,7 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
 
 
 def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSchedule]:
-    """The mesh of a run, on its devices, and its batch sizes.
+    """Returns the mesh shape, the mesh and the batch sizes of a run.
 
     Raises:
       UserError: batch and mesh don't fit, or devices are missing.
@@ -131,7 +132,7 @@ def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSc
 
 
 def prepare_environment(config: Config, name: str, peers: Peers, objective: Objective) -> RunEnvironment:
-    """Takes the devices and chooses the folder of a run called `name`.
+    """Attaches the devices and chooses the folder of a run called `name`.
 
     Raises:
       UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
@@ -146,7 +147,7 @@ def prepare_environment(config: Config, name: str, peers: Peers, objective: Obje
 
 
 def find_past(output: Output, out: Path) -> Past | None:
-    """Returns the run in `out` that `--resume` will probably continue: its newest checkpoint with a usable page.
+    """Returns the run in `out` that `--resume` will most likely continue: its newest checkpoint with valid metadata.
 
     Raises:
       UserError: a page can't be read, or has an unknown version.
@@ -156,54 +157,55 @@ def find_past(output: Output, out: Path) -> Past | None:
 
 def prepare(
     config: Config,
-    place: RunEnvironment,
+    environment: RunEnvironment,
     objective: Objective,
     allowed: Collection[str],
     times: StartTimer,
     past: Past | None,
 ) -> Prepared:
-    """Opens the text of a run and makes its program, as a run that continues `past` needs them.
+    """Opens the data of a run and builds its train step, as required to continue `past`.
 
     Raises:
       UserError: the data can't be used or continued, or model and mesh don't fit.
     """
     times.begin(TEXT)
     try:
-        resolved, text = objective.load_data(config, place.out, past, allowed)
+        resolved, run_data = objective.load_data(config, environment.out, past, allowed)
     except UserError as e:
         if past is None or past.record is None or past.record.started_in == str(Path.cwd()):
             raise
         raise UserError(
             f"{e} (the run was started in {past.record.started_in}, and this is {Path.cwd()}: relative paths in its "
-            "config.toml are meant from there)"
+            "config.toml refer to that folder)"
         ) from e
     times.begin(MODEL)
     horizon = objective.horizon(resolved, past)
-    return Prepared(resolved, text, make_train_step(scheduled(resolved, horizon), place.mesh), horizon, past)
+    return Prepared(resolved, run_data, make_train_step(scheduled(resolved, horizon), environment.mesh), horizon, past)
 
 
 def check_memory(program: TrainStep) -> None:
-    """Checks that parameters and optimizer fit the memory of this process' devices, before they are made.
+    """Checks that parameters and optimizer state fit the memory of this process's devices, before they are allocated.
 
     Raises:
       UserError: they don't.
     """
     devices = jax.local_devices()
     leaves = jax.tree.leaves(program.abstract_state)
-    each = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+    bytes_per_device = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
     if devices[0].platform == "cpu":
-        share, memory = len(devices), machine_memory()
+        sharing_devices, memory = len(devices), machine_memory()
     else:
-        share, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    if each * share > memory:
+        sharing_devices, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if bytes_per_device * sharing_devices > memory:
         raise UserError(
-            f"parameters and optimizer take {each * share / 1e9:,.1f} GB here, and there are {memory / 1e9:,.1f}: take "
-            "a smaller model, or more devices (mtjax plan --gpus N says how many it needs)"
+            f"parameters and optimizer state need {bytes_per_device * sharing_devices / 1e9:,.1f} GB of memory, and "
+            f"{memory / 1e9:,.1f} GB are available: use a smaller model or more devices (mtjax plan --gpus N finds "
+            "a mesh)"
         )
 
 
 def check_comparable(program: TrainStep) -> None:
-    """Checks that a step that is computed twice must give the same bits, if the run is to compare them.
+    """Checks that steps are deterministic if the run is to compare them bit by bit.
 
     Raises:
       UserError: it need not.
@@ -211,19 +213,19 @@ def check_comparable(program: TrainStep) -> None:
     training, platform = program.config.training, program.mesh.devices.flat[0].platform
     if training.check_replicas and platform != "cpu" and not training.deterministic:
         raise UserError(
-            "check_replicas computes steps twice and compares their bits, which on GPUs differ by chance: add "
-            "--deterministic"
+            "check_replicas compares steps bit by bit, and operations on GPUs are not deterministic by default: "
+            "add --deterministic"
         )
 
 
 def portable_config(config: Config) -> Config:
-    """The config without what belongs to this process or this start of the run."""
+    """Returns the config without the settings of this process and this start of the run."""
     return configs.replace(config, resume=False, coordinator=None, num_processes=None, process_id=None)
 
 
-def print_run_summary(config: Config, place: RunEnvironment, program: TrainStep, progress: ProgressLine) -> None:
-    """Prints a short form of the resolved config, and where the program deviates from it."""
-    model, training, shape = config.model, config.training, place.mesh_shape
+def print_run_summary(config: Config, environment: RunEnvironment, program: TrainStep, progress: ProgressLine) -> None:
+    """Prints a summary of the resolved config, and notes where the program deviates from it."""
+    model, training, shape = config.model, config.training, environment.mesh_shape
     device = jax.devices()[0]
     kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -236,7 +238,7 @@ def print_run_summary(config: Config, place: RunEnvironment, program: TrainStep,
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
-        f"out     {shown(place.out)} (TFLOP/s and MFU are of {CONVENTION})"
+        f"out     {shown(environment.out)} (TFLOP/s and MFU count {CONVENTION})"
     )
     if program.attention_fallback:
         progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
@@ -247,27 +249,27 @@ def print_run_summary(config: Config, place: RunEnvironment, program: TrainStep,
         last = rate_of(program.config, training.steps - 1)
         progress.say(
             f"note    warmup_steps {config.optimizer.warmup_steps} is not below the run's {training.steps} steps: the "
-            f"learning rate climbs to {last} in the last step, of {config.optimizer.learning_rate:.2e}"
+            f"learning rate reaches {last} in the last step, and the peak is {config.optimizer.learning_rate:.2e}"
         )
     if program.replicated_names:
-        names, ways = ", ".join(program.replicated_names), shape.degree(program.layout.rules.batch)
-        progress.say(f"note    replicated over data (no dimension is divisible by {ways}): {names}")
+        names, degree = ", ".join(program.replicated_names), shape.degree(program.layout.rules.batch)
+        progress.say(f"note    replicated over data (no dimension is divisible by {degree}): {names}")
 
 
-def nothing_to_do(objective: Objective, ready: Prepared, place: RunEnvironment) -> str:
-    """Returns the message of a resumed run that has done all of its steps."""
-    assert ready.past is not None  # only a resumed run has done any
-    training, out, (step, consumed) = ready.config.training, shown(place.out), position_in(ready.past)
-    asked = f"--steps asks for {training.steps:,}"
+def nothing_to_do(objective: Objective, prepared: Prepared, environment: RunEnvironment) -> str:
+    """Returns the message for a resumed run that has done all of its steps."""
+    assert prepared.past is not None  # only a resumed run has done any
+    training, out, (step, consumed) = prepared.config.training, shown(environment.out), position_in(prepared.past)
+    requested = f"--steps is {training.steps:,}"
     if training.train_samples is not None:
         left = max(0, training.train_samples - consumed)
-        asked = f"--train-samples asks for {training.train_samples:,}"
-        asked += f", of which {left:,} are left, less than a batch" if left else ""
-    longer = configs.replace(ready.config, steps=step)
+        requested = f"--train-samples is {training.train_samples:,}"
+        requested += f", of which {left:,} are left, less than one batch" if left else ""
+    longer = configs.replace(prepared.config, steps=step)
     next_commands = f"\n{' ' * 8}".join(objective.next_commands(longer, out))
     return (
-        f"nothing to do: the run in {out} has done {step:,} steps with {consumed:,} samples, and {asked}; nothing was "
-        f"changed\nnext    {next_commands}"
+        f"nothing to do: the run in {out} has done {step:,} steps with {consumed:,} samples, and {requested}; nothing "
+        f"was changed\nnext    {next_commands}"
     )
 
 
@@ -276,47 +278,48 @@ def resume_command(objective: Objective, folder: Path) -> str:
     return f"{objective.command} --config {shown(folder)}/config.toml --resume"
 
 
-def open_checkpoints(place: RunEnvironment, output: Output) -> Checkpoints:
-    """The checkpoints of a run, in its folder or in the store where that is."""
-    return _checkpoints(place, CHECKPOINTS, output.keep_last, output.keep_every)
+def open_checkpoints(environment: RunEnvironment, output: Output) -> Checkpoints:
+    """Opens the checkpoints of a run, in its folder or in an object store."""
+    return _checkpoints(environment, CHECKPOINTS, output.keep_last, output.keep_every)
 
 
-def open_best(place: RunEnvironment, step: int) -> Checkpoints:
-    """The best checkpoint of a run that has done so many steps; one of a later step is removed, which will be done
+def open_best(environment: RunEnvironment, step: int) -> Checkpoints:
+    """Opens the best checkpoint of a run that is resumed at `step`; removes one of a later step, which will be trained
     again."""
-    if place.is_first_process and place.remote is None:
-        later = [p for p in (place.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
+    if environment.is_first_process and environment.remote is None:
+        later = [p for p in (environment.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
         for path in later:
             shutil.rmtree(path, ignore_errors=True)
     all_gather_text("the best checkpoint", "")
-    return _checkpoints(place, BEST, keep_last=1)
+    return _checkpoints(environment, BEST, keep_last=1)
 
 
-def open_best_kept(
+def open_best_checkpoint(
     goal: Goal | None,
     config: Config,
-    place: RunEnvironment,
+    environment: RunEnvironment,
     step: int,
     stack: contextlib.ExitStack,
     say: Callable[[str], object],
-) -> BestKept | None:
-    """The best validation up to a step, from the metrics, which the first process has; None without a goal."""
+) -> BestCheckpoint | None:
+    """Reads the best validation up to a step from the metrics, which only the first process has; returns None without a
+    goal."""
     if goal is None:
         return None
-    entries = read_metrics(place.folder / "metrics.jsonl") if place.is_first_process else []
+    entries = read_metrics(environment.folder / "metrics.jsonl") if environment.is_first_process else []
     history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
     best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
-    checkpoints = open_best(place, step)
+    checkpoints = open_best(environment, step)
     stack.callback(checkpoints.close)
     advice = "free some space, and start again with --resume"
-    return BestKept(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
+    return BestCheckpoint(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
 
 
-def _checkpoints(place: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
-    kept = {"keep_last": keep_last, "keep_every": keep_every}
-    if place.remote is None:
-        return Checkpoints(place.folder / name, **kept)
-    return RemoteCheckpoints(place.out / name, **kept, before_page=place.remote.upload)
+def _checkpoints(environment: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
+    retention = {"keep_last": keep_last, "keep_every": keep_every}
+    if environment.remote is None:
+        return Checkpoints(environment.folder / name, **retention)
+    return RemoteCheckpoints(environment.out / name, **retention, before_metadata=environment.remote.upload)
 
 
 def restore_or_initialize(
@@ -327,16 +330,17 @@ def restore_or_initialize(
     progress: ProgressLine,
     local: LocalCheckpoints | None = None,
 ) -> Restored:
-    """Where the run begins: the last good checkpoint with --resume, else step 0 with given or random weights."""
+    """Returns the state with which the run starts: the last good checkpoint with --resume, otherwise step 0 with
+    initial or random weights."""
 
-    def elsewhere(at_least: int) -> Restored | None:
+    def from_local_tier(at_least: int) -> Restored | None:
         return local.newest(at_least, program.abstract_state, config, progress.say) if local else None
 
     if config.output.resume:
-        restored = checkpoints.restore(program.abstract_state, config, elsewhere)
+        restored = checkpoints.restore(program.abstract_state, config, from_local_tier)
         if restored is not None:
             if local is not None:
-                local.set_aside()
+                local.quarantine()
             progress.say(f"resumed from step {restored.step} in {shown(restored.folder)}")
             return restored
         progress.say(f"no checkpoint in {shown(checkpoints.folder)}: starting from step 0")

@@ -1,6 +1,6 @@
-"""What training adds to a model on a mesh: the optimizer's state, and the compiled programs that create and update it.
+"""The train step: optimizer state on top of a model on a mesh, and the compiled programs that initialize and update it.
 
-`inspect` and the planner build the same `Program` from compile-only devices.
+`inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
 from dataclasses import dataclass
@@ -46,22 +46,22 @@ Tree = Any
 )
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes, and everything that a checkpoint must hold of the model."""
+    """All values that a step updates, and that a checkpoint must save."""
 
     step: Any
-    """Steps done, int32."""
+    """Number of steps done, int32."""
     random: Any
-    """Key data from which dropout derives."""
+    """Key data from which dropout keys are derived."""
     parameters: Tree
     """Nested dicts of float32 arrays."""
     optimizer: Tree
     """optax state."""
     loss_scale: LossScale | None = None
-    """For float16 only."""
+    """Only for float16."""
 
 
 class LossInputs(NamedTuple):
-    """What is differentiated, as `distributed_gradients` takes it."""
+    """The differentiated function and its inputs, as `distributed_gradients` takes them."""
 
     model: TrunkPipeline
     region: ManualRegion
@@ -72,7 +72,7 @@ class LossInputs(NamedTuple):
 class TrainStep(ShardedModel):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `xla` holds the compiler options of the step, `learnt_records` the records of the parameters that are trained.
+    `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the trained parameters.
 
     Raises:
       UserError: the model or its batch does not divide over the mesh.
@@ -82,14 +82,14 @@ class TrainStep(ShardedModel):
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(config, mesh)
-        self.learnt_records = select_trainable(self.records, self.records)
-        self.optimizer = make_optimizer(config, self.learnt_records, self.layer_orders)
+        self.trainable_records = select_trainable(self.records, self.records)
+        self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
 
     @cached_property
     def state_sharding(self) -> State:
-        """Where each part of the state lives."""
-        moments = placement.shardings(partition_specs(self.learnt_records, "storage_spec"), self.mesh)
+        """The sharding of each array of the state."""
+        moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
@@ -98,57 +98,58 @@ class TrainStep(ShardedModel):
 
     @cached_property
     def abstract_state(self) -> State:
-        """Shapes, types and shardings of the state: what a checkpoint is restored into."""
+        """Shapes, dtypes and shardings of the state; a checkpoint is restored into it."""
         with jax.set_mesh(self.mesh):
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
         return placement.with_sharding(state, self.state_sharding)
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
-        """A fresh state, created where it lives; the same values on every mesh.
+        """Initializes the state directly in its sharding, with the same values on every mesh.
 
-        With `parameters`, which it consumes, only the rest is fresh.
+        If `parameters` are given, they are donated, and only the other parts of the state are initialized.
         """
         return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        """One optimizer step; consumes `state`. Metrics are scalars, but for what is counted of experts.
+        """Runs one optimizer step, donating `state`; returns the new state and metrics.
 
-        They are loss, grad_norm, learning_rate, tokens, skipped, each loss by its name where there are several (of a
-        model with experts "loss" is that of its tokens, without the routers'), expert_load, the tokens of each layer's
-        experts, and first_bad: the first tensor that is not finite, by its place in `tensors`. If there is one,
-        everything but the step's number stays as it was, skipped is 1 and grad_norm 0.
+        The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
+        name if there are several (with experts, "loss" is that of the tokens, without the router losses); expert_load,
+        the tokens per expert of each layer; and first_bad, the index in `tensors` of the first tensor that is not
+        finite. If there is one, the step is skipped: only the step number changes, skipped is 1 and grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
     def layer_numbers(self, name: str) -> tuple[int, ...]:
-        """The numbers of the layers whose parameters an array stacks, by its dotted name."""
+        """Returns the indices of the layers whose parameters an array stacks, by its dotted name."""
         return layer_numbers(self.config.model, name)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The tensors that `first_bad` numbers."""
-        return tensors(self.learnt_records, self.layer_numbers)
+        """The tensors that `first_bad` indexes."""
+        return tensors(self.trainable_records, self.layer_numbers)
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
-        """A trained parameter that is not finite; None where all are."""
+        """Returns a trained parameter that is not finite; None if all are finite."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
-            return first_bad(jnp.zeros(()), bad, self.learnt_records, self.layer_numbers)
+            return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
-        place = int(self.on_mesh(jax.jit(find), parameters))
-        return None if place == GOOD else self.tensors[place]
+        index = int(self.on_mesh(jax.jit(find), parameters))
+        return None if index == GOOD else self.tensors[index]
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
-        """The train step, lowered from abstract values: no device is touched."""
+        """Lowers the train step from abstract values, without touching a device."""
         return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
-        """Shapes, types and shardings of what a step reads: of a batch of the data, and what is added to it."""
+        """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
+        targets."""
         return self.abstract_batch(global_batch_size)
 
     def lower_initialize(self, seed: int, parameters: Tree = None) -> jax.stages.Lowered:
-        """The program of `initialize`, lowered; `parameters` are abstract."""
+        """Lowers `initialize`; `parameters` are abstract."""
         return self.on_mesh(self._compiled_initial.lower, jax.random.key(seed), parameters)
 
     # --- the compiled functions
@@ -160,8 +161,8 @@ class TrainStep(ShardedModel):
     @cached_property
     def _compiled_step(self) -> Any:
         everywhere = placement.replicated(self.mesh)
-        places, options = (self.state_sharding, everywhere), self.xla.options
-        return jax.jit(self._step, donate_argnums=0, out_shardings=places, compiler_options=options or None)
+        shardings, options = (self.state_sharding, everywhere), self.xla.options
+        return jax.jit(self._step, donate_argnums=0, out_shardings=shardings, compiler_options=options or None)
 
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         if parameters is None:
@@ -175,25 +176,26 @@ class TrainStep(ShardedModel):
         return self.apply_gradients(state, batch, *self.loss_and_grads(state, batch))
 
     def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
-        """The first half of a step, to be traced: see `gradients`."""
+        """Traces the forward and backward pass: see `gradients`."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
-        """The second half of a step, to be traced: the next state, and metrics."""
-        loss_scale, own = state.loss_scale, select_trainable(self.records, state.parameters)
+        """Traces the optimizer update; returns the next state and metrics."""
+        loss_scale, trainable = state.loss_scale, select_trainable(self.records, state.parameters)
         with jax.named_scope("optimizer"):
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, own)
-            updated = optax.apply_updates(own, updates)
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
+            updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
-                updated = update_router_bias(self.learnt_records, updated, parts[LOAD], rate, orders)
-            norm = optax.tree.norm(gradients)  # clipping divides by it
-            bad = first_bad(loss + norm, gradients, self.learnt_records, self.layer_numbers)
+                updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
+            norm = optax.tree.norm(gradients)  # shared with gradient clipping (common subexpression)
+            bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
             finite = bad == GOOD
-            updated, optimizer = precision.choose(finite, (updated, optimizer), (own, state.optimizer))
+            # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
+            updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
@@ -212,10 +214,10 @@ class TrainStep(ShardedModel):
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """The step's differentiated part, to be traced.
+        """Traces the forward and backward pass.
 
-        Dropout derives from `key`; None turns it off. `scale` keeps float16 cotangents in range, and is divided out of
-        the results.
+        Dropout keys are derived from `key`; None turns dropout off. `scale` is float16's loss scale, which is divided
+        out of the results.
 
         Returns:
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each of them by
@@ -224,14 +226,15 @@ class TrainStep(ShardedModel):
         weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
         if scale is not None:
             weights = {name: w * scale for name, w in weights.items()}
+        # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
-        part = (batch, weights, keys)
-        learning_rate = self.microbatch_schedule(count)
-        reduction = Reduction(self.learnt_records, self.layout.zero, count, self.stages)
+        inputs = (batch, weights, keys)
+        schedule = self.microbatch_schedule(count)
+        reduction = Reduction(self.trainable_records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            parts, gradients = distributed_gradients(model, parameters, part, region, learning_rate, reduction)
+            parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
         if scale is not None:
@@ -239,51 +242,54 @@ class TrainStep(ShardedModel):
         return loss, parts, gradients
 
     def loss_weights(self, batch: Batch) -> dict[str, Array]:
-        """The weight of each value of each loss, of which the sums are then the loss."""
-        # Divided by the global count here, so that sums over microbatches and ranks are the mean, not a mean of means.
+        """Returns weights for the values of each loss; the loss is the weighted sum."""
+        # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
+        # mean of per-microbatch means.
         return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
-        """What `gradients` differentiates."""
+        """Returns the function and inputs that `gradients` differentiates."""
         return LossInputs(self.pipeline_model(self.loss_options), self.region, parameters, batch)
 
 
 def update_router_bias(records: Tree, parameters: Tree, load: Array, rate: float, orders: Orders) -> Tree:
-    """Parameters with each router's biases changed by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
+    """Updates each router's biases by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
 
-    Their gradients are 0, so that the optimizer leaves them alone. `orders`: in which order layers are stacked.
+    Their gradients are 0, so the optimizer does not change them. `orders` gives the order in which layers are stacked.
     """
-    behind = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
+    # sign(mean load - load): +1 for experts below the mean load, -1 above.
+    below = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
 
     def one(record: ParamSpec, value: Array) -> Array:
         if not record.name.endswith(ROUTER_BIAS):
             return value
         order = order_of(record.name, orders)
-        own = behind if order is None else to_stacked_order(behind, order)
-        return value + reshard(rate * own, record.storage_spec)
+        signs = below if order is None else to_stacked_order(below, order)
+        return value + reshard(rate * signs, record.storage_spec)
 
     return jax.tree.map(one, records, parameters)
 
 
 def to_stacked_order(rows: Array, order: LayerOrder) -> Array:
-    """Rows of layers in the order in which their parameters are stacked; zeros where a stage has no layer."""
-    places = jnp.asarray([len(rows) if number == PADDING else number for number in order.flat])
-    return rows.at[places].get(mode="fill", fill_value=0)
+    """Reorders rows of layers into the order in which parameters are stacked; zeros where a stage has no layer."""
+    # An index past the end reads the fill value: the slot of a stage without a layer.
+    indices = jnp.asarray([len(rows) if number == PADDING else number for number in order.flat])
+    return rows.at[indices].get(mode="fill", fill_value=0)
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:
-    """Steps that the optimizer has taken, by which its schedule goes: skipped ones do not count."""
+    """Returns the number of optimizer updates, which drives the schedules; skipped steps do not count."""
     return optax.tree.get_all_with_path(optimizer, "count")[0][1]
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
-    """The program of `config` on `mesh`, attached or compile-only; beside a teacher, where it has one.
+    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set.
 
     Raises:
       UserError: the model or batch does not divide over the mesh.
     """
     if config.finetuning.teacher is not None:
-        from mtjax.train.distilled import Distilled  # a Program itself
+        from mtjax.train.distilled import Distilled  # it imports TrainStep from here
 
         return Distilled(config, mesh)
     return TrainStep(config, mesh)

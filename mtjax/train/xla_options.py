@@ -1,8 +1,8 @@
-"""XLA options beyond its defaults: to overlap communication with computation on GPUs, and to copy less.
+"""XLA options in addition to its defaults: to overlap communication with computation on GPUs, and to copy less.
 
-They are passed as a program's `compiler_options`: `XLA_FLAGS` would hold for every program of the process, and a flag
-that XLA does not know aborts it. Here such an option is left out, and the run says so. `inspect` and `plan --verify`
-compile with the same ones.
+They are passed as a program's `compiler_options`: `XLA_FLAGS` would apply to every program of the process, and a flag
+that XLA does not know aborts it. Here such an option is omitted, and the run reports it. `inspect` and `plan --verify`
+compile with the same options.
 """
 
 import warnings
@@ -30,15 +30,15 @@ class Option:
     value: bool | int
     why: str
     known: str
-    """The version of jax that knew it, and the default there."""
+    """The version of jax whose XLA has it, and its default there."""
     since: tuple[int, int] = (0, 0)
     """The first version of jax whose XLA needs it."""
     until: tuple[int, int] = (99, 0)
-    """The first version of jax whose XLA does better without, or no longer knows it."""
+    """The first version of jax whose XLA is better without it, or no longer has it."""
 
     @property
     def is_wanted(self) -> bool:
-        """With the installed version."""
+        """Whether the installed version needs it."""
         return self.since <= jax.__version_info__[:2] < self.until
 
 
@@ -52,7 +52,8 @@ OVERLAP = (
     Option(
         "xla_gpu_enable_pipelined_reduce_scatter",
         True,
-        "moves a scattered sum at the end of a loop's body into the next iteration, behind its products: ZeRO's sums",
+        "moves a reduce-scatter at the end of a loop's body into the next iteration, behind its matmuls: ZeRO's "
+        "gradients",
         "0.10.2, on by default",
         until=(0, 12),
     ),
@@ -61,101 +62,103 @@ UNROLLED = (
     Option(
         "xla_gpu_enable_triton_gemm",
         False,
-        "products are cuBLAS's, which adds up gradients as it writes them; XLA's own kernels would be made for each "
-        "product of each layer, and that takes longer than all else that is compiled",
+        "matmuls use cuBLAS, which accumulates gradients as it writes them; XLA's Triton kernels would be compiled "
+        "for each matmul of each layer, which takes longer than everything else that is compiled",
         "0.10.2, on by default",
     ),
 )
-"""Where layers have no loop."""
-PIPELINED_SUMS = (
+"""With `unroll_layers`, which has no loop over layers."""
+PIPELINED_ALL_REDUCE = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
         True,
-        "the same for an all-reduce, which with split sequences is a sum of gradients; without, it is also the next "
-        "layer's input, which waits for it all the sooner unless both are under way at a time",
+        "the same for an all-reduce, which with sequence parallelism is only one of gradients; without, it is also "
+        "one of the next layer's input, which then waits for both unless they can be in flight at the same time",
         "0.10.2, off by default",
         until=(0, 12),
     ),
 )
-"""In addition, where the residual stream is split over the sequence, or collectives go side by side, and layers do not
-send ahead by themselves: one such program XLA of jax 0.10.2 could not schedule with it ("is not scheduled after its
-control predecessor"), and others were the same with and without.
+"""In addition, with sequence parallelism or concurrent collectives, unless layers prefetch explicitly: XLA of jax
+0.10.2 could not schedule one such program with it ("is not scheduled after its control predecessor"), and others were
+the same with and without it.
 
-docs/inspect.md and docs/notes/speed.md have what was left out, and what each of them brings.
+docs/inspect.md and docs/notes/speed.md list options that are not set, and the effect of each of these.
 """
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
-SIDE_BY_SIDE = (
+CONCURRENT = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
-        "gradients and ZeRO's parameters travel between servers while activations do inside one; otherwise none begins "
-        "before the one before it is done",
+        "gradients and ZeRO's parameters are sent between servers while activations are sent inside one; otherwise "
+        "each collective waits for the one before it",
         "0.10.2, 1 by default",
     ),
-    Option(MULTI_STREAMING, True, "each on a stream of its own: on one they would still wait", "0.10.2"),
+    Option(MULTI_STREAMING, True, "each on a separate CUDA stream: on one stream they would still wait", "0.10.2"),
 )
-"""In addition, on meshes of data and model ways over several servers: their collectives cross different links."""
-AHEAD = (
+"""In addition, with data and tensor parallelism over several servers, whose collectives use different links."""
+PREFETCH = (
     Option(
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
-        "a layer's parameters are asked for when the layer before it begins, and its gradients sent when the one below "
-        "does: XLA takes both for shorter beside what is computed than they are; that of jax 0.12 hides more without",
+        "prefetches a layer's parameters when the layer before it begins, and reduces its gradients when the layer "
+        "below begins: XLA underestimates the time of both when they overlap with compute; XLA of jax 0.12 hides more "
+        "without it",
         "0.10.2, off by default",
         until=(0, 12),
     ),
     Option(
         "xla_gpu_all_gather_combine_threshold_bytes",
         1 << 28,
-        "all parameters of a layer in one gather: of several over the same ranks XLA has one under way at a time, and "
-        "waits for the first of them where it begins",
+        "all parameters of a layer in one all-gather: XLA has only one collective over the same ranks in flight at a "
+        "time, and with several it waits for the first where the second begins",
         "0.10.2, 30 MB by default",
     ),
     Option(
         "xla_gpu_all_reduce_combine_threshold_bytes",
         1 << 28,
-        "the same for a layer's gradients where each rank keeps all of their sum",
+        "the same for a layer's gradients if they are all-reduced",
         "0.10.2, 30 MB by default",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         3,
-        "parameters, gradients and what else a layer sends, as tokens to experts, at a time; where a table below has "
-        "another number, that many",
+        "parameters, gradients and other traffic of a layer, such as tokens to experts, can be in flight at a time; a "
+        "table below with another number takes precedence",
         "0.10.2, 1 by default",
     ),
 )
-"""In addition, where a layer's parameters come from other servers, or gradients go there, while another computes."""
+"""In addition, if parameters are all-gathered from other servers, or gradients reduced to them, while a layer
+computes."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         3,
-        "a permute between the stages of a pipeline may be under way beside two other collectives, and so behind the "
-        "layers of half a tick, which may have as many at a time and would otherwise wait for it",
+        "a collective-permute between pipeline stages can be in flight with two other collectives, and so overlap "
+        "with the layers of half a tick, which may have as many and would otherwise wait for it",
         "0.10.2, 1 by default",
     ),
 )
-"""In addition, on the stages of a pipeline."""
+"""In addition, with pipeline parallelism."""
 CONTEXT = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
-        "keys, values and their gradients travel between the ranks that share samples while attention computes, all "
-        "at a time; otherwise none begins before the one before it is done",
+        "keys, values and their gradients are sent between context parallel ranks at the same time, while attention "
+        "computes; otherwise each waits for the one before it",
         "0.10.2, 1 by default",
     ),
 )
-"""In addition, where ranks share the tokens of samples."""
+"""In addition, with context parallelism."""
 SECTIONS = (
     Option(
         "xla_gpu_copy_insertion_use_region_analysis",
         True,
-        "finds that of the stacks of an encoder and a decoder a stage works on one at a time, so that their gradients "
-        "are added in place; without it one of the stacks' is copied",
+        "finds that a stage works on either the encoder's or the decoder's stack at a time, so that their gradients "
+        "are accumulated in place; without it one of the two is copied",
         "0.10.2, off by default",
     ),
 )
-"""In addition, on stages that have chunks of several stacks."""
+"""In addition, on pipeline stages with chunks of several stacks (encoder and decoder)."""
 
 
 DETERMINISTIC = (
@@ -163,13 +166,14 @@ DETERMINISTIC = (
         Option(
             "xla_gpu_deterministic_ops",
             True,
-            "no operation whose bits depend on the order in which threads come, and no choice of kernels by measuring",
+            "no operation whose bits depend on the order of threads, and no choice of kernels by measurement "
+            "(autotuning)",
             "0.10.2, off by default",
         ),
         Option(
             "xla_gpu_enable_triton_gemm",
             False,
-            "products are cuBLAS's: where there is no GPU, XLA finds no settings for its own kernels without measuring",
+            "matmuls use cuBLAS: without a GPU, XLA finds no settings for its Triton kernels without measurement",
             "0.12.0, on by default",
             since=(0, 12),
         ),
@@ -179,14 +183,14 @@ DETERMINISTIC = (
         Option("xla_gpu_autotune_level", 0, "the second half", "0.10.2, 4 by default"),
     ),
 )
-"""Tables that make a step reproducible, the better one first: one of them must be known in full."""
+"""Tables that make a step deterministic, the preferred one first: XLA must know all options of one of them."""
 
 CPU = (
     Option(
         "xla_cpu_copy_insertion_use_region_analysis",
         True,
-        "finds an order in which parameters are updated before new moments overwrite the old; without it all are "
-        "copied first",
+        "finds an order in which parameters are updated before new moments overwrite the old ones; without it all "
+        "moments are copied first",
         "0.10.2, off by default",
     ),
 )
@@ -194,15 +198,15 @@ CPU = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """The options of a program."""
+    """The XLA options of a program."""
 
     options: dict[str, bool | int]
     refused: tuple[str, ...] = ()
-    """Names that the installed XLA does not know."""
+    """Options that the installed XLA does not support."""
 
 
 def choose(config: Config, mesh: Mesh) -> Chosen:
-    """The options of a run's programs on a mesh; for GPUs with `overlap = false` none that overlap.
+    """Returns the options of a run's programs on a mesh; on GPUs with `overlap = false`, none that overlap.
 
     Raises:
       UserError: the run is to be deterministic, and the installed XLA has no options for it.
@@ -217,7 +221,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
 
 
 def deterministic(device: Any) -> Chosen:
-    """The options that make operations on a device reproducible.
+    """Returns the options that make operations on a device deterministic.
 
     Raises:
       UserError: the installed XLA knows none of the tables in full.
@@ -226,25 +230,26 @@ def deterministic(device: Any) -> Chosen:
     known = next((table for table in tables if not table.refused), None)
     if known is None:
         raise UserError(
-            f"deterministic: this XLA knows neither {' nor '.join(table[0].name for table in DETERMINISTIC)}; take a "
-            "version of jax that does, or train without"
+            f"deterministic: this XLA supports neither {' nor '.join(table[0].name for table in DETERMINISTIC)}: use a "
+            "version of jax that does, or remove --deterministic"
         )
     return known
 
 
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
+    """Returns the options for speed, by the parallelism of the run."""
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
     staged = shape.has_pipeline
-    # In one server there is one kind of link. Of devices only their process is known: most often that of a server.
+    # Inside one server there is one kind of link. Devices only report their process, which usually means a server.
     processes = len({device.process_index for device in mesh.devices.flat})
     side_by_side = processes > 1 and shape.has_data_and_tensor and not staged
     ahead = Plan.of(config, shape).prefetches(config.model)
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
-        (PIPELINED_SUMS, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
-        (SIDE_BY_SIDE, parallel.overlap and side_by_side),
-        (AHEAD, parallel.overlap and processes > 1 and ahead),
+        (PIPELINED_ALL_REDUCE, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
+        (CONCURRENT, parallel.overlap and side_by_side),
+        (PREFETCH, parallel.overlap and processes > 1 and ahead),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
@@ -254,8 +259,8 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
 
 @cache
 def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
-    """The options of a table that are wanted and that XLA accepts for a device, tested by compiling a tiny program with
-    each of them."""
+    """Returns the options of a table that the installed version needs and accepts, tested by compiling a tiny program
+    with each of them for a device."""
     table = tuple(option for option in table if option.is_wanted)
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
@@ -264,7 +269,7 @@ def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
 def _compiles(options: Iterable[Option], device: Any) -> bool:
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     with warnings.catch_warnings():
-        # A program for an absent device can't be loaded from jax's cache, and jax warns of it.
+        # jax warns that a program for a compile-only device can't be loaded from its cache.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         try:
             jax.jit(jnp.negative, compiler_options={o.name: o.value for o in options}).lower(one).compile()

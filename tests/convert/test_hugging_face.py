@@ -65,7 +65,7 @@ def test_a_large_model_becomes_several_files_that_read_as_one(ours, hf, tmp_path
     assert set(index["weight_map"].values()) == set(files)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(hf).values())
     assert run(f"hf:{tmp_path / 'many'}", f"mtjax:{tmp_path / 'again'}", "--vocab-multiple", "256") == 0
-    assert find_weights(tmp_path / "again").page["fingerprints"] == find_weights(ours).page["fingerprints"]
+    assert find_weights(tmp_path / "again").metadata["fingerprints"] == find_weights(ours).metadata["fingerprints"]
 
 
 def test_the_vocabulary_is_padded_with_zeros(ours, hf):
@@ -91,7 +91,7 @@ def test_a_bare_model_and_old_names_are_understood(hf, ours, tmp_path):
     tensors = {n.replace("ln_1.weight", "ln_1.gamma").replace("ln_1.bias", "ln_1.beta"): t for n, t in tensors.items()}
     write_folder(tmp_path / "bare", tensors, GPT2_CONFIG)
     assert run(f"hf:{tmp_path / 'bare'}", f"mtjax:{tmp_path / 'ours'}", "--vocab-multiple", "256") == 0
-    assert find_weights(tmp_path / "ours").page["fingerprints"] == find_weights(ours).page["fingerprints"]
+    assert find_weights(tmp_path / "ours").metadata["fingerprints"] == find_weights(ours).metadata["fingerprints"]
 
 
 def test_missing_extra_and_misshapen_tensors_are_listed_together(hf, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_damage_is_noticed(hf, ours, tmp_path, capsys):
     page = flipped / "weights/page/metadata"
     page.write_text(page.read_text().replace('"num_layers": 3', '"num_layers": 4'))
     assert run(f"mtjax:{flipped}", f"hf:{tmp_path / 'a'}") == 2
-    assert "its page of metadata is not what was saved" in capsys.readouterr().err
+    assert "its metadata is not what was saved" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

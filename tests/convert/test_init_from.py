@@ -10,7 +10,7 @@ import pytest
 from mtjax.config import replace
 from mtjax.convert.__main__ import main
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprint_of_part, fingerprints
+from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprint_of_slice, fingerprints
 from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.loop import train
 from mtjax.train.objective import SavedWeights
@@ -125,10 +125,10 @@ def test_all_differences_are_listed(converted, a_run):
 def test_damaged_weights_are_refused(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "damaged")
     (folder / "weights/state/parameters.positions/0.0").unlink()
-    with pytest.raises(UserError, match=r"damaged: parameters\.positions"):
+    with pytest.raises(UserError, match=r"corrupted: parameters\.positions"):
         start(folder, **SAME)
     (folder / "weights/state/parameters.stack.layers.mlp.up.weight/1.0.0").write_bytes(b"no zstd")
-    with pytest.raises(UserError, match="are damaged: FAILED_PRECONDITION"):
+    with pytest.raises(UserError, match="are corrupted: FAILED_PRECONDITION"):
         start(folder, **SAME)
 
 
@@ -147,9 +147,9 @@ def test_a_run_does_not_begin_in_a_converted_folder(converted):
 def test_fingerprints_of_parts_add_up_to_the_whole(a_run):
     _, parameters, prints = a_run
     weight = parameters["stack"]["layers"]["attention"]["qkv"]["weight"]
-    parts = [fingerprint_of_part(part, i * part.size) for i, part in enumerate(weight)]
+    parts = [fingerprint_of_slice(part, i * part.size) for i, part in enumerate(weight)]
     assert sum(parts) % 2**32 == prints["parameters.stack.layers.attention.qkv.weight"]
-    assert sum(parts[::-1]) % 2**32 != fingerprint_of_part(weight[::-1], 0)
+    assert sum(parts[::-1]) % 2**32 != fingerprint_of_slice(weight[::-1], 0)
 
 
 def test_a_run_is_exported(a_run, tmp_path):

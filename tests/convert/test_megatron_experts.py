@@ -38,7 +38,7 @@ def run(source: str, target: str, *options: str) -> int:
 
 
 def prints(folder: Path) -> dict[str, int]:
-    return find_weights(folder).page["fingerprints"]
+    return find_weights(folder).metadata["fingerprints"]
 
 
 @pytest.fixture(scope="module")

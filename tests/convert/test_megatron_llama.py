@@ -30,7 +30,7 @@ def run(source, target, *options: str) -> int:
 
 
 def prints(folder):
-    return find_weights(folder).page["fingerprints"]
+    return find_weights(folder).metadata["fingerprints"]
 
 
 @pytest.fixture(scope="module")

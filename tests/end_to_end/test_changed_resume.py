@@ -131,7 +131,9 @@ def test_a_finished_run_does_not_look_like_training(short: Launcher, run: Finish
     kept = (out / "config.toml").read_text()
     again = resume(short, "done", "--train-samples", "100")
     assert again.code == 0
-    assert "nothing to do: the run in done has done 20 steps with 160 samples, and --train-samples asks" in again.stdout
+    assert (
+        "nothing to do: the run in done has done 20 steps with 160 samples, and --train-samples is 100" in again.stdout
+    )
     assert "sample  " not in again.stdout and "\ndone " not in again.stdout
     assert (out / "config.toml").read_text() == kept
 
@@ -195,7 +197,7 @@ def test_steps_without_a_learning_rate_are_refused(short: Launcher) -> None:
     assert "--resume --steps 12 --min-learning-rate 0.0002" in first.stdout
     refused = resume(short, "to-zero", "--steps", "12")
     assert refused.code == 2
-    assert "the learning rate is 0 in all steps from 7 to 12, which would change nothing" in refused.stderr
+    assert "the learning rate is 0 in all steps from 7 to 12, so they would not train" in refused.stderr
     assert resume(short, "to-zero", "--steps", "8", "--min-learning-rate", "0.0002").code == 0
 
 
@@ -257,7 +259,7 @@ def test_two_ends_of_a_run_are_refused(short: Launcher, run: Finished) -> None:
 
 def test_a_warmup_longer_than_the_run_is_said(short: Launcher) -> None:
     said = short.train_here("warm", "--steps", "3", *SMALL)
-    assert "note    warmup_steps 4 is not below the run's 3 steps: the learning rate climbs to 1.00e-03" in said.stdout
+    assert "note    warmup_steps 4 is not below the run's 3 steps: the learning rate reaches 1.00e-03" in said.stdout
 
 
 def test_a_run_that_is_resumed_twice_within_its_warmup_decays_over_its_last_steps(short: Launcher) -> None:

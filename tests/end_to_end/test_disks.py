@@ -61,12 +61,12 @@ def test_a_full_disk_costs_saves_and_then_the_run(is_foreseen: bool, launcher: L
         full = look(done.returncode, done.stdout, done.stderr, Path(out))
     assert full.code == 2
     assert full.checkpoints == {2}
-    why = r"a checkpoint takes 1\.\d MB here, and \d\.\d are free" if is_foreseen else "No space left on device"
+    why = r"a checkpoint needs 1\.\d MB here, and \d\.\d MB are free" if is_foreseen else "No space left on device"
     assert full.stdout.count("step 4 could not be saved") == 1
     line, *more = (line for line in full.stderr.splitlines() if line and " (once; kept in" not in line)
     assert not more, full.stderr
     pattern = (
-        rf"^error: step 6 could not be saved: .*{why}; the last good checkpoint is .*/2; repair it, and go on with"
+        rf"^error: step 6 could not be saved: .*{why}; the last good checkpoint is .*/2; fix this, and resume with"
     )
     assert re.search(pattern, line)
     disk("30m")
@@ -153,7 +153,9 @@ def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
     assert "Traceback" not in stderr
     (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))
     assert line == stderr.splitlines()[-1]
-    assert re.search("Read-only file system|No such file or directory|no longer ours|its disk is gone", line)
+    assert re.search(
+        "Read-only file system|No such file or directory|no longer held by this run|its disk is gone", line
+    )
     real_disk()
     left = [int(path.name) for path in (out / "checkpoints").iterdir() if path.name.isdigit()]
     again = launcher.train_here(str(out), "--resume", "--steps", str(max(left) + 1))
@@ -215,4 +217,4 @@ def test_events_end_on_a_full_disk(disk: Disk, caplog: pytest.LogCaptureFixture)
     events.close()
     (record,) = caplog.records
     assert "TensorBoard events in" in record.message
-    assert record.message.endswith("end here: No space left on device")
+    assert record.message.endswith("stop here: No space left on device")

@@ -47,8 +47,8 @@ def test_the_other_names_who_is_lost(victim: int, number: signal.Signals, launch
         assert time.monotonic() - begun < TIMEOUT
     assert finished.code == LOST
     said = re.fullmatch(
-        rf"error: process {victim} \(\S+, pid {lost.pid}\) stopped answering at (?:step|the save after step) \d+; "
-        "go on with: (mtjax .*)",
+        rf"error: process {victim} \(\S+, pid {lost.pid}\) stopped responding at (?:step|the save after step) \d+; "
+        "resume with: (mtjax .*)",
         the_error(finished.stderr),
     )
     assert said, finished.stderr
@@ -98,7 +98,7 @@ def test_a_step_that_takes_too_long_leaves_stacks_and_a_name(launcher: Launcher)
         finished = [finish(process, out) for process in started]
     assert [end.code for end in finished] == [0, 0], [end.stderr for end in finished]
     name = rf"process 1 \(\S+, pid {late.pid}\)"
-    assert re.search(rf"step 6 takes far longer than those before it; {name} did not come to it", finished[0].stdout)
+    assert re.search(rf"step 6 takes far longer than earlier steps; {name} did not reach it", finished[0].stdout)
     assert "load_slowly" in (out / "stacks/step-6-process-1.txt").read_text()
     assert (out / "stacks/step-6-process-0.txt").stat().st_size > 0
 
@@ -134,7 +134,7 @@ def test_a_process_that_nobody_joins_says_so(number: int, tmp_path: Path) -> Non
         finished = finish(process, tmp_path)
     assert finished.code == LOST
     assert the_error(finished.stderr).startswith(
-        f"error: not all processes of this run met at localhost:{port} within 5 s: is each of them started"
+        f"error: not all processes of this run connected at localhost:{port} within 5 s: check that each is started"
     )
 
 
@@ -143,7 +143,7 @@ def test_who_does_not_come_to_a_meeting_is_named(tmp_path: Path) -> None:
     with ended([alone(port, 0, "no"), alone(port, 1, "yes")]) as started:
         finished = [finish(process, tmp_path) for process in started]
     assert finished[1].code == 2
-    assert "error: at the meeting 'the tea' process 0 did not come within 2 s: " in the_error(finished[1].stderr)
+    assert "error: process 0 did not reach the barrier 'the tea' within 2 s: " in the_error(finished[1].stderr)
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # the first process makes a checkpoint of what all have written

@@ -142,8 +142,8 @@ def test_compile_makes_the_very_programs_that_a_run_looks_up(run: Finished, laun
     assert [line[:28].strip() for line in lines[:-1]] == [
         "initial state", "step of 8 samples", "validation", "fingerprints", "sample",
     ]  # fmt: skip
-    assert [line.split()[0] for line in lines[:-1] if not line.endswith("compiled before")] == ["fingerprints"]
-    assert lines[-1].startswith(f"kept in {jax.config.jax_compilation_cache_dir} for jax {jax.__version__}, 8 x cpu")
+    assert [line.split()[0] for line in lines[:-1] if not line.endswith("from the cache")] == ["fingerprints"]
+    assert lines[-1].startswith(f"cached in {jax.config.jax_compilation_cache_dir} for jax {jax.__version__}, 8 x cpu")
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_it_says_where_the_time_went(run: Finished) -> None:
     number = next(number for number, line in enumerate(lines) if line.startswith("time"))
     for words in ("steps", "compilation", "start-up"):
         assert words in lines[number]
-    assert "programs were compiled before" in lines[number + 1]
+    assert "programs were found in the compile cache" in lines[number + 1]

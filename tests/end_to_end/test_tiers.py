@@ -48,7 +48,7 @@ def test_a_lost_disk_is_made_up_by_who_holds_the_same(launcher: Launcher, whole:
     shutil.rmtree(interrupted(launcher, "refilled"))
     resumed = train(launcher, "refilled", "--resume")
     assert "note    step 10 in refilled-disk-0/mtjax-" in resumed.stdout
-    assert "lacks it: its parts come from processes that hold the same" in resumed.stdout
+    assert "lacks it: its shards are copied from processes that have replicas" in resumed.stdout
     assert "resumed from step 10 in refilled-disk-0/mtjax-" in resumed.stdout
     assert resumed.losses == whole.losses
     assert resumed.fingerprints(12) == whole.fingerprints(12)
@@ -62,7 +62,7 @@ def test_what_nobody_else_holds_is_taken_from_an_older_step(launcher: Launcher, 
     resumed = train(launcher, "fallen-back", "--resume", "--mesh", "1x8", "--steps", "8")
     for step in (10, 8):
         assert f"note    step {step} in fallen-back-disk-0/mtjax-" in resumed.stdout
-    assert resumed.stdout.count("is not taken: process 1 (") == 2
+    assert resumed.stdout.count("is not used: process 1 (") == 2
     assert "resumed from step 6 in fallen-back/checkpoints" in resumed.stdout
     for step in (7, 8):
         assert resumed.losses[step] == pytest.approx(whole.losses[step], rel=1e-5)

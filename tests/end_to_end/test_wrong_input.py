@@ -124,7 +124,7 @@ def test_a_run_that_can_not_be_restored_does_not_begin_anew(launcher: Launcher, 
     before = listing(folder)
     again = launcher.run_here("all-damaged", "--steps", "2", "--resume")
     assert again.code == 2
-    check_error(again.stderr, r"all checkpoints in all-damaged/checkpoints are damaged \(2: .*; 1: .*nothing was")
+    check_error(again.stderr, r"all checkpoints in all-damaged/checkpoints are corrupted \(2: .*; 1: .*nothing was")
     assert "starting" not in again.stdout
     assert listing(folder) == before
 

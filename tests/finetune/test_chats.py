@@ -134,10 +134,10 @@ def resumed_to_the_bit(run: Path) -> tuple[dict[str, int], dict[str, int]]:
         shutil.rmtree(again / "checkpoints" / str(step))
     assert main(["--config", str(run / "config.toml"), "--resume", "--out", str(again)]) == 0
     whole, resumed = (
-        find_weights(place / "checkpoints" / str(steps[-1])).page["fingerprints"] for place in (run, again)
+        find_weights(place / "checkpoints" / str(steps[-1])).metadata["fingerprints"] for place in (run, again)
     )
     assert whole == resumed
-    return find_weights(run / "checkpoints" / str(steps[0])).page["fingerprints"], whole
+    return find_weights(run / "checkpoints" / str(steps[0])).metadata["fingerprints"], whole
 
 
 @pytest.mark.long

@@ -74,7 +74,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(whole, tmp_path):
     for step in (8, 10, 11):
         shutil.rmtree(again / "checkpoints" / str(step))
     assert main(["--config", str(whole / "config.toml"), "--resume", "--out", str(again)]) == 0
-    ends = [find_weights(place / "checkpoints" / "11").page["fingerprints"] for place in (whole, again)]
+    ends = [find_weights(place / "checkpoints" / "11").metadata["fingerprints"] for place in (whole, again)]
     assert ends[0] == ends[1]
     assert measured(again) == measured(whole)
     assert find_weights(again).folder.name == find_weights(whole).folder.name

@@ -16,12 +16,18 @@ from tests.tiny import tiny_config
     [
         (["--restarts", "3"], "the options of mtjax train go after `--`"),
         (["--restarts", "-1", "--", "--mesh", "2x4"], "restarts is -1, and must be 0 or more"),
-        (["--processes", "65", "--", "--mesh", "65x1"], "65 processes are more than one machine is for: at most 64"),
-        (["--processes", "3", "--", "--mesh", "2x4"], "mesh 2x4 has 8 devices, which don't divide over --processes 3"),
-        (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't share"),
-        (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "take at least 2 processes"),
+        (["--processes", "65", "--", "--mesh", "65x1"], "65 processes are too many for one machine: at most 64"),
+        (
+            ["--processes", "3", "--", "--mesh", "2x4"],
+            "mesh 2x4 has 8 devices, which is not divisible by --processes 3",
+        ),
+        (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't provide"),
+        (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "use --processes 2 or more"),
         (["--", "--mesh", "2x3"], "does not divide over 3 model ways"),
-        (["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"], "leave out --coordinator"),
+        (
+            ["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"],
+            "remove --coordinator, --num-processes",
+        ),
         (["--", "--hiden-size", "64"], "no option is called --hiden-size - did you mean '--hidden-size'"),
     ],
 )
@@ -97,7 +103,7 @@ def test_several_processes_share_the_gpus(started):
     names = [str(i) for i in range(8)]
     assert launch([], tiny_config(mesh="2x2"), "tiny", 2, 0, {}, gpus=lambda: names) == 0
     assert [member.environment["CUDA_VISIBLE_DEVICES"] for member in attempts[0]] == ["0,1", "2,3"]
-    with pytest.raises(UserError, match="mesh 2x2 needs 4 devices, and this machine has 3 GPUs that answer"):
+    with pytest.raises(UserError, match="mesh 2x2 needs 4 devices, and this machine has 3 working GPUs"):
         launch([], tiny_config(mesh="2x2"), "tiny", 2, 0, {}, gpus=lambda: names[:3])
 
 
@@ -124,7 +130,9 @@ def test_fewer_devices_give_up_data_ways(count, mesh):
 
 
 def test_no_mesh_for_too_few_devices():
-    with pytest.raises(UserError, match=r"mesh 4x2 needs 8 devices, and there are 1; no mesh with fewer data ways"):
+    with pytest.raises(
+        UserError, match=r"mesh 4x2 needs 8 devices, and there are 1; no mesh with a smaller data parallel degree"
+    ):
         mesh_within(tiny_config(mesh="4x2"), 1)
 
 

@@ -165,8 +165,8 @@ def test_flash_attention_is_refused_with_its_reason():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"family": "bert", "position": "rope"}, "position is 'rope', and the family bert has learned"),
-        ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt has pre only"),
+        ({"family": "bert", "position": "rope"}, "position is 'rope', and the family bert supports learned"),
+        ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt supports pre only"),
         ({"family": "bert", "num_token_types": -1}, "num_token_types is -1"),
     ],
 )

@@ -195,11 +195,11 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
         ({"num_experts": 4, "router_bias_update_rate": 0.1}, "router_bias_update_rate is 0.1, and there are no biases"),
-        ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 does not divide into 4 expert_groups; .* are 3 and 6"),
+        ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 is not divisible by expert_groups 4; .* are 3 and 6"),
         ({"num_experts": 4, "expert_groups_top_k": 2}, "expert_groups_top_k 2 is above expert_groups 1"),
         (
             {"num_experts": 8, "expert_groups": 4, "experts_top_k": 3},
-            "experts_top_k 3 is above the 2 experts of 1 expert_groups_top_k: take 2 or more",
+            "experts_top_k 3 is above the 2 experts of expert_groups_top_k 1: set expert_groups_top_k to 2 or more",
         ),
         (
             {"num_experts": 4, "expert_groups": 4, "expert_groups_top_k": 2, "router_score": "sigmoid"},
@@ -208,7 +208,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "first_dense_layers": 2}, "first_dense_layers 2 leaves none of num_layers 2 with experts"),
         (
             {"num_experts": 4, "first_dense_layers": 1, "recompute": "full", "recompute_method": "block"},
-            "block is for layers that are alike, and first_dense_layers is 1: use uniform",
+            "block needs identical layers, and first_dense_layers is 1: use uniform",
         ),
         (
             {
@@ -226,7 +226,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ),
         (
             {"num_experts": 4, "moe_every": 2, "first_dense_layers": 1},
-            "moe_every 2 and first_dense_layers 1 both say which layers have experts: leave one",
+            "moe_every 2 and first_dense_layers 1 both select the layers with experts: remove one",
         ),
         (
             {"num_experts": 4, "moe_every": 2, "num_layers": 4, "recompute": "full", "recompute_num_layers": 2},

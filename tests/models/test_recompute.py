@@ -148,7 +148,7 @@ def test_every_kind_trains_as_one_device_does(fields):
             "num_decoder_layers 3 is not a multiple of recompute_num_layers 2",
         ),
         ({"recompute_num_layers": 0}, "at least 1"),
-        ({"recompute_offload": True}, "recompute is none: use full"),
+        ({"recompute_offload": True}, "recompute is none: use --recompute full"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, words):

@@ -96,9 +96,9 @@ def test_it_learns_one_batch():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"position": "relative"}, "position is 'relative', and the family gpt has learned or rope"),
-        ({"family": "t5", "position": "rope"}, "the family t5 has relative or learned"),
-        ({"family": "t5", "num_kv_heads": 4}, "has as many as num_heads"),
+        ({"position": "relative"}, "position is 'relative', and the family gpt supports learned or rope"),
+        ({"family": "t5", "position": "rope"}, "the family t5 supports relative or learned"),
+        ({"family": "t5", "num_kv_heads": 4}, "needs as many as num_heads"),
         ({"family": "t5", "relative_buckets": 6}, "multiple of 4"),
         ({"family": "t5", "relative_max_distance": 32}, "must be above relative_buckets 32"),
         ({"family": "t5", "decoder_sequence_length": 0}, "decoder_sequence_length is 0"),

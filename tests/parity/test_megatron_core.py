@@ -102,7 +102,7 @@ def convert(source: str, target: str, *options: str) -> None:
 
 
 def fingerprints(folder: Path) -> dict[str, int]:
-    return find_weights(folder).page["fingerprints"]
+    return find_weights(folder).metadata["fingerprints"]
 
 
 def logits_of(theirs: Path, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -188,7 +188,7 @@ def test_published_runs(capsys):
 
 
 def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
-    assert "taking GPT-2's 50,257" in run(capsys, "--config", "default", "--mesh", "2x4")
+    assert "using GPT-2's 50,257" in run(capsys, "--config", "default", "--mesh", "2x4")
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):

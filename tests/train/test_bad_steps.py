@@ -229,7 +229,7 @@ def follow(results, **fields):
     for step, result in enumerate(results, 1):
         follower.add(step, range(8 * step - 8, 8 * step), {"loss": 1.0, **result})
         if step % 4 == 0 or step == len(results):
-            found += follower.look()
+            found += follower.check()
         if follower.are_too_many:
             break
     return found, follower

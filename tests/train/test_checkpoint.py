@@ -169,7 +169,7 @@ def test_a_folder_that_is_another_one_under_its_name_fails_a_save(tmp_path):
     saves.finish()
     assert "step 1 could not be saved" in said[0] and "its disk is gone, or it was moved" in said[0]
     state, _ = run_steps(program, 1, state)
-    with pytest.raises(UserError, match="step 2 could not be saved: .*its disk is gone.*no checkpoint can be seen"):
+    with pytest.raises(UserError, match="step 2 could not be saved: .*its disk is gone.*no checkpoint is visible"):
         saves.save(state, program.config, CONSUMED, last=False)
     assert not list(folder.iterdir())
 
@@ -183,7 +183,7 @@ def data_files(step_folder):
 def passed_over(folder, expected, caplog):
     restored = restore(folder)
     assert restored.step == 2 and len(restored.passed_over) == 1
-    assert f"{folder / '3'} is damaged" in caplog.text
+    assert f"{folder / '3'} is corrupted" in caplog.text
     same(restored.state, expected[2])
     assert not (folder / "3").exists() and (folder / "damaged-3").exists()
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_without_its_page_is_passed_over(saved, tmp_path, caplog, l
     assert newest_past(folder).step == 2
     restored = restore(folder)
     assert (restored.step, restored.consumed_samples) == (2, CONSUMED + 2)
-    assert "its page of metadata is missing" in caplog.text
+    assert "its metadata is missing" in caplog.text
     assert (folder / "damaged-3").is_dir()
 
 
@@ -257,7 +257,7 @@ def test_a_page_of_another_version_is_refused_by_name(saved, tmp_path, read):
     del page["checksum"]
     path.write_text(json.dumps(damage.with_checksum(page)))
     with pytest.raises(
-        UserError, match=r"checkpoints/3 has version 2 of the format, and this mtjax reads version 1: use"
+        UserError, match=r"checkpoints/3 has format version 2, and this version of mtjax reads version 1: use"
     ):
         read(folder)
     assert (folder / "3").is_dir()  # a newer mtjax can use it
@@ -271,13 +271,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(saved, tmp_
     (folder / "2" / "state" / "manifest.ocdbt").write_bytes(b"")
     before = listing(folder)
     with pytest.raises(
-        UserError, match=r"all checkpoints in \S+ are damaged \(3: its page .* not what was .*; 2: DATA"
+        UserError, match=r"all checkpoints in \S+ are corrupted \(3: its metadata .* not what was .*; 2: DATA"
     ):
         restore(folder)
     assert listing(folder) == before
     for step in ("2", "3"):
         (folder / step).rename(folder / f"damaged-{step}")
-    with pytest.raises(UserError, match=r"are damaged \(damaged-2, damaged-3\), and nothing was changed: put a good"):
+    with pytest.raises(
+        UserError, match=r"are corrupted \(damaged-2, damaged-3\), and nothing was changed: restore a good"
+    ):
         restore(folder)
 
 

@@ -35,7 +35,7 @@ def test_a_second_start_finds_what_the_first_compiled(tmp_path: Path, no_folder_
     for found in (0, 1):
         with CompileCache(None, {"XDG_CACHE_HOME": str(tmp_path)}) as cache:
             assert compute() == RIGHT
-        assert (cache.asked, cache.found) == (1, found)
+        assert (cache.requested, cache.found) == (1, found)
         assert cache.folder == str(tmp_path / "mtjax" / "programs")
         assert f"{found} of 1 programs" in programs_in_words(cache)
     assert len(list((tmp_path / "mtjax" / "programs").glob("*-cache"))) == 1
@@ -62,7 +62,7 @@ def test_a_folder_that_cant_be_made_is_one_note(tmp_path: Path, no_folder_given:
     (tmp_path / "file").write_text("")
     with CompileCache(str(tmp_path / "file" / "programs")) as cache:
         assert compute() == RIGHT
-    assert cache.note == f"compiled programs are not kept: Not a directory: {tmp_path / 'file' / 'programs'}"
+    assert cache.note == f"compiled programs are not cached: Not a directory: {tmp_path / 'file' / 'programs'}"
 
 
 def test_a_damaged_program_is_compiled_again_and_replaced(tmp_path: Path, no_folder_given: None) -> None:

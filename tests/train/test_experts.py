@@ -276,7 +276,7 @@ def test_the_load_in_metrics_and_in_words():
     behind_dense = load_entries(counts, None, [0])
     assert behind_dense["expert_load"] == [[], *entries["expert_load"]]
     assert "expert 0 of layer 2" in (load_in_words(behind_dense) or "")
-    named = "none for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"
+    named = "no tokens for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"
     assert load_in_words(entries) == f"busiest expert 4.00x, {named}"
     assert load_in_words(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"
     assert load_in_words({}) is None

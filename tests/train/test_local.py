@@ -23,7 +23,7 @@ def test_no_process_has_more_cpu_devices_than_xla_runs(mesh, count):
 
 @pytest.mark.parametrize("mesh", ["257x1", "1024x1024"])
 def test_a_machine_is_not_asked_for_thousands_of_processes(mesh):
-    with pytest.raises(UserError, match=rf"mesh {mesh} has \d+ devices, which up to 64 processes .* can't share"):
+    with pytest.raises(UserError, match=rf"mesh {mesh} has \d+ devices, which up to 64 processes .* can't provide"):
         processes_needed(tiny_config(mesh=mesh), {})
 
 
@@ -62,7 +62,7 @@ def scripts(tmp_path, monkeypatch):
 
 def test_every_line_says_whose_it_is(scripts, capfd):
     ended = run_members(scripts('echo "I am $WHO"; echo oops >&2', "echo connected to 3 peer ranks; echo bye"), 1)
-    assert ended == Ended([0, 0], asked=False)
+    assert ended == Ended([0, 0], requested=False)
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[0] I am 0", "[1] bye"]
     assert err == "[0] oops\n"
@@ -80,18 +80,18 @@ def test_who_does_not_follow_a_failure_is_killed(scripts):
     ("codes", "code"), [([0, 0], 0), ([0, 75], 75), ([75, 2], 2), ([-9, 75], 137), ([0, -15], 143)]
 )
 def test_one_exit_code_stands_for_all(codes, code):
-    assert Ended(codes, asked=False).code == code
+    assert Ended(codes, requested=False).code == code
 
 
 def test_a_request_to_stop_reaches_every_process(scripts, hangup):
     timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGHUP])
     timer.start()
     ended = run_members(scripts(*["trap 'exit 7' HUP; while :; do sleep 0.05; done"] * 2), 5)
-    assert ended == Ended([7, 7], asked=True)
+    assert ended == Ended([7, 7], requested=True)
 
 
 def test_nohup_keeps_a_run_from_the_end_of_its_terminal(scripts, hangup):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGHUP])
     timer.start()
-    assert run_members(scripts("sleep 0.5"), 5) == Ended([0], asked=False)
+    assert run_members(scripts("sleep 0.5"), 5) == Ended([0], requested=False)

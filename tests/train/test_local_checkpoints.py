@@ -56,7 +56,7 @@ def restore(folder, mesh=MESH, **fields):
     try:
         restored = shared.restore(program.abstract_state, program.config, elsewhere)
         if restored is not None:
-            local.set_aside()
+            local.quarantine()
         return restored, said
     finally:
         shared.close()
@@ -88,10 +88,10 @@ def test_a_damaged_copy_is_passed_over_and_set_aside(saved, copied, caplog, spoi
     restored, said = restore(copied)
     assert restored.step == 4
     assert [word[: word.index("(")] for word in said] == [
-        f"note    step 5 in {copied / 'local'} is not taken: process 0 "
+        f"note    step 5 in {copied / 'local'} is not used: process 0 "
     ]
-    assert "has a damaged one" in said[0]
-    assert f"{copied / 'local/5/process-0'} is damaged and skipped" in caplog.text
+    assert "has a corrupted one" in said[0]
+    assert f"{copied / 'local/5/process-0'} is corrupted and skipped" in caplog.text
     assert (copied / "local/damaged-5-process-0").is_dir()
 
 
@@ -112,7 +112,7 @@ def test_wrong_numbers_with_right_checksums_are_seen(saved, copied, caplog):
     shutil.copytree(copied / "local/3" / name, copied / "local/5" / name)
     restored, said = restore(copied)
     assert restored.step == 4
-    assert said[0].endswith("is not taken: parameters.embedding is not what was saved")
+    assert said[0].endswith("is not used: parameters.embedding is not what was saved")
     assert (copied / "local/damaged-5-process-0").is_dir()
 
 
@@ -139,7 +139,7 @@ def test_parts_of_other_devices_are_not_enough(copied):
     page_of.write_text(json.dumps(page | {"checksum": metadata_checksum(page)}))
     restored, said = restore(copied)
     assert restored.step == 4
-    assert "has parts of other devices" in said[0]
+    assert "has shards of other devices" in said[0]
 
 
 def test_saving_goes_on_when_the_disk_fails(tmp_path, caplog):
@@ -198,5 +198,5 @@ def test_an_older_local_step_is_taken_where_it_is_newer_than_the_shared_ones(sav
     shutil.rmtree(copied / "local/5/process-0")
     restored, said = restore(copied)
     assert (restored.step, restored.folder) == (3, copied / "local")
-    assert [word.partition(" is not taken: ")[2] for word in said] == [f"process 0 ({socket.gethostname()}) lacks it"]
+    assert [word.partition(" is not used: ")[2] for word in said] == [f"process 0 ({socket.gethostname()}) lacks it"]
     same(restored.state, saved[1][3])

@@ -61,7 +61,7 @@ def test_a_second_start_says_who_holds_it(tmp_path):
         claim(tmp_path, said).release()
         assert time.monotonic() - begun < LEASE / 2  # it need not wait for a process of this machine that is gone
         (word,) = said
-        assert f"took {tmp_path} over from process {holder.pid} on" in word
+        assert f"took over {tmp_path} from process {holder.pid} on" in word
 
 
 def test_who_was_stopped_for_too_long_does_not_go_on(tmp_path):
@@ -71,10 +71,13 @@ def test_who_was_stopped_for_too_long_does_not_go_on(tmp_path):
         said = []
         lock = claim(tmp_path, said)
         assert "waiting up to 2 s" in said[0]
-        assert f"took {tmp_path} over from process {holder.pid}" in said[1]
+        assert f"took over {tmp_path} from process {holder.pid}" in said[1]
         holder.send_signal(signal.SIGCONT)
         assert holder.wait(10) == LOST
-        assert f"error: {tmp_path / NAME} is no longer ours: another start took it over" in holder.stderr.read()
+        assert (
+            f"error: {tmp_path / NAME} is no longer held by this run: another start took it over"
+            in holder.stderr.read()
+        )
         lock.release()
 
 
@@ -99,13 +102,13 @@ def test_a_holder_on_another_machine_is_known_by_its_heartbeat(tmp_path):
     thread.join()
     said = []
     claim(tmp_path, said).release()
-    assert "from process 4711 on gpu-3, which ended without giving it back" in said[-1]
+    assert "from process 4711 on gpu-3, which ended without releasing it" in said[-1]
 
 
 def test_a_claim_that_names_nobody_does_not_hold_for_ever(tmp_path):
     """What a full disk leaves behind."""
     (tmp_path / NAME).touch()
-    with pytest.raises(UserError, match=r"\.lock can't be claimed: remove it, if no run is going on in its folder"):
+    with pytest.raises(UserError, match=r"\.lock can't be acquired: remove it if no run is using its folder"):
         claim(tmp_path, [])
 
 

@@ -25,14 +25,14 @@ def test_a_process_whose_pulse_stands_still_is_lost():
     roll = Roll(WHO, silence=10)
     assert roll.verdict(heard(1, 1, 1), now=100).lost == ()
     assert roll.verdict(heard(2, 2, 1), now=110).lost == ()
-    assert roll.verdict(heard(3, 3, 1), now=111).lost == ((2, "stopped answering at step 1", LOST),)
+    assert roll.verdict(heard(3, 3, 1), now=111).lost == ((2, "stopped responding at step 1", LOST),)
     assert roll.verdict(heard(4, 4, 2), now=112).lost == ()  # a long pause of its machine
 
 
 def test_a_process_that_never_left_a_pulse_is_lost_too():
     roll = Roll(WHO, silence=10)
     roll.verdict(heard(1, 1), now=100)
-    assert roll.verdict(heard(2, 2), now=111).lost == ((2, "stopped answering at the start", LOST),)
+    assert roll.verdict(heard(2, 2), now=111).lost == ((2, "stopped responding at the start", LOST),)
 
 
 def test_a_process_that_ended_says_why_and_comes_before_those_that_it_silenced():

@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def checkpoints(url: str) -> RemoteCheckpoints:
-    return RemoteCheckpoints(Path(url), keep_last=2, keep_every=None, before_page=lambda: None)
+    return RemoteCheckpoints(Path(url), keep_last=2, keep_every=None, before_metadata=lambda: None)
 
 
 def test_every_bit_comes_back_and_damage_is_passed_over(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,7 +55,7 @@ def test_every_bit_comes_back_and_damage_is_passed_over(store: Store, caplog: py
     restored = again.restore(program.abstract_state, program.config)
     assert restored is not None and restored.step == 2
     same(restored.state, states[2])
-    assert "/damage/3 is damaged and skipped (parameters.embedding is not what was saved" in caplog.text
+    assert "/damage/3 is corrupted and skipped (parameters.embedding is not what was saved" in caplog.text
     assert names_in(url) == ["2", "damaged-3"]
 
 
@@ -72,7 +72,7 @@ def test_a_second_start_is_refused_and_a_dead_one_is_taken_over(store: Store, tm
     dead = {"host": "another", "pid": 1, "token": "x", "beat": 1}
     write_bytes(f"{url}/.lock", json.dumps(dead).encode())
     second.claim(said.append)
-    assert said[-1] == f"note    took {url} over from process 1 on another, which ended without giving it back"
+    assert said[-1] == f"note    took over {url} from process 1 on another, which ended without releasing it"
     assert (second.work / "metrics.jsonl").read_text() == "one\n"
     second.release()
     assert names_in(url) == ["metrics.jsonl"]
@@ -100,8 +100,8 @@ def test_a_store_that_comes_back_costs_nothing_and_one_that_does_not_a_save(
     store.start()
     (note,) = said
     assert re.match(
-        rf"note    step 1 could not be saved \(a checkpoint was not saved in {url}: writing {url}/1/state failed for "
-        r"\d s: ABORTED: .*; is the store reachable\?\); the run ends if more than 1 saves in a row fail",
+        rf"note    step 1 could not be saved \(a checkpoint could not be saved in {url}: writing {url}/1/state failed "
+        r"for \d s: ABORTED: .*; is the store reachable\?\); the run ends if more than 1 saves in a row fail",
         note,
     )
     saves.save(state, program.config, 0, last=True)

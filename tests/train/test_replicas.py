@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import existing_parts, names_of
+from mtjax.train.checkpoints.checkpoint import names_of, state_arrays
 from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.step import State, TrainStep
 from tests.end_to_end.runs import Launcher
@@ -20,8 +20,8 @@ EMBEDDING, MOMENT = "parameters.embedding", "optimizer.1.0.nu.stack.layers.mlp.u
 
 def flipped(state: State, name: str, device: int) -> State:
     """The state with one bit flipped in what one device has of an array."""
-    leaves, structure = jax.tree.flatten(existing_parts(state))
-    place = names_of(existing_parts(state)).index(name)
+    leaves, structure = jax.tree.flatten(state_arrays(state))
+    place = names_of(state_arrays(state)).index(name)
     copies = []
     for shard in leaves[place].addressable_shards:
         data = np.array(shard.data)
@@ -44,7 +44,7 @@ def test_one_of_many_replicas_is_named(name: str) -> None:
     with pytest.raises(UserError) as wrong:
         replicas.check_state(1, flipped(state, name, 5))
     assert str(wrong.value).startswith(
-        f"at step 1 other bits than on all devices that hold the same are on process 0, device 5: {name}; a device"
+        f"at step 1 replicas differ from the majority on process 0, device 5: {name}; a device"
     )
 
 
@@ -77,7 +77,7 @@ def test_a_bit_that_flips_in_a_gradient_is_found_by_computing_it_twice() -> None
     replicas.check_step(2, state, batch)
     turns = iter([replicas._compiled, faulty(program)])
     replicas.__dict__["_compiled"] = lambda *of: next(turns)(*of)
-    differs = r"at step 2 computed twice, a step differs on process 0, device 0: gradients\."
+    differs = r"at step 2 two computations of the step differ on process 0, device 0: gradients\."
     with pytest.raises(UserError, match=differs):
         replicas.check_step(2, state, batch)
 
@@ -112,5 +112,5 @@ def test_a_run_ends_before_it_saves_what_is_corrupt(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(TrainStep, "step", hit)
     corrupt = launcher.run_here("corrupt", *words, "--check-replicas", "4")
     assert corrupt.code == 2
-    assert "error: at step 3 bits that should be the same differ between process 0, device 3: " in corrupt.stderr
+    assert "error: at step 3 replicas differ between process 0, device 3: " in corrupt.stderr
     assert corrupt.checkpoints == {1, 2}

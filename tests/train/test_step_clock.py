@@ -53,7 +53,7 @@ def test_stacks_are_written_once(tmp_path, monkeypatch):
         clock.pause("save")
         time.sleep(0.1)
     (word,) = said
-    assert "step 5 takes far longer than those before it: Python's stacks are in" in word
+    assert "step 5 takes far longer than earlier steps: Python stacks are in" in word
     stacks = (tmp_path / "stacks" / "step-5-process-0.txt").read_text()
     assert "in wait_for_a_word" in stacks
 
@@ -68,4 +68,4 @@ def wait_for_a_word(said):
 def test_who_is_late_is_named(tmp_path):
     said = []
     clock_of(tmp_path, said).write_stacks(5, "process 3 (gpu-1, pid 7)")
-    assert "before it; process 3 (gpu-1, pid 7) did not come to it: Python's" in said[0]
+    assert "earlier steps; process 3 (gpu-1, pid 7) did not reach it: Python" in said[0]

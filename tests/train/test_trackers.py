@@ -111,7 +111,7 @@ def test_a_tracker_that_fails_is_one_note_and_the_metrics_stay(tmp_path: Path, w
 
     sys.modules["wandb"].init = init  # pyright: ignore[reportAttributeAccessIssue]
     assert log(tmp_path, "wandb") == [
-        "note    wandb fails, and the run goes on without it: ConnectionError: no network"
+        "note    wandb failed, and the run continues without it: ConnectionError: no network"
     ]
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5, "grad_norm": None}
 

@@ -18,13 +18,13 @@ from mtjax.train import xla_options
 from mtjax.train.setup import check_comparable
 from mtjax.train.step import make_train_step
 from mtjax.train.xla_options import (
-    AHEAD,
+    CONCURRENT,
     CPU,
     DETERMINISTIC,
     OVERLAP,
-    PIPELINED_SUMS,
+    PIPELINED_ALL_REDUCE,
+    PREFETCH,
     SECTIONS,
-    SIDE_BY_SIDE,
     STAGES,
     Chosen,
     Option,
@@ -67,8 +67,8 @@ def test_an_option_that_xla_does_not_know_is_left_out_and_named():
     """XLA's fields are the same for every platform, so the CPU's compiler can say which there are."""
     device = jax.devices()[0]
     assert accepted(OVERLAP, device) == Chosen(values(OVERLAP))
-    found = accepted((*PIPELINED_SUMS, *OVERLAP[1:], *STRANGE), device)
-    assert found.options == values(PIPELINED_SUMS, OVERLAP[1:])
+    found = accepted((*PIPELINED_ALL_REDUCE, *OVERLAP[1:], *STRANGE), device)
+    assert found.options == values(PIPELINED_ALL_REDUCE, OVERLAP[1:])
     assert found.refused == names(STRANGE)
 
 
@@ -87,10 +87,10 @@ def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     mesh, line = (find_target("h100x4").mesh(parse_mesh(text)) for text in ("2x4", "1x8"))
     split = tiny(sequence_parallel=True)
     assert choose(tiny(), line) == Chosen(values(OVERLAP))
-    assert choose(split, line) == Chosen(values(OVERLAP, PIPELINED_SUMS))
-    everything = values(OVERLAP, PIPELINED_SUMS, SIDE_BY_SIDE)
+    assert choose(split, line) == Chosen(values(OVERLAP, PIPELINED_ALL_REDUCE))
+    everything = values(OVERLAP, PIPELINED_ALL_REDUCE, CONCURRENT)
     assert choose(tiny(), mesh) == choose(split, mesh) == Chosen(everything)
-    ahead = Chosen(values(OVERLAP, SIDE_BY_SIDE, AHEAD))
+    ahead = Chosen(values(OVERLAP, CONCURRENT, PREFETCH))
     assert choose(replace(split, zero=3), mesh) == choose(replace(split, microbatch_size=None), mesh) == ahead
     assert choose(replace(split, overlap=False), mesh) == Chosen({})
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
@@ -126,7 +126,7 @@ def test_steps_are_compared_where_they_must_be_the_same(fields):
     device = SimpleNamespace(platform="gpu")
     mesh = SimpleNamespace(devices=np.array([device]))
     check_comparable(SimpleNamespace(config=tiny_config(**({"check_replicas": 5} | fields)), mesh=mesh))
-    with pytest.raises(UserError, match="which on GPUs differ by chance: add --deterministic"):
+    with pytest.raises(UserError, match="not deterministic by default: add --deterministic"):
         check_comparable(SimpleNamespace(config=tiny_config(check_replicas=5), mesh=mesh))
 
 

@@ -1,4 +1,4 @@
-"""The families: one file each, and the registry. A new family is a file here and a line in `FAMILIES`."""
+"""Model families: one file each, and the registry. To add a family, add a file here and an entry in `FAMILIES`."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from mtjax.config.families.llama import LLAMA
 from mtjax.config.families.t5 import T5
 
 FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5": T5}
-"""Name -> what the config knows about the family. `Model.family` takes its choices from here."""
+"""Name -> the family's defaults and checks. `Model.family` takes its choices from here."""
 
 
 def settings_of_others(name: str) -> frozenset[str]:
-    """Settings that have no effect in a family, because they are other families' own."""
+    """Returns the settings that have no effect in a family, because only other families use them."""
     return frozenset().union(*(family.own for family in FAMILIES.values())) - FAMILIES[name].own

@@ -1,4 +1,4 @@
-"""What the config knows about a family of models."""
+"""Defaults and checks of a model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ EXPERTS = frozenset(
         *("router_aux_loss", "router_z_loss"),
     }
 )
-"""Settings of experts in the place of the MLP, for families that can have them."""
+"""Settings of experts, for families that support them."""
 
 
 def without_head_norms(model: "Model") -> None:
-    """Checks that heads of queries and keys have no norms.
+    """Checks that qk_norm is off.
 
     Raises:
       UserError: they have.
@@ -41,20 +41,20 @@ def without_head_norms(model: "Model") -> None:
 
 
 def _nothing_more(model: "Model") -> None:
-    """The check of a family whose settings all fit each other."""
+    """Checks nothing, for a family that allows all combinations of settings."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's defaults, checks, and the settings that have an effect in this family only."""
+    """A family's defaults and checks, and the settings that have an effect only in this family."""
 
     defaults: Mapping[str, Any]
-    """Settings that the family brings; `mtjax.config.replace` puts them in force where the family changes."""
+    """Defaults of the family; `mtjax.config.replace` sets them when the family changes."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Setting -> the values that are implemented for this family, where that is not all of them."""
+    """Setting -> the values that this family supports, where that is not all of them."""
     own: frozenset[str] = frozenset()
-    """Settings that have an effect in this family, and not in families that don't name them here too."""
+    """Settings that have an effect in this family, and none in families that do not list them here too."""
     check: Callable[["Model"], None] = _nothing_more
-    """Raises a `UserError` where settings don't fit each other in this family; each alone has been checked before."""
+    """Raises a `UserError` for inconsistent settings; each setting has been checked separately before."""
     network: str | None = None
-    """Another family whose network this is, with other defaults: weights of one are weights of the other."""
+    """Another family with the same network and other defaults; they can exchange weights."""

@@ -10,14 +10,16 @@ if TYPE_CHECKING:
 
 
 def check(model: "Model") -> None:
-    """Checks what T5 lacks.
+    """Checks for settings that T5 does not support.
 
     Raises:
       UserError: heads share keys and values, or have norms.
     """
     without_head_norms(model)
     if model.num_kv_heads not in (None, model.num_heads):
-        raise UserError(f"num_kv_heads is {model.num_kv_heads}, and the family t5 has as many as num_heads")
+        raise UserError(
+            f"num_kv_heads is {model.num_kv_heads}, and the family t5 needs as many as num_heads ({model.num_heads})"
+        )
 
 
 T5 = Family(

@@ -1,4 +1,4 @@
-"""How a checkpoint's arrays are read and written: by Orbax, or one by one, with their layers in another order."""
+"""Reads and writes a checkpoint's arrays: with Orbax, or one by one, with their layers in another order."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """A handler for trees of only `jax.Array`."""
+    """Returns a handler for trees of `jax.Array` only."""
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _FinishingHandler()))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 class _FinishingHandler(ArrayHandler):
-    """Waits for every read it has begun before it reports that one has failed.
+    """Waits for all reads that it has started before it reports that one has failed.
 
-    Orbax reads all arrays at once and closes its event loop as soon as one read raises. The other reads would stay
-    suspended with what they hold, until the garbage collector finds them in the middle of something else, and print an
-    error each. They are waited for, not cancelled: TensorStore's threads report to the loop even then.
+    Orbax reads all arrays concurrently and closes its event loop as soon as one read raises. The other reads would stay
+    suspended until the garbage collector destroys them, and print an error each. They are awaited and not cancelled,
+    because TensorStore's threads would report to the loop even then.
     """
 
     async def deserialize(
@@ -41,7 +41,7 @@ class _FinishingHandler(ArrayHandler):
 
 
 async def finishing(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns; if it raises, all that it began has ended."""
+    """Returns the result of a coroutine; if it raises, waits first for all tasks that it has started."""
     before = asyncio.all_tasks()
     try:
         return await work
@@ -63,7 +63,7 @@ jax_array_handlers._async_serialize_replica_slices = _write_to_the_end
 
 
 def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.TensorStore:
-    """An array of a checkpoint, to be read by slices, with its layers in their own order.
+    """Opens an array of a checkpoint for reading by slices, with its layers in the model's order.
 
     Args:
       state: the folder of the arrays.
@@ -73,15 +73,15 @@ def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.Te
     store = ts.open(_spec(state, name), read=True).result()
     if order is None:
         return store
-    place = {number: i for i, number in enumerate(order.flat)}
-    return store[[place[number] for number in range(1 + max(order.flat))]]
+    position = {number: i for i, number in enumerate(order.flat)}
+    return store[[position[number] for number in range(1 + max(order.flat))]]
 
 
 def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: LayerOrder | None = None) -> jax.Array:
-    """An array on its devices, of which each reads its own part.
+    """Builds an array on its devices, each of which reads only its shard.
 
     Args:
-      store: with its layers in their own order.
+      store: the array, with its layers in the model's order.
       target: shape, type and sharding.
       order: in which the layers shall lie; zeros where a stage has none.
     """
@@ -89,7 +89,7 @@ def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: Laye
     view = store if numbers is None else store[np.maximum(numbers, 0).tolist()]
     read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
 
-    def part(index: Any) -> np.ndarray:
+    def read_shard(index: Any) -> np.ndarray:
         key = str(index)
         if key not in read:
             array = np.array(view[index].read().result(), target.dtype)
@@ -98,11 +98,11 @@ def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: Laye
             read[key] = array
         return read[key]
 
-    return jax.make_array_from_callback(target.shape, target.sharding, part)
+    return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
 
 
 def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) -> Any:
-    """A tree of arrays whose layers were saved in another order than they shall lie in."""
+    """Reads a tree of arrays whose layers are stacked in an order other than that in which they were saved."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = dotted(path)

@@ -1,8 +1,8 @@
-"""Sharded, asynchronous checkpoints (Orbax) that any mesh restores, and that prove what they hold.
+"""Sharded, asynchronous checkpoints (Orbax) that can be restored on any mesh, with verification of their contents.
 
-A checkpoint is one atomic folder: the state, and next to it a JSON page with the config, the position in the data and a
-fingerprint of every array. Fingerprints are computed where the arrays live and don't depend on the mesh, so a restore
-compares what it has with what was saved: a flipped bit or a missing chunk (which reads as zeros) does not pass.
+A checkpoint is one atomic folder: the state, and JSON metadata (`page/metadata`) with the config, the position in the
+data and a fingerprint of every array. Fingerprints are computed on the devices and don't depend on the mesh, so a
+restore verifies the arrays: a flipped bit or a missing chunk (which is read as zeros) is detected.
 """
 
 import contextlib
@@ -45,38 +45,38 @@ from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.step import State
 
 TIMEOUT = 600
-"""Seconds that a process waits for the others at a checkpoint before it says who is missing."""
+"""Seconds that a process waits for the others at a checkpoint before it reports which are missing."""
 
-SET_ASIDE = "damaged-"
-"""What the name of a checkpoint begins with that was set aside."""
+QUARANTINED = "damaged-"
+"""Prefix of the name of a quarantined checkpoint."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint, back on the devices."""
+    """A checkpoint restored onto the devices."""
 
     step: int
     state: State
     consumed_samples: int
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that were damaged, with what was wrong."""
+    """Newer checkpoints that are corrupted, with the reasons."""
     folder: Path = Path()
-    """The tier it was in."""
+    """The folder of the tier from which it was restored."""
     past: Past | None = None
-    """The run as its page describes it; None for a new run."""
+    """The run that its metadata describe; None for a new run."""
 
 
-Elsewhere = Callable[[int], Restored | None]
-"""Looks in another tier for a step at least as new; None where there is none."""
+OtherTier = Callable[[int], Restored | None]
+"""Restores a checkpoint of at least this step from another tier; returns None if there is none."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`, which is this run's alone."""
+    """The checkpoints of one run, in `folder`, which only this run writes to."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_every: int | None = None) -> None:
-        """Makes the folder where there is none.
+        """Creates the folder if it does not exist.
 
         Raises:
           UserError: it can't be made or read.
@@ -90,11 +90,11 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(
                     timeout_secs=TIMEOUT,
                     barrier_sync_fn=SaveBarriers(),
-                    # Those who write would wait five minutes for a folder that another thread could not make.
+                    # Orbax: with asynchronous creation, a folder that can't be made blocks the writers for 5 minutes.
                     create_directories_asynchronously=False,
                 ),
             ),
-            item_handlers={"state": array_handler(), "page": _PageHandler()},
+            item_handlers={"state": array_handler(), "page": _MetadataHandler()},
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,81 +108,81 @@ class Checkpoints:
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns.
 
-        The devices compute fingerprints once the arrays are copied, and who writes the page waits for them.
+        The metadata's writer thread waits for the fingerprints, which the devices compute after the arrays are copied.
         """
         step = int(state.step)
-        page = checkpoint_metadata(step, config, consumed_samples, self.record)
+        metadata = checkpoint_metadata(step, config, consumed_samples, self.record)
         if self._is_lost:
             self._manager, self._is_lost = self._open_manager(), False
-        prints: Future[Callable[[], dict[str, int]]] = Future()
+        pending: Future[Callable[[], dict[str, int]]] = Future()
 
-        def whole() -> dict[str, Any]:
-            return with_checksum(page | {"fingerprints": prints.result()()})
+        def complete() -> dict[str, Any]:
+            return with_checksum(metadata | {"fingerprints": pending.result()()})
 
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(existing_parts(state)), page=_PageSave(whole))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state_arrays(state)), page=_MetadataSave(complete))
         try:
             self._manager.save(step, args=arguments, force=True)
         except BaseException as e:
-            prints.set_exception(e)  # who writes the page shall not wait
+            pending.set_exception(e)  # the thread that writes the metadata must not wait
             raise
-        prints.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
+        pending.set_result(fingerprints_later(state, layer_orders(config.model, config.parallel)))
 
-    def restore(self, abstract: State, config: Config, elsewhere: Elsewhere = lambda at_least: None) -> Restored | None:
-        """The newest checkpoint that holds what was saved, placed as `abstract` says; None when there never was one.
+    def restore(self, abstract: State, config: Config, other: OtherTier = lambda at_least: None) -> Restored | None:
+        """Restores the newest valid checkpoint in the sharding of `abstract`; returns None if there never was one.
 
-        Another tier is asked, by `elsewhere`, before each step that is read. Newer ones that are damaged are named in a
-        warning and renamed, so that the run can write their steps again.
+        `other` is tried before each step that is read. Newer checkpoints that are corrupted are reported in a
+        warning and quarantined (renamed), so that the run can save their steps again.
 
         Raises:
           UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
             been renamed then.
         """
-        steps, set_aside = self._listed()
-        damaged: dict[int, str] = {}
+        steps, quarantined = self._list()
+        corrupted: dict[int, str] = {}
         for step in [*steps, 0]:
-            found = elsewhere(step)
+            found = other(step)
             if found is None and step == 0:
                 break
             try:
                 found = found or self._read(step, abstract, config)
             except CorruptedCheckpoint as e:
-                damaged[step] = str(e)
+                corrupted[step] = str(e)
                 continue
-            for bad, reason in damaged.items():
-                log.warning("checkpoint %s is damaged and skipped (%s)", self.folder / str(bad), reason)
-                self._set_aside(bad)
-            passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in damaged.items())
+            for bad, reason in corrupted.items():
+                log.warning("checkpoint %s is corrupted and skipped (%s)", self.folder / str(bad), reason)
+                self._quarantine(bad)
+            passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in corrupted.items())
             return dataclasses.replace(found, passed_over=passed_over)
-        if damaged or set_aside:
-            listed = "; ".join(f"{step}: {reason}" for step, reason in damaged.items()) or ", ".join(set_aside)
+        if corrupted or quarantined:
+            listed = "; ".join(f"{step}: {reason}" for step, reason in corrupted.items()) or ", ".join(quarantined)
             raise UserError(
-                f"all checkpoints in {self.folder} are damaged ({listed}), and nothing was changed: "
-                "put a good copy in their place, or begin anew in another --out"
+                f"all checkpoints in {self.folder} are corrupted ({listed}), and nothing was changed: "
+                "restore a good copy, or start a new run in another --out"
             )
         return None
 
     def latest(self) -> int | None:
-        """The newest step saved."""
+        """Returns the newest step saved."""
         return self._manager.latest_step()
 
     def wait(self) -> None:
-        """Waits until everything is written; raises what kept it from being."""
+        """Waits until everything is written; raises the error of a save that failed."""
         self._manager.wait_until_finished()
 
     def reopen(self) -> None:
-        """Begins anew, at the next save, after one that failed: a manager raises its error for ever."""
+        """Opens a new Orbax manager at the next save, after one that failed: a manager raises its error forever."""
         self._is_lost = True
         with contextlib.suppress(OSError):
             self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Removes what saves that failed or were killed have left; threads of a failed one may still write there."""
+        """Removes what failed or killed saves have left; threads of a failed save may still write there."""
         if jax.process_index() == 0:
             for leftover in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def newest_on_disk(self) -> Path | None:
-        """The newest checkpoint, if its folder can be read."""
+        """Returns the newest checkpoint, if its folder can be read."""
         with contextlib.suppress(OSError):
             steps = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
             return self.folder / str(max(steps)) if steps else None
@@ -193,41 +193,41 @@ class Checkpoints:
         if not self._is_lost:
             self._manager.close()
 
-    def _listed(self) -> tuple[list[int], list[str]]:
-        """The steps saved, newest first, and what was set aside, as the first process sees them."""
+    def _list(self) -> tuple[list[int], list[str]]:
+        """Lists the saved steps, newest first, and the quarantined checkpoints, as seen by the first process."""
 
         def look() -> tuple[list[int], list[str]]:
             names = sorted(path.name for path in self.folder.iterdir())
             steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
-            return steps, [name for name in names if name.startswith(SET_ASIDE)]
+            return steps, [name for name in names if name.startswith(QUARANTINED)]
 
         self._manager.wait_until_finished()
         seen = read_on_all_processes(str(self.folder), self.folder, look)
         return tuple(json.loads(all_gather_text("the list of checkpoints", json.dumps(seen))[0]))
 
     def _read(self, step: int, abstract: State, config: Config) -> Restored:
-        """A checkpoint's state and position in the data.
+        """Reads a checkpoint's state and position in the data.
 
-        It is damaged only if it is so twice: what a network or memory got wrong for a moment is right the next time.
+        It counts as corrupted only if two reads fail: an error of the network or of memory does not repeat.
         """
         try:
             return self._read_once(step, abstract, config)
         except CorruptedCheckpoint:
-            pass  # its traceback, which holds what was read, ends here
+            pass  # frees the arrays that its traceback holds
         return self._read_once(step, abstract, config)
 
     def _read_once(self, step: int, abstract: State, config: Config) -> Restored:
         folder = self.folder / str(step)
         name = f"checkpoint {shown(folder)}"
-        tree = existing_parts(abstract)
-        page = read_on_all_processes(name, folder, lambda: read_metadata(folder))
-        past = Past.of_page(step, page)
-        check_same_model(page["config"], config, name)
-        check_same_names(page["fingerprints"], tree, name)
-        orders, saved = layer_orders(config.model, config.parallel), saved_orders(page["config"])
+        tree = state_arrays(abstract)
+        metadata = read_on_all_processes(name, folder, lambda: read_metadata(folder))
+        past = Past.from_metadata(step, metadata)
+        check_same_model(metadata["config"], config, name)
+        check_same_names(metadata["fingerprints"], tree, name)
+        orders, saved = layer_orders(config.model, config.parallel), saved_orders(metadata["config"])
         state = read_on_all_processes(name, folder, lambda: self._read_state(step, tree, saved, orders))
         now = fingerprints(state, orders)
-        wrong = [name for name, print_ in page["fingerprints"].items() if now.get(name) != print_]
+        wrong = [name for name, number in metadata["fingerprints"].items() if now.get(name) != number]
         if wrong:
             raise CorruptedCheckpoint(
                 f"{wrong[0]} is not what was saved" + (f", nor are {len(wrong) - 1} more" if wrong[1:] else "")
@@ -245,7 +245,7 @@ class Checkpoints:
         items: Any = self._manager.restore(step, args=arguments)
         return State(**items["state"])
 
-    def _set_aside(self, step: int) -> None:
+    def _quarantine(self, step: int) -> None:
         self._manager.wait_until_finished()
 
         def rename() -> None:
@@ -253,33 +253,33 @@ class Checkpoints:
                 taken = [path.name for path in self.folder.iterdir()]
                 (self.folder / str(step)).rename(self.folder / quarantine_name(str(step), taken))
 
-        read_on_all_processes(f"{self.folder / str(step)}, which is damaged,", self.folder, rename)
+        read_on_all_processes(f"{self.folder / str(step)}, which is corrupted,", self.folder, rename)
         self._manager.reload()
 
 
 def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
-    """A checkpoint's page of metadata, but for what proves it: fingerprints and checksum."""
-    page = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
-    return page | {"run": record.to_dict()} if record is not None else page
+    """Builds a checkpoint's metadata, without fingerprints and checksum."""
+    base = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    return base | {"run": record.to_dict()} if record is not None else base
 
 
 def quarantine_name(name: str, taken: Iterable[str]) -> str:
-    """What a damaged checkpoint is called from now on, where names are `taken` by others."""
-    new = f"{SET_ASIDE}{name}"
+    """Returns the new name of a corrupted checkpoint, distinct from those in `taken`."""
+    new = f"{QUARANTINED}{name}"
     number = sum(other.startswith(new) for other in taken)
     return f"{new}-{number}" if number else new
 
 
-class _PageHandler(ocp.JsonCheckpointHandler):
-    """Writes what a function returns, which is called where the page is written: in the background."""
+class _MetadataHandler(ocp.JsonCheckpointHandler):
+    """Writes the result of a function, which is called in the background thread."""
 
     async def _save_fn(self, x: Callable[[], dict[str, Any]], directory: Any) -> None:
         await super()._save_fn(x(), directory)
 
 
-@ocp.args.register_with_handler(_PageHandler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(_MetadataHandler, for_save=True, for_restore=True)
 @dataclass
-class _PageSave(ocp.args.CheckpointArgs):
+class _MetadataSave(ocp.args.CheckpointArgs):
     item: Callable[[], dict[str, Any]]
 
 
@@ -295,7 +295,7 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
 
 
 def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
-    """Checks that a checkpoint has the arrays of a state, by dotted names, and no others.
+    """Checks that a checkpoint has exactly the arrays of a state, by dotted name.
 
     Raises:
       UserError: names the first that only one of them has.
@@ -309,18 +309,18 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
 
 
 def names_of(tree: Any) -> list[str]:
-    """The dotted names of a tree's leaves, in order."""
+    """Returns the dotted names of a tree's leaves, in order."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return [dotted(path) for path, _ in paths]
 
 
-def existing_parts(state: State) -> dict[str, Any]:
-    """The parts that a state has: only float16 has a loss scale."""
+def state_arrays(state: State) -> dict[str, Any]:
+    """Returns the fields of a state that exist: only float16 has a loss scale."""
     return {name: part for name, part in vars(state).items() if part is not None}
 
 
 def saved_orders(saved: Mapping[str, Any]) -> Orders:
-    """The order of layers in a checkpoint, by its config; older ones know neither chunks nor unequal stages."""
+    """Returns the order of stacked layers in a checkpoint; older configs have neither chunks nor unequal stages."""
     known = [field.name for field in dataclasses.fields(configs.Parallel)]
     parallel = {name: value for name, value in saved.get("parallel", {}).items() if name in known}
     of = configs.from_dict({"model": saved["model"], "parallel": parallel})
@@ -328,18 +328,18 @@ def saved_orders(saved: Mapping[str, Any]) -> Orders:
 
 
 def fingerprints(state: State, orders: Orders = PLAIN) -> dict[str, int]:
-    """A number for every array that changes with any bit and with any exchange of elements, whatever the mesh."""
-    return fingerprints_of(existing_parts(state), state.step.sharding.mesh, orders)
+    """Computes a number for every array that changes with any bit and any exchange of elements, on any mesh."""
+    return fingerprints_of(state_arrays(state), state.step.sharding.mesh, orders)
 
 
 def fingerprints_of(tree: Any, mesh: Mesh, orders: Orders = PLAIN) -> dict[str, int]:
-    """`fingerprints` of any tree of arrays on a mesh, by dotted names; layers count in their own order."""
+    """Computes `fingerprints` of any tree of arrays, by dotted name; layers count in the model's order."""
     return _later(tree, mesh, orders)()
 
 
 def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dict[str, int]]:
-    """`fingerprints`, under way on the devices: the arrays may be donated, and another thread may fetch the numbers."""
-    return _later(existing_parts(state), state.step.sharding.mesh, orders)
+    """Starts to compute `fingerprints`: the arrays may be donated, and another thread may fetch the numbers."""
+    return _later(state_arrays(state), state.step.sharding.mesh, orders)
 
 
 def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
@@ -349,42 +349,44 @@ def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]
 
 
 def lower_fingerprints(state: State, mesh: Mesh, orders: Orders = PLAIN) -> jax.stages.Lowered:
-    """The program of `fingerprints`, lowered from abstract values."""
-    tree = existing_parts(state)
+    """Lowers the program of `fingerprints` from abstract values."""
+    tree = state_arrays(state)
     with jax.set_mesh(mesh):
         return _fingerprint.lower(tree, tuple(order_of(name, orders) for name in names_of(tree)))
 
 
 @partial(jax.jit, static_argnums=1)
 def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
-    def every(tree: Any) -> Any:
+    def hash_all(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(hash_of, leaves, orders))
 
-    return auto_axes(every, out_sharding=REPLICATED)(tree)
+    return auto_axes(hash_all, out_sharding=REPLICATED)(tree)
 
 
 def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
-    """Sum of the bits of each element times an odd number of its own, modulo 2^32; a layer's number is its place.
+    """Sums the bits of each element times an odd factor of its index, modulo 2^32; layers count in the model's order.
 
     Args:
-      a: of a type of 32 bits.
-      order: in which the layers lie, if not in their own.
+      a: array of a 32-bit dtype.
+      order: order in which its layers are stacked; None for the model's order.
     """
+    # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
+    # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
     bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
-        place = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
+        position = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
         if order is not None and dimension == 0:
-            place = jnp.asarray(np.maximum(order.flat, 0), jnp.uint32)[place]
-        index = index * jnp.uint32(size) + place
+            position = jnp.asarray(np.maximum(order.flat, 0), jnp.uint32)[position]
+        index = index * jnp.uint32(size) + position
     return (bits * (index * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1))).sum(dtype=jnp.uint32)
 
 
-def fingerprint_of_part(part: np.ndarray, offset: int) -> int:
-    """What a contiguous part of a float32 array, beginning at element `offset`, adds to the array's fingerprint.
+def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
+    """Computes the contribution to the fingerprint of a float32 array's slice that starts at element `offset`.
 
-    Sums of the parts' numbers, modulo 2^32, are the whole's: an array can be written, and proven, piece by piece.
+    The sum over all slices, modulo 2^32, is the fingerprint: an array can be written and verified slice by slice.
     """
     total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(np.uint32), 1 << 22
     for start in range(0, bits.size, block):

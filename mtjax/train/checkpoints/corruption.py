@@ -1,7 +1,8 @@
-"""What a failed read proves: that a checkpoint is damaged, or only that it could not be read here and now.
+"""Distinguishes corrupted checkpoints from checkpoints that could not be read.
 
-A checkpoint is set aside for damage alone, so damage must be proven: all of its files can be read, and what they hold
-is wrong. TensorStore and Orbax are not witnesses of the first: a folder without permission is "not found" to them.
+Only a corrupted checkpoint is quarantined, so corruption must be verified: all of its files can be read, and their
+contents are wrong. TensorStore and Orbax do not distinguish these: they report a folder without permission as "not
+found".
 """
 
 import hashlib
@@ -18,30 +19,30 @@ from mtjax.train.processes.coordination import all_gather_text
 
 T = TypeVar("T")
 
-_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND")
-"""TensorStore's words for contents that are wrong. Others speak of the machine: PERMISSION_DENIED, UNAVAILABLE,
+_CORRUPTION_CODES = ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND")
+"""TensorStore's error codes for wrong contents. Other codes concern the machine: PERMISSION_DENIED, UNAVAILABLE,
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED."""
 
 
 VERSION = 1
-"""Of the format of a checkpoint's page of metadata."""
+"""Format version of a checkpoint's metadata."""
 
 
 class CorruptedCheckpoint(Exception):
-    """A checkpoint does not hold what was saved."""
+    """The contents of a checkpoint are not what was saved."""
 
 
 def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
-    """What `read` returns, if it succeeded in every process.
+    """Returns the result of `read`, if it succeeded in every process.
 
     Args:
       name: of what is read, for messages.
-      folder: whose files `read` reads.
-      read: raises whatever a broken file, disk or network may cause.
+      folder: the folder that `read` reads.
+      read: may raise any error of a broken file, disk or network.
 
     Raises:
-      Damaged: in all processes, when it is proven in one: each must go on to the same checkpoint.
-      UserError: in all processes, when one refuses what may be good, or could not read it.
+      CorruptedCheckpoint: in all processes, if one has verified it: all must continue with the same checkpoint.
+      UserError: in all processes, if one refuses a checkpoint that may be good, or could not read it.
     """
     result, failure = None, None
     try:
@@ -56,39 +57,40 @@ def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
         raise UserError(
             f"{name} can't be read: {reasons[UNREADABLE]}; nothing was changed: make it readable, or move it elsewhere"
         )
-    if DAMAGED in reasons:
-        raise CorruptedCheckpoint(reasons[DAMAGED])
+    if CORRUPTED in reasons:
+        raise CorruptedCheckpoint(reasons[CORRUPTED])
     return result  # pyright: ignore[reportReturnType]  (no process failed: it is what `read` returned)
 
 
-REFUSED, UNREADABLE, DAMAGED = "refused", "unreadable", "damaged"
+REFUSED, UNREADABLE, CORRUPTED = "refused", "unreadable", "corrupted"
 
 
 def failure_of(error: Exception, folder: Path) -> dict[str, str]:
-    """What `kind` of failure an error is that came of reading files of a folder, and its `reason`."""
+    """Classifies an error of reading files in a folder: its `kind` and `reason`."""
     if isinstance(error, UserError):
         return {"kind": REFUSED, "reason": str(error)}
-    if not url_of(folder) and (problem := next(unreadable_files(folder), None)):  # a store's own words can be trusted
+    # An object store reports its errors correctly; for a file system, look which files can't be read.
+    if not url_of(folder) and (problem := next(unreadable_files(folder), None)):
         return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
         for e in chain:
             if isinstance(e, CorruptedCheckpoint | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(
-                _DAMAGE
+                _CORRUPTION_CODES
             ):
-                return {"kind": DAMAGED, "reason": first_line(e)}
+                return {"kind": CORRUPTED, "reason": first_line(e)}
     return {"kind": UNREADABLE, "reason": first_line(error)}
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        # As Python itself prints them: `raise ... from None` says that the context is not a cause.
+        # As in Python's own tracebacks: `raise ... from None` marks that the context is not a cause.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def unreadable_files(folder: Path) -> Iterator[OSError]:
-    """What keeps the files of a folder, and those below it, from being read: one error for each that can't be."""
+    """Yields one error for each file in or below a folder that can't be read."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as e:
@@ -102,7 +104,7 @@ def unreadable_files(folder: Path) -> Iterator[OSError]:
 
 
 def _unreadable(path: Path) -> OSError | None:
-    """Opens a file and reads its first and last byte: a whole one may be large, and each process may have to look."""
+    """Tries to read the first and the last byte of a file: reading it entirely may take long."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -116,50 +118,51 @@ def _unreadable(path: Path) -> OSError | None:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's page of metadata, without its checksum.
+    """Reads a checkpoint's metadata, without the checksum.
 
     Raises:
-      Damaged: it is missing, or not what was saved.
+      CorruptedCheckpoint: it is missing, or not what was saved.
       UserError: another version of mtjax wrote it, in a format that this one can't read.
       OSError: it can't be read.
     """
     try:
-        page = json.loads(read_bytes(checkpoint / "page" / "metadata"))
+        metadata = json.loads(read_bytes(checkpoint / "page" / "metadata"))
     except FileNotFoundError:
-        raise CorruptedCheckpoint("its page of metadata is missing") from None
+        raise CorruptedCheckpoint("its metadata is missing") from None
     except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8
-        raise CorruptedCheckpoint("its page of metadata is not what was saved") from e
-    if not isinstance(page, dict) or page.pop("checksum", None) != metadata_checksum(page):
-        raise CorruptedCheckpoint("its page of metadata is not what was saved")
-    if (version := page.get("version", VERSION)) != VERSION:
+        raise CorruptedCheckpoint("its metadata is not what was saved") from e
+    if not isinstance(metadata, dict) or metadata.pop("checksum", None) != metadata_checksum(metadata):
+        raise CorruptedCheckpoint("its metadata is not what was saved")
+    if (version := metadata.get("version", VERSION)) != VERSION:
         raise UserError(
-            f"checkpoint {shown(checkpoint)} has version {version!r} of the format, and this mtjax reads "
-            f"version {VERSION}: use the mtjax that wrote it, or a newer one"
+            f"checkpoint {shown(checkpoint)} has format version {version!r}, and this version of mtjax reads "
+            f"version {VERSION}: use the version of mtjax that wrote it, or a newer one"
         )
-    if missing := {"config", "consumed_samples", "fingerprints"} - page.keys():
-        raise CorruptedCheckpoint(f"its page of metadata lacks {', '.join(sorted(missing))}")
-    if not _is_page(page):
-        raise CorruptedCheckpoint("its page of metadata is not what a checkpoint has")
-    return page | {"config": with_new_names(page["config"])}
+    if missing := {"config", "consumed_samples", "fingerprints"} - metadata.keys():
+        raise CorruptedCheckpoint(f"its metadata lacks {', '.join(sorted(missing))}")
+    if not _is_metadata(metadata):
+        raise CorruptedCheckpoint("its metadata is not that of a checkpoint")
+    return metadata | {"config": with_new_names(metadata["config"])}
 
 
-def _is_page(page: Mapping[str, Any]) -> bool:
-    """Whether the parts of a page are of the right kinds: a page with the right checksum need not be mtjax's."""
-    config, prints, consumed = page["config"], page["fingerprints"], page["consumed_samples"]
+def _is_metadata(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether the values of metadata have the right types: valid JSON with a valid checksum need not be
+    mtjax's."""
+    config, fingerprints, consumed = metadata["config"], metadata["fingerprints"], metadata["consumed_samples"]
     sections = [config.get("model"), config.get("parallel", {})] if isinstance(config, dict) else [None]
     return (
         all(isinstance(section, dict) for section in sections)
-        and isinstance(prints, dict)
+        and isinstance(fingerprints, dict)
         and type(consumed) is int
         and consumed >= 0
     )
 
 
-def metadata_checksum(page: Mapping[str, Any]) -> str:
-    """Of a page without its `checksum`."""
-    return hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
+def metadata_checksum(metadata: Mapping[str, Any]) -> str:
+    """Computes the checksum of metadata without their `checksum`."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
-def with_checksum(page: Mapping[str, Any]) -> dict[str, Any]:
-    """A page as it is written."""
-    return {**page, "checksum": metadata_checksum(page)}
+def with_checksum(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata with their checksum, as they are written."""
+    return {**metadata, "checksum": metadata_checksum(metadata)}

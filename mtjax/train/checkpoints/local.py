@@ -32,14 +32,14 @@ from mtjax.train.checkpoints.checkpoint import (
     check_same_model,
     check_same_names,
     checkpoint_metadata,
-    existing_parts,
     fingerprints,
     fingerprints_later,
     quarantine_name,
     saved_orders,
+    state_arrays,
 )
 from mtjax.train.checkpoints.corruption import (
-    DAMAGED,
+    CORRUPTED,
     REFUSED,
     failure_of,
     metadata_checksum,
@@ -52,8 +52,8 @@ from mtjax.train.processes.coordination import all_gather_text
 from mtjax.train.step import State
 
 IDENTITY = "run_id"
-"""The file in a run's folder whose first line names its folder on local disks: another run in the same --out has
-another. The second line is the run's folder, by which a copy is told from the original."""
+"""File in a run's folder. Its first line names the run's folder on local disks, so that another run in the same --out
+uses another one. Its second line is the run's folder, which distinguishes a copy from the original."""
 LACKING = "lacking"
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
-    """The local tier of the run in `folder`; None where --local-checkpoints is not given. All processes call it.
+    """Opens the local tier of the run in `folder`; returns None without --local-checkpoints. All processes call it.
 
     Raises:
       UserError: in all processes, when one can't write to its disk.
@@ -85,11 +85,14 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
 
 
 def _identity(folder: Path) -> str:
+    """Returns the id of the run in `folder` for its local folder; creates it for a new or copied run."""
     path = folder / IDENTITY
     try:
-        words = path.read_text().splitlines() if path.exists() else []
-        identity, place = [*words, *[None] * 2][:2]
-        if identity is None or was_copied(folder, place):  # a copy must not write into the original's
+        lines = path.read_text().splitlines() if path.exists() else []
+        identity, recorded_folder = [*lines, *[None] * 2][:2]
+        if identity is None or was_copied(
+            folder, recorded_folder
+        ):  # a copied run must not write into the original's local folder
             identity = uuid.uuid4().hex[:12]
         path.write_text(f"{identity}\n{folder.resolve()}\n")
         return identity
@@ -98,7 +101,7 @@ def _identity(folder: Path) -> str:
 
 
 class LocalCheckpoints:
-    """The local tier of one run, as one process sees it.
+    """The local checkpoint tier of one run, as seen by one process.
 
     Args:
       folder: of this run, on this machine.
@@ -110,42 +113,42 @@ class LocalCheckpoints:
         self.folder, self._every, self._keep = folder, every, keep
         self._me = f"process-{jax.process_index()}"
         self._writer: threading.Thread | None = None
-        self._damaged: dict[Path, str] = {}
+        self._corrupted: dict[Path, str] = {}
         self._tried: set[int] = set()
         self.record: RunRecord | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint belongs after this step."""
+        """Returns whether a checkpoint is due after this step."""
         return step % self._every == 0
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
-        """Starts saving; the arrays may be donated as soon as it returns. A disk that fails is said, and no more."""
+        """Starts saving; the arrays may be donated as soon as it returns. A failure is only logged."""
         self.close()
         step = int(state.step)
-        pieces = copy_pieces(existing_parts(state))
-        prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
-        page = checkpoint_metadata(step, config, consumed_samples, self.record)
+        pieces = copy_pieces(state_arrays(state))
+        pending = fingerprints_later(state, layer_orders(config.model, config.parallel))
+        metadata = checkpoint_metadata(step, config, consumed_samples, self.record)
 
         def write() -> None:
             try:
-                write_pieces(pieces, page | {"fingerprints": prints()}, self.folder / str(step) / self._me)
-                self._forget(step)
-            except Exception as e:  # whatever a disk may cause: the other tier stays
-                said = first_line(e)
-                log.warning("the local checkpoint of step %d was not saved (%s); the run goes on", step, said)
+                write_pieces(pieces, metadata | {"fingerprints": pending()}, self.folder / str(step) / self._me)
+                self._remove_old(step)
+            except Exception as e:  # any error of the disk: the shared tier is still there
+                reason = first_line(e)
+                log.warning("the local checkpoint of step %d was not saved (%s); the run goes on", step, reason)
 
         self._writer = threading.Thread(target=write, name="local checkpoint")
         self._writer.start()
 
     def close(self) -> None:
-        """Waits until what was saved is written."""
+        """Waits until the last save is written."""
         if self._writer is not None:
             self._writer.join()
 
-    def _forget(self, newest: int) -> None:
-        """Removes what is older than the last ones, and what an abandoned course of the run left beyond the newest.
+    def _remove_old(self, newest: int) -> None:
+        """Removes all but the newest checkpoints up to `newest`, and later ones that are left from before a resume.
 
-        Any process may do it for its machine: who has saved a step knows that all have finished the one before.
+        Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
         """
         steps = sorted(step for step in self._steps() if step <= newest)
         keep = set(steps[-self._keep :])
@@ -160,7 +163,8 @@ class LocalCheckpoints:
     # --- restoring
 
     def newest(self, at_least: int, abstract: State, config: Config, say: Callable[[str], object]) -> Restored | None:
-        """The newest step not yet tried that the processes have between them; None where there is none.
+        """Restores the newest step not yet tried of which the processes together have all shards; returns None if there
+        is none.
 
         All processes call it.
 
@@ -174,8 +178,8 @@ class LocalCheckpoints:
           UserError: in all processes, when one has what it can't read, or what is of another model.
         """
         seen = read_on_all_processes("the list of local checkpoints", self.folder, self._steps)
-        everybody = [json.loads(word) for word in all_gather_text("the local checkpoints", json.dumps(seen))]
-        for step in sorted({step for steps in everybody for step in steps} - self._tried, reverse=True):
+        steps_of_processes = [json.loads(text) for text in all_gather_text("the local checkpoints", json.dumps(seen))]
+        for step in sorted({step for steps in steps_of_processes for step in steps} - self._tried, reverse=True):
             if step < at_least:
                 break
             self._tried.add(step)
@@ -187,49 +191,56 @@ class LocalCheckpoints:
         return None
 
     def _restore(self, step: int, abstract: State, config: Config) -> tuple[Restored | None, str]:
-        """The state of a step, or why it can't be had; or who gets its parts from others."""
-        found = self._look(step, abstract, config)
-        identity = metadata_checksum(found.page) if found.page else ""
-        word = {"host": socket.gethostname(), "failure": found.failure, "identity": identity}
-        words = [json.loads(word) for word in all_gather_text(f"the local checkpoint of step {step}", json.dumps(word))]
-        for word in words:
-            if word["failure"] and word["failure"]["kind"] != LACKING:
-                _refuse(self.folder / str(step), word)
-        holders = {process for process, word in enumerate(words) if not word["failure"]}
+        """Returns the state of a step, or the reason why it can't be restored; the note also reports which processes
+        receive their shards from others."""
+        found = self._find_copies(step, abstract, config)
+        identity = metadata_checksum(found.metadata) if found.metadata else ""
+        report = {"host": socket.gethostname(), "failure": found.failure, "identity": identity}
+        reports = [
+            json.loads(report) for report in all_gather_text(f"the local checkpoint of step {step}", json.dumps(report))
+        ]
+        for report in reports:
+            if report["failure"] and report["failure"]["kind"] != LACKING:
+                _refuse(self.folder / str(step), report)
+        holders = {process for process, report in enumerate(reports) if not report["failure"]}
         without = ", ".join(
-            f"process {process} ({word['host']}) {word['failure']['reason']}"
-            for process, word in enumerate(words)
-            if word["failure"]
+            f"process {process} ({report['host']}) {report['failure']['reason']}"
+            for process, report in enumerate(reports)
+            if report["failure"]
         )
         name = f"step {step} in {self.folder}"
-        if len({words[process]["identity"] for process in holders}) > 1:
-            return None, f"{name} is not taken: the processes hold different states of it"
-        if not have_all(jax.tree.leaves(existing_parts(abstract)), holders):
-            return None, f"{name} is not taken: {without}"
+        if len({reports[process]["identity"] for process in holders}) > 1:
+            return None, f"{name} is not used: the processes have different states of it"
+        if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
+            return None, f"{name} is not used: {without}"
         first = min(holders)
-        own = json.dumps(found.page) if jax.process_index() == first else ""
-        page = json.loads(all_gather_text(f"the page of step {step}", own)[first])
-        state = State(**_place(found, existing_parts(abstract), holders))
+        text = json.dumps(found.metadata) if jax.process_index() == first else ""
+        metadata = json.loads(all_gather_text(f"the metadata of step {step}", text)[first])
+        state = State(**_place(found, state_arrays(abstract), holders))
         now = fingerprints(state, layer_orders(config.model, config.parallel))
-        if wrong := [key for key, number in page["fingerprints"].items() if now.get(key) != number]:
-            self._damaged[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
-            return None, f"{name} is not taken: {reason}"
-        note = f"{name} is taken though {without}: its parts come from processes that hold the same" if without else ""
-        past = Past.of_page(step, page)
+        if wrong := [key for key, number in metadata["fingerprints"].items() if now.get(key) != number]:
+            self._corrupted[self.folder / str(step) / self._me] = reason = f"{wrong[0]} is not what was saved"
+            return None, f"{name} is not used: {reason}"
+        note = (
+            f"{name} is used although {without}: its shards are copied from processes that have replicas"
+            if without
+            else ""
+        )
+        past = Past.from_metadata(step, metadata)
         return Restored(step, state, past.consumed_samples, folder=self.folder, past=past), note
 
-    def _look(self, step: int, abstract: State, config: Config) -> "_Found":
-        """Where on this machine the parts are that this process needs of a step, or what is wrong."""
-        tree, folder = existing_parts(abstract), self.folder / str(step)
+    def _find_copies(self, step: int, abstract: State, config: Config) -> "_Found":
+        """Finds the shards of a step on this machine that this process needs, or the reason why they are missing."""
+        tree, folder = state_arrays(abstract), self.folder / str(step)
         copies: list[_Copy] = []
         try:
             paths = list(folder.glob("process-*"))
             for path in sorted(paths, key=lambda path: (path.name != self._me, path.name)):
-                page = self._unless_damaged(path, lambda path=path: read_metadata(path))
-                if page is not None:
-                    check_same_model(page["config"], config, str(path))
-                    check_same_names(page["fingerprints"], tree, str(path))
-                    copies.append(_Copy(path, page.pop("pieces"), page))
+                metadata = self._unless_corrupted(path, lambda path=path: read_metadata(path))
+                if metadata is not None:
+                    check_same_model(metadata["config"], config, str(path))
+                    check_same_names(metadata["fingerprints"], tree, str(path))
+                    copies.append(_Copy(path, metadata.pop("pieces"), metadata))
             return self._choose(folder, copies, tree, config)
         except _Failed as e:
             return _Found(failure=e.failure)
@@ -237,32 +248,41 @@ class LocalCheckpoints:
             return _Found(failure=failure_of(e, folder))
 
     def _choose(self, folder: Path, copies: "list[_Copy]", tree: Any, config: Config) -> "_Found":
-        """A whole copy of each array's parts."""
-        here = [copy for copy in copies if copy.page == copies[0].page]  # others are of an abandoned course of the run
+        """Chooses a complete copy of each array's shards."""
+        here = [
+            copy for copy in copies if copy.metadata == copies[0].metadata
+        ]  # copies with other metadata are left from before an earlier resume
         orders = layer_orders(config.model, config.parallel)
-        if here and saved_orders(here[0].page["config"]) != orders:
+        if here and saved_orders(here[0].metadata["config"]) != orders:
             return _Found(failure={"kind": LACKING, "reason": "has its layers in another order"})
         folders = {}
         for name, leaf in _named(tree):
             for copy in here:
                 state = copy.path / "state"
-                if copy.path in self._damaged or not covers(copy.pieces[name], leaf):
+                if copy.path in self._corrupted or not covers(copy.pieces[name], leaf):
                     continue
                 read = partial(verify, state, name, copy.pieces[name], leaf)
-                if self._unless_damaged(copy.path, lambda read=read: read() or True):
+                if self._unless_corrupted(copy.path, lambda read=read: read() or True):
                     folders[name] = state
                     break
             if name not in folders:
                 return _Found(failure=self._missing(folder, copies))
-        return _Found(here[0].page, folders)
+        return _Found(here[0].metadata, folders)
 
     def _missing(self, folder: Path, copies: "list[_Copy]") -> dict[str, str]:
-        damage = next((reason for path, reason in self._damaged.items() if path.parent == folder), None)
-        reason = f"has a damaged one ({damage})" if damage else "has parts of other devices" if copies else "lacks it"
+        """Returns the failure of a step of which this machine lacks shards."""
+        corruption = next((reason for path, reason in self._corrupted.items() if path.parent == folder), None)
+        reason = (
+            f"has a corrupted one ({corruption})"
+            if corruption
+            else "has shards of other devices"
+            if copies
+            else "lacks it"
+        )
         return {"kind": LACKING, "reason": reason}
 
-    def _unless_damaged(self, path: Path, read: Callable[[], T]) -> T | None:
-        """What `read` returns; None when the copy at `path` is damaged, which it is only if it is so twice.
+    def _unless_corrupted(self, path: Path, read: Callable[[], T]) -> T | None:
+        """Returns the result of `read`, or None if the copy at `path` is corrupted, which two reads must confirm.
 
         Raises:
           _Failed: whatever else is wrong.
@@ -272,24 +292,24 @@ class LocalCheckpoints:
                 return read()
             except Exception as e:
                 failure = failure_of(e, path)
-            if failure["kind"] != DAMAGED:
+            if failure["kind"] != CORRUPTED:
                 raise _Failed(failure)
             if attempt == 2:
-                self._damaged[path] = failure["reason"]
+                self._corrupted[path] = failure["reason"]
         return None
 
-    def set_aside(self) -> None:
-        """Renames copies that are damaged: to be called once a state was restored, from whichever tier."""
-        for path, reason in self._damaged.items():
-            log.warning("the local checkpoint %s is damaged and skipped (%s)", path, reason)
+    def quarantine(self) -> None:
+        """Renames corrupted copies; called after a state was restored, from whichever tier."""
+        for path, reason in self._corrupted.items():
+            log.warning("the local checkpoint %s is corrupted and skipped (%s)", path, reason)
             new = quarantine_name(f"{path.parent.name}-{path.name}", [other.name for other in self.folder.iterdir()])
-            with contextlib.suppress(FileNotFoundError):  # another process of this machine may have done it
+            with contextlib.suppress(FileNotFoundError):  # another process on this machine may have renamed it
                 path.rename(self.folder / new)
-        self._damaged.clear()
+        self._corrupted.clear()
 
 
 class _Failed(Exception):
-    """Something is wrong that is not damage."""
+    """A failure other than corruption."""
 
     def __init__(self, failure: dict[str, str]) -> None:
         super().__init__(failure["reason"])
@@ -298,23 +318,23 @@ class _Failed(Exception):
 
 @dataclass(frozen=True)
 class _Copy:
-    """What one process saved of a step, on this machine."""
+    """The copy of a step that one process saved on this machine."""
 
     path: Path
     pieces: dict[str, Any]
-    page: dict[str, Any]
-    """What all processes wrote alike."""
+    metadata: dict[str, Any]
+    """The metadata that all processes wrote identically."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What this machine has of a step."""
+    """The copies of a step on this machine."""
 
-    page: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """By name of an array, where all parts are that this process needs."""
+    """By array name, the folder with all shards that this process needs."""
     failure: dict[str, str] | None = None
-    """Why it is not enough."""
+    """Why the copies are incomplete."""
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
@@ -322,30 +342,31 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _place(found: _Found, tree: Any, holders: Collection[int]) -> Any:
-    """The arrays of a state on their devices; processes that are not holders get theirs from those that are."""
+    """Builds the arrays of a state on their devices; processes that are not holders receive their shards from those
+    that are."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = dotted(path)
         if len(holders) == jax.process_count():
             return place_array(open_array(found.folders[name], name), leaf)
 
-        def part(index: Any) -> np.ndarray:
+        def read_shard(index: Any) -> np.ndarray:
             return np.asarray(open_array(found.folders[name], name)[index].read().result(), leaf.dtype)
 
-        return restore_missing(leaf, part, holders)
+        return restore_missing(leaf, read_shard, holders)
 
     try:
         return jax.tree_util.tree_map_with_path(one, tree)
-    except (OSError, ValueError) as e:  # it could be read a moment ago; the others are told by `Peers`
+    except (OSError, ValueError) as e:  # it could be read a moment ago; `Peers` reports it to the other processes
         raise UserError(f"a local checkpoint can't be read: {first_line(e)}; start again with --resume") from e
 
 
-def _refuse(folder: Path, word: dict[str, Any]) -> None:
-    """Raises what one process must not ignore, in all of them."""
-    reason = word["failure"]["reason"]
-    if word["failure"]["kind"] == REFUSED:
+def _refuse(folder: Path, report: dict[str, Any]) -> None:
+    """Raises, in all processes, a failure that must not be ignored."""
+    reason = report["failure"]["reason"]
+    if report["failure"]["kind"] == REFUSED:
         raise UserError(reason)
     raise UserError(
-        f"local checkpoint {folder} on {word['host']} can't be read: {reason}; nothing was changed: make it readable, "
-        "or leave out --local-checkpoints to go on from those in --out"
+        f"local checkpoint {folder} on {report['host']} can't be read: {reason}; nothing was changed: make it "
+        "readable, or remove --local-checkpoints to resume from --out"
     )

@@ -1,4 +1,4 @@
-"""The state of a run, apart from its arrays, when a checkpoint was saved: what a resumed run continues."""
+"""The state of a run, without its arrays, when a checkpoint was saved: what a resumed run continues."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from mtjax.train.schedule import Horizon, horizon_of
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint's page records of its run in addition to the config: decisions made when the run began.
+    """Record of a run in a checkpoint's metadata, in addition to the config: decisions made when the run started.
 
     Attributes:
-      position: the order of samples, and what they are made from.
-      horizon: over which steps the learning rate decays and the weight decay grows.
-      started_in: the working directory, which relative paths refer to.
+      position: the order of samples, and the text they are built from.
+      horizon: steps over which learning rate and weight decay change.
+      started_in: the working directory, to which relative paths refer.
     """
 
     position: DataPosition
@@ -34,7 +34,7 @@ class RunRecord:
     started_in: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Converts the record to JSON values."""
         return {
             "data": self.position.to_dict(),
             "horizon": dataclasses.asdict(self.horizon),
@@ -43,20 +43,20 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunRecord":
-        """The inverse of `to_dict`."""
+        """Inverts `to_dict`."""
         horizon = Horizon(**values["horizon"])
         return cls(DataPosition.from_dict(values["data"]), horizon, values["started_in"])
 
 
 @dataclass(frozen=True)
 class Past:
-    """A run as a checkpoint's page describes it.
+    """A run as described by a checkpoint's metadata.
 
     Attributes:
-      step: steps that are done.
-      consumed_samples: by these.
-      tables: the config with which it was saved, as the page has it.
-      record: what else the page has; None in checkpoints of mtjax before November 2026.
+      step: number of steps done.
+      consumed_samples: number of samples consumed by these steps.
+      tables: the config with which it was saved, as tables.
+      record: the record of the run; None in checkpoints of mtjax before November 2026.
     """
 
     step: int
@@ -65,21 +65,21 @@ class Past:
     record: RunRecord | None = None
 
     @classmethod
-    def of_page(cls, step: int, page: Mapping[str, Any]) -> "Past":
-        """Reads a page.
+    def from_metadata(cls, step: int, metadata: Mapping[str, Any]) -> "Past":
+        """Reads a checkpoint's metadata.
 
         Raises:
-          Damaged: its record of the run lacks something.
+          CorruptedCheckpoint: its record of the run is incomplete.
         """
         try:
-            record = RunRecord.from_dict(page["run"]) if "run" in page else None
+            record = RunRecord.from_dict(metadata["run"]) if "run" in metadata else None
         except (KeyError, TypeError, AttributeError) as e:
-            raise CorruptedCheckpoint("its page of metadata has an incomplete record of the run") from e
-        return cls(step, page["consumed_samples"], page["config"], record)
+            raise CorruptedCheckpoint("its metadata has an incomplete record of the run") from e
+        return cls(step, metadata["consumed_samples"], metadata["config"], record)
 
     @cached_property
     def config(self) -> Config:
-        """The config with which it was saved; settings that this version does not have are left out."""
+        """The config with which it was saved, without settings that this version does not have."""
         hints = get_type_hints(Config)
         known = {
             section: {name: value for name, value in table.items() if name in get_type_hints(hints[section])}
@@ -90,29 +90,29 @@ class Past:
 
     @property
     def order(self) -> SampleOrder:
-        """The order of its samples; without a record it is that of the config with which the checkpoint was saved."""
+        """The order of its samples; without a record, that of the config with which the checkpoint was saved."""
         if self.record is not None:
             return self.record.position.order
         return SampleOrder(0, (train_samples(self.config.training),))
 
     @property
     def horizon(self) -> Horizon:
-        """Over which steps its learning rate decays and its weight decay grows."""
+        """The steps over which its learning rate and weight decay change."""
         if self.record is not None:
             return self.record.horizon
         return horizon_of(self.config.optimizer, self.config.training.steps)
 
 
 def newest_past(checkpoints: Path) -> Past | None:
-    """The newest checkpoint below a folder whose page can be used; None where there is none. All processes call it.
+    """Returns the newest checkpoint in a folder with usable metadata; None if there is none. All processes call it.
 
-    Nothing is changed: damaged checkpoints are named and set aside when the state is restored.
+    Nothing is changed: corrupted checkpoints are reported and quarantined when the state is restored.
 
     Args:
       checkpoints: the folder of all steps, on this machine or in an object store.
 
     Raises:
-      UserError: a page can't be read, or has an unknown version.
+      UserError: metadata can't be read, or have an unknown format version.
     """
 
     def look() -> dict[str, Any] | None:
@@ -125,13 +125,13 @@ def newest_past(checkpoints: Path) -> Past | None:
             if url and not is_file(folder / "page" / "metadata"):
                 continue  # a save that was killed
             try:
-                page = read_metadata(folder)
-                Past.of_page(step, page)
+                metadata = read_metadata(folder)
+                Past.from_metadata(step, metadata)
             except CorruptedCheckpoint:
                 continue
-            return {"step": step, "page": {name: page[name] for name in page if name != "fingerprints"}}
+            return {"step": step, "metadata": {name: metadata[name] for name in metadata if name != "fingerprints"}}
         return None
 
     seen = read_on_all_processes(f"the newest checkpoint in {shown(checkpoints)}", checkpoints, look)
     found = json.loads(all_gather_text("the newest checkpoint", json.dumps(seen))[0])
-    return Past.of_page(found["step"], found["page"]) if found else None
+    return Past.from_metadata(found["step"], found["metadata"]) if found else None

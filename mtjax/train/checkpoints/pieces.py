@@ -1,7 +1,7 @@
-"""What one process has of a state, on its machine's own disk: the parts of arrays that its devices hold.
+"""Copies of one process's shards of a state, on its machine's local disk.
 
-A copy is a folder like a checkpoint: `state/`, with a zarr array under each dotted name of which only some chunks are
-there, each with a checksum, and `page/metadata`, which also lists the parts that are there.
+A copy is a folder like a checkpoint: `state/`, with a zarr array under each dotted name of which only this process's
+chunks exist, each with a checksum, and `page/metadata`, which also lists these chunks.
 """
 
 import json
@@ -27,24 +27,24 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of one array."""
+    """Shards of one array."""
 
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Global shape."""
     size: tuple[int, ...]
-    """Of a part."""
+    """Shape of a shard."""
     dtype: np.dtype
     parts: Mapping[tuple[int, ...], np.ndarray]
-    """By where they begin in it."""
+    """Start index -> shard."""
 
 
 def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
-    """The parts of arrays on this process' devices, each once, in the host's memory; the arrays may be donated then.
+    """Copies the distinct shards on this process's devices to host memory; the arrays may be donated afterwards.
 
-    With `first_copies`, only those that no other process gives: all processes together then have each part once.
+    With `first_copies`, copies only shards with replica id 0: all processes together then have each shard once.
     """
     named = [(dotted(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    for _, leaf in named:  # all copies are under way before the first is waited for
+    for _, leaf in named:  # start all copies before waiting for the first
         for _, shard in _distinct(leaf, first_copies):
             shard.copy_to_host_async()
     parts = {name: {s: np.array(shard) for s, shard in _distinct(leaf, first_copies)} for name, leaf in named}
@@ -54,6 +54,7 @@ def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
 
 
 def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    """Yields start index and data of each distinct shard on this process's devices."""
     seen = set()
     for shard in leaf.addressable_shards:
         start = tuple(index.start or 0 for index in shard.index)
@@ -62,8 +63,8 @@ def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, 
             yield start, shard.data
 
 
-def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: Path) -> None:
-    """Writes a copy; `folder` appears when it is whole, in place of one that was there.
+def write_pieces(pieces: Mapping[str, Pieces], metadata: Mapping[str, Any], folder: Path) -> None:
+    """Writes a copy; `folder` appears atomically when it is complete, and replaces an earlier one.
 
     Raises:
       OSError, ValueError: from the disk.
@@ -72,11 +73,11 @@ def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: 
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "page").mkdir(parents=True)
     write_arrays(pieces, temporary / "state")
-    (temporary / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": True}))  # what `open_array` asks
+    (temporary / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": True}))  # read by `open_array`
     listed = {name: {"size": array.size, "starts": sorted(array.parts)} for name, array in pieces.items()}
-    whole = json.loads(json.dumps({**page, "pieces": listed}))  # as it is read
+    complete = json.loads(json.dumps({**metadata, "pieces": listed}))  # normalized as JSON reads it, for the checksum
     with (temporary / "page" / "metadata").open("w") as file:
-        file.write(json.dumps(with_checksum(whole)))
+        file.write(json.dumps(with_checksum(complete)))
         file.flush()
         os.fsync(file.fileno())
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def write_pieces(pieces: Mapping[str, Pieces], page: Mapping[str, Any], folder: 
 
 
 def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
-    """Writes parts of arrays below a folder, or an address in a store, where others may write other parts.
+    """Writes shards of arrays to a folder, or to an address in an object store, where other processes may write theirs.
 
     Raises:
       OSError, ValueError: from the disk, or from the store.
@@ -95,14 +96,15 @@ def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
     for name, array in pieces.items():
         store = ts.open(_spec(state / name, array)).result()
         for start, part in array.parts.items():
-            place = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
-            writes.append(store[place].write(part, can_reference_source_data_indefinitely=True))
+            index = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+            writes.append(store[index].write(part, can_reference_source_data_indefinitely=True))
     for write in writes:
         write.result()
 
 
 def _spec(path: Path, array: Pieces) -> dict[str, Any]:
-    """Chunks are parts, without compression: the bits of weights don't compress."""
+    """Returns TensorStore's spec of an array whose chunks are shards, without compression: float weights do not
+    compress."""
     return {
         "driver": "zarr3",
         "kvstore": key_value_store(path),
@@ -119,7 +121,7 @@ def _spec(path: Path, array: Pieces) -> dict[str, Any]:
 
 
 def covers(listed: Mapping[str, Any], leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether the parts that a page lists of an array hold all that this process' devices need of it."""
+    """Returns whether the shards that metadata list of an array include all that this process's devices need."""
     return all(
         sum(_overlap(start, listed["size"], box) for start in listed["starts"]) == math.prod(n for _, n in box)
         for box in _boxes(leaf)
@@ -127,24 +129,24 @@ def covers(listed: Mapping[str, Any], leaf: jax.ShapeDtypeStruct) -> bool:
 
 
 def _boxes(leaf: Any) -> set[tuple[tuple[int, int], ...]]:
-    """Begin and length, in every dimension, of the parts that this process' devices need."""
+    """Returns (start, length) in every dimension of the shards that this process's devices need."""
     sharding: Any = leaf.sharding
     size = sharding.shard_shape(leaf.shape)
-    places = sharding.addressable_devices_indices_map(leaf.shape).values()
-    return {tuple((index.start or 0, n) for index, n in zip(place, size, strict=True)) for place in places}
+    indices = sharding.addressable_devices_indices_map(leaf.shape).values()
+    return {tuple((index.start or 0, n) for index, n in zip(starts, size, strict=True)) for starts in indices}
 
 
 def _overlap(start: tuple[int, ...], size: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> int:
-    """How many elements a part and a box have in common."""
+    """Returns the number of elements that a shard and a box share."""
     each = zip(start, size, box, strict=True)
     return math.prod(max(0, min(s + n, begin + length) - max(s, begin)) for s, n, (begin, length) in each)
 
 
 def verify(state: Path, name: str, listed: Mapping[str, Any], leaf: jax.ShapeDtypeStruct) -> None:
-    """Reads what this process' devices need of an array, which compares it with its checksums.
+    """Reads the shards of an array that this process's devices need, which verifies their checksums.
 
     Raises:
-      Damaged: a part that the page lists is missing: it would be read as zeros.
+      CorruptedCheckpoint: a shard that the metadata list is missing; TensorStore would read it as zeros.
       ValueError, OSError: it can't be read, or is not what was written.
     """
     for start in listed["starts"]:

@@ -1,7 +1,7 @@
-"""Saves that may fail: a full, read-only or vanished disk costs a checkpoint, and the run only when it stays so.
+"""Saves that may fail: a full, read-only or unmounted disk costs a checkpoint, and ends the run only if it persists.
 
-Before Orbax begins, each process looks whether its part can be written, and all of them agree. What goes wrong after
-that comes up where the save is waited for: in another thread's exception, which Orbax raises then.
+Before Orbax starts, each process checks whether it can write its shards, and the processes agree on the result. Later
+errors occur in Orbax's background thread, and are raised where the save is waited for.
 """
 
 import logging
@@ -16,18 +16,18 @@ from mtjax.config import Config
 from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
 from mtjax.train.checkpoints.barriers import PeerFailed
-from mtjax.train.checkpoints.checkpoint import Checkpoints, existing_parts
+from mtjax.train.checkpoints.checkpoint import Checkpoints, state_arrays
 from mtjax.train.processes.coordination import all_gather_text, num_processes, this_process, whereabouts
 from mtjax.train.step import State
 
 
 class Saves:
-    """The saves of a run.
+    """Saves checkpoints of a run, and tolerates some failures in a row.
 
     Args:
       checkpoints: of the run.
-      tolerated: saves in a row that may fail.
-      advice: what to type to go on.
+      tolerated: number of saves in a row that may fail.
+      advice: returns the command that resumes the run.
       say: called with a note when one fails.
     """
 
@@ -35,21 +35,23 @@ class Saves:
         self, checkpoints: Checkpoints, tolerated: int, advice: Callable[[], str], say: Callable[[str], object]
     ) -> None:
         self._checkpoints, self._tolerated, self._advice, self._say = checkpoints, tolerated, advice, say
-        self._failed, self._under_way = 0, 0
-        self._place = _place(checkpoints.folder)
-        # What is raised here and said in a sentence, asyncio repeats for each array, and Orbax with its stack.
-        logging.getLogger("asyncio").addFilter(_is_news)
-        logging.getLogger("absl").addFilter(_is_news)
+        self._failed, self._pending_step = 0, 0
+        self._identity = _folder_identity(checkpoints.folder)
+        # Errors that are raised and reported here are also logged by asyncio for each array, and by Orbax with a stack.
+        logging.getLogger("asyncio").addFilter(_has_no_exception)
+        logging.getLogger("absl").addFilter(_has_no_exception)
 
     def save(self, state: State, config: Config, consumed_samples: int, *, last: bool) -> None:
-        """Starts a save, once the one before it is done; the last one of a run is waited for.
+        """Starts a save, after waiting for the previous one; waits for the `last` one of the run.
 
         Raises:
           UserError: more saves in a row failed than are tolerated, or the last one did.
         """
         step = int(state.step)
         self.finish()
-        if why := _agreed("the room for a checkpoint", self._moved() or obstacle(self._checkpoints.folder, state)):
+        if why := _first_reason(
+            "the room for a checkpoint", self._why_moved() or obstacle(self._checkpoints.folder, state)
+        ):
             self._count(step, why, last=last)
             return
         try:
@@ -58,45 +60,45 @@ class Saves:
             raise
         except Exception as e:
             self._checkpoints.reopen()
-            # Other processes may have begun, and wait for this one: only all together could go on.
+            # Other processes may have started the save and wait for this one: the run can't continue.
             self._count(step, self._reason(e), last=last or num_processes() > 1)
             return
-        self._under_way = step
+        self._pending_step = step
         if last:
             self.finish(last=True)
 
     def finish(self, *, last: bool = False) -> None:
-        """Waits for the save under way.
+        """Waits for the save in flight.
 
         Raises:
           UserError: like `save`.
         """
-        step, self._under_way = self._under_way, 0
+        step, self._pending_step = self._pending_step, 0
         if not step:
             return
         why = None
         try:
             self._checkpoints.wait()
-            why = self._moved()
+            why = self._why_moved()
         except PeerFailed:
-            pass  # that process says why
+            pass  # that process reports the reason
         except Exception as e:
             why = self._reason(e)
-        if why := _agreed("the end of a save", why):
+        if why := _first_reason("the end of a save", why):
             self._checkpoints.reopen()
             self._count(step, why, last=last)
         else:
             self._failed = 0
 
-    def _moved(self) -> str | None:
-        """What is wrong when the folder's name means another one now.
+    def _why_moved(self) -> str | None:
+        """Returns an error message if the folder's path now refers to another folder.
 
-        Under a disk that is gone there is its mount point, where Orbax would make the folders that it misses.
+        When a disk is unmounted, its mount point remains, and Orbax would create the missing folders there.
         """
         folder = self._checkpoints.folder
-        if _place(folder) in (None, self._place):
+        if _folder_identity(folder) in (None, self._identity):
             return None
-        return f"{folder} is not the folder that this run began with: its disk is gone, or it was moved"
+        return f"{folder} is not the folder in which this run started: its disk is gone, or it was moved"
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, UserError):
@@ -105,6 +107,7 @@ class Saves:
         return f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
 
     def _count(self, step: int, why: str, *, last: bool) -> None:
+        """Counts a failed save; reports it, or ends the run if there were too many."""
         self._failed += 1
         if not last and self._failed <= self._tolerated:
             self._say(
@@ -112,13 +115,13 @@ class Saves:
                 f"a row fail, and this was number {self._failed}"
             )
             return
-        saved = None if self._moved() else self._checkpoints.newest_on_disk()
-        kept = f"the last good checkpoint is {shown(saved)}" if saved else "no checkpoint can be seen there"
-        raise UserError(f"step {step} could not be saved: {why}; {kept}; repair it, and go on with: {self._advice()}")
+        saved = None if self._why_moved() else self._checkpoints.newest_on_disk()
+        newest = f"the last good checkpoint is {shown(saved)}" if saved else "no checkpoint is visible there"
+        raise UserError(f"step {step} could not be saved: {why}; {newest}; fix this, and resume with: {self._advice()}")
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from another one of the same name; None if there is none here."""
+def _folder_identity(folder: Path) -> tuple[int, int] | None:
+    """Returns device and inode of a folder; None if it does not exist."""
     try:
         seen = folder.stat()
     except OSError:
@@ -126,15 +129,15 @@ def _place(folder: Path) -> tuple[int, int] | None:
     return seen.st_dev, seen.st_ino
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a library's log record says what no exception does."""
+def _has_no_exception(record: logging.LogRecord) -> bool:
+    """Returns whether a library's log record is not about an exception."""
     return record.exc_info is None
 
 
 def obstacle(folder: Path, state: State) -> str | None:
-    """What keeps this process' part of a checkpoint from being written to a folder; None if nothing is known to.
+    """Returns why this process can't write its shards of a checkpoint to a folder; None if no obstacle is known.
 
-    Of an object store nothing is known before.
+    Object stores are not checked.
     """
     if url_of(folder):
         return None
@@ -149,17 +152,18 @@ def obstacle(folder: Path, state: State) -> str | None:
         return f"{folder}: {e.strerror}"
     needed = sum(
         shard.data.nbytes
-        for array in jax.tree.leaves(existing_parts(state))
+        for array in jax.tree.leaves(state_arrays(state))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )
     if needed > free:
-        return f"{folder}: a checkpoint takes {needed / 1e6:,.1f} MB here, and {free / 1e6:,.1f} are free"
+        return f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB here, and {free / 1e6:,.1f} MB are free"
     return None
 
 
-def _agreed(name: str, why: str | None) -> str | None:
-    """What the first process says that has something to say, in all processes; with several, it is named."""
+def _first_reason(name: str, why: str | None) -> str | None:
+    """Returns, in all processes, the first failure that a process reports; with several processes, it names the
+    process."""
     if why and num_processes() > 1:
         why = f"process {this_process()} ({whereabouts()}): {why}"
-    return next((word for word in all_gather_text(name, why or "") if word), None)
+    return next((reason for reason in all_gather_text(name, why or "") if reason), None)

@@ -1,7 +1,9 @@
-"""Saved parameters without their run: in a run's folder or in one that `mtjax convert` wrote, read slice by slice.
+"""Saved parameters without the rest of a run's state: in a run's folder or one written by `mtjax convert`, read slice
+by slice.
 
-Both hold the same: `state/`, where every parameter is a zarr array under its dotted name (in Orbax's one key-value
-store, or in its own folder), and `page/metadata`, which holds the model's config and the fingerprint of each array.
+Both have the same layout: `state/`, with every parameter as a zarr array under its dotted name (in Orbax's single
+key-value store, or in a folder of its own), and `page/metadata`, with the model's config and the fingerprint of each
+array.
 """
 
 from collections.abc import Mapping
@@ -28,13 +30,13 @@ Tree = Any
 CONVERTED = "weights"
 """Subfolder of a converted folder that corresponds to a run's `checkpoints/STEP`."""
 CHECKPOINTS = "checkpoints"
-"""Subfolder of a run that has its checkpoints by step."""
+"""Subfolder of a run with its checkpoints by step."""
 BEST = "best"
-"""Subfolder of a finetuned run that has its best checkpoint."""
+"""Subfolder of a run with its best checkpoint."""
 SPECIAL_IDS = "special_token_ids.json"
-"""File of a run that began with Hugging Face's weights: what their `config.json` says of tokens (`special_ids`)."""
+"""File of a run that started with Hugging Face weights: the token ids in their `config.json` (`special_ids`)."""
 PREFIX = "parameters"
-"""What the names of parameters in a state begin with."""
+"""Prefix of the names of parameters in a state."""
 
 
 @dataclass(frozen=True)
@@ -42,49 +44,52 @@ class Weights:
     """Saved parameters."""
 
     folder: Path
-    """Has `state` and `page`."""
-    page: Mapping[str, Any]
+    """Contains `state` and `page`."""
+    metadata: Mapping[str, Any]
 
     @cached_property
     def config(self) -> Config:
-        """The run that saved them; converted ones know their model only."""
-        return configs.from_dict(self.page["config"], source=str(self.folder))
+        """The config of the run that saved them; for converted weights, only the model's settings are set."""
+        return configs.from_dict(self.metadata["config"], source=str(self.folder))
 
     @cached_property
     def orders(self) -> Orders:
-        """In which the layers were saved."""
-        return saved_orders(self.page["config"])
+        """Order in which the layers were stacked when saved."""
+        return saved_orders(self.metadata["config"])
 
     @property
     def names(self) -> list[str]:
-        """Parameters, by dotted names without `parameters.`."""
-        return [name.removeprefix(f"{PREFIX}.") for name in self.page["fingerprints"] if name.startswith(f"{PREFIX}.")]
+        """Dotted names of the parameters, without `parameters.`."""
+        return [
+            name.removeprefix(f"{PREFIX}.") for name in self.metadata["fingerprints"] if name.startswith(f"{PREFIX}.")
+        ]
 
     @property
     def root(self) -> Path:
-        """The run's or converted folder, which has the tokenizer: above `weights`, or `checkpoints/STEP`."""
+        """Folder of the run or the conversion, with the tokenizer: the parent of `weights` or of `checkpoints/STEP`."""
         above = self.folder.parent
         return above.parent if above.name in (CHECKPOINTS, BEST) else above
 
     @property
     def is_run(self) -> bool:
-        """Whether a run saved the tokenizer beside them, or they were converted from weights of which this is true."""
-        return self.page["origin"].get("is_run", False) if "origin" in self.page else True
+        """Whether a run saved the tokenizer next to them, or they were converted from such weights."""
+        return self.metadata["origin"].get("is_run", False) if "origin" in self.metadata else True
 
     @cached_property
     def hugging_face(self) -> Mapping[str, Any]:
-        """The `config.json` that converted weights came with; of a run that began with such, its `special_token_ids`.
+        """The `config.json` of converted weights, or the `special_token_ids` of a run that started with such weights.
 
         Raises:
           UserError: the run's file is not a JSON object.
         """
-        converted, kept = self.page.get("origin", {}).get("hugging_face"), self.root / SPECIAL_IDS
-        if converted or not kept.is_file():
+        converted, saved_ids = self.metadata.get("origin", {}).get("hugging_face"), self.root / SPECIAL_IDS
+        if converted or not saved_ids.is_file():
             return converted or {}
-        return parse_json_object(kept.read_bytes(), kept)
+        return parse_json_object(saved_ids.read_bytes(), saved_ids)
 
     def open(self, name: str) -> ts.TensorStore:
-        """A parameter, its layers in their own order, to be read by slices: `weights.open(name)[3].read().result()`.
+        """Opens a parameter, with its layers in the model's order, for reading by slices:
+        `weights.open(name)[3].read().result()`.
 
         Raises:
           UserError: it is not there or can't be read.
@@ -96,13 +101,13 @@ class Weights:
 
 
 def special_ids(hugging_face: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `config.json` says of tokens: the ids of those that begin, end and pad texts, and whose model it is."""
+    """Returns the token ids (begin, end, padding) and the model type in a `config.json`."""
     return {k: value for k, value in hugging_face.items() if k == "model_type" or k.endswith("_token_id")}
 
 
 def find_weights(folder: Path) -> Weights:
-    """The weights in `folder`: a converted folder, a run's folder (its best checkpoint where
-    it keeps one, else its newest), or one checkpoint.
+    """Finds the weights in `folder`: a converted folder, a run's folder (its best checkpoint if it keeps one, else its
+    newest), or one checkpoint.
 
     Raises:
       UserError: there are none, they are in another format (says how to convert them), they can't be read, or their
@@ -113,16 +118,16 @@ def find_weights(folder: Path) -> Weights:
         if path is None:
             raise UserError(f"{folder} holds no mtjax weights{_advice(folder)}")
         try:
-            page = read_metadata(path)
+            metadata = read_metadata(path)
         except CorruptedCheckpoint as e:
-            raise UserError(f"{path} is damaged: {e}") from e
+            raise UserError(f"{path} is corrupted: {e}") from e
     except OSError as e:
         raise UserError(f"the weights in {folder} can't be read: {first_line(e)}") from e
-    return Weights(path, page)
+    return Weights(path, metadata)
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Where weights may be, the preferred place first."""
+    """Lists where weights may be, in order of preference."""
     steps = [p for parent in (folder / CHECKPOINTS, folder) for p in parent.glob("*") if p.name.isdigit()]
     best = [p for p in (folder / BEST).glob("*") if p.name.isdigit()]
     return [folder, folder / CONVERTED, *best, *sorted(steps, key=lambda p: int(p.name), reverse=True)]
@@ -142,7 +147,7 @@ def _advice(folder: Path) -> str:
 
 
 def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) -> Tree:
-    """The parameters, each device's part read on its own and placed as `abstract` says.
+    """Restores the parameters in the sharding of `abstract`; each device reads only its shards.
 
     Args:
       weights: what to read; `check_same_weights` has checked them.
@@ -162,16 +167,16 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
     try:
         tree = jax.tree_util.tree_unflatten(structure, read_on_all_processes(source, weights.folder, read))
     except CorruptedCheckpoint as e:
-        raise UserError(f"{source} are damaged: {e}") from e
+        raise UserError(f"{source} are corrupted: {e}") from e
     now = fingerprints_of({PREFIX: tree}, leaves[0][1].sharding.mesh, orders)
-    wrong = [name for name, number in now.items() if weights.page["fingerprints"][name] != number]
+    wrong = [name for name, number in now.items() if weights.metadata["fingerprints"][name] != number]
     if wrong:
-        raise UserError(f"{source} are damaged: {', '.join(wrong)} are not what was saved")
+        raise UserError(f"{source} are corrupted: {', '.join(wrong)} are not what was saved")
     return tree
 
 
 def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders: Orders = PLAIN) -> None:
-    """Checks that weights are of a run's model, in settings and in shapes.
+    """Checks that weights fit a run's model, in settings and shapes.
 
     Raises:
       UserError: lists all differences, with both values.
@@ -192,5 +197,5 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
 
 
 def _shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
-    """Without places for layers that a stage does not have."""
+    """Returns the shape without padding rows, which stand for layers that a stage does not have."""
     return leaf.shape if order is None else (1 + max(order.flat), *leaf.shape[1:])

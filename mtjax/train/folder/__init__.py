@@ -1,1 +1,1 @@
-"""A run's folder: which one it is, who holds it, and the files that grow in it."""
+"""A run's folder: choosing and locking it, and the log files in it."""

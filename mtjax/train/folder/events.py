@@ -1,7 +1,7 @@
-"""TensorBoard's event files: records of `Event` messages, encoded here.
+"""Writes TensorBoard event files: records of `Event` messages, encoded here.
 
-The packages that write them import torch where it is installed, which takes seconds of every start. Sources:
-TensorFlow's event.proto, summary.proto and lib/io/record_writer.h; for CRC-32C, RFC 3720, appendix B.4.
+The packages that write them import torch if it is installed, which takes seconds at every start. Sources: TensorFlow's
+event.proto, summary.proto and lib/io/record_writer.h; for CRC-32C, RFC 3720, appendix B.4.
 """
 
 import math
@@ -20,7 +20,7 @@ _CRC = [_crc_of_byte(value) for value in range(256)]
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C, masked as record_writer.h says."""
+    """Computes CRC-32C, masked as in record_writer.h."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC[(crc ^ byte) & 255]
@@ -37,12 +37,12 @@ def _varint(number: int) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of a message: text, or another message."""
+    """Encodes a length-delimited protobuf field: text, or another message."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
 def record(seconds: float, step: int, content: bytes) -> bytes:
-    """An event as it stands in a file; `seconds` since 1970, and step 0 is left out."""
+    """Encodes an event as a record of a file; `seconds` since 1970, and step 0 is omitted."""
     event = b"\x09" + struct.pack("<d", seconds) + (b"\x10" + _varint(step) if step else b"") + content
     length = struct.pack("<Q", len(event))
     return length + _checksum(length) + event + _checksum(event)
@@ -52,11 +52,11 @@ FIRST = _field(3, VERSION)
 """Content of a file's first event."""
 
 START = _field(7, b"\x08\x01")
-"""Content of an event from whose step on those of earlier files do not count."""
+"""Content of an event that discards events of earlier files from its step on (SessionLog.START)."""
 
 
 def scalar(name: str, value: float) -> bytes:
-    """Content of an event with a number, in 32 bits; infinite where it has more."""
+    """Encodes the content of an event with a float32 value; values out of range become infinite."""
     try:
         number = struct.pack("<f", value)
     except OverflowError:

@@ -1,8 +1,8 @@
-"""One run, one folder: a claim on --out that every other start respects, also over network file systems.
+"""A lock on a run's folder (--out) that works across machines, also on network file systems.
 
-The claim is a file with this process' host, pid and start, whose time of change is the heartbeat. Who finds one watches
-it: when it is renewed, its holder lives; when it is not for `LEASE` seconds of the watcher's own clock, or the process
-is gone from this machine, the folder is taken over.
+The lock is a file with the host, pid and start of its holder, whose modification time is the heartbeat. A process that
+finds a lock watches it: if it is renewed, its holder is alive; if it is not renewed for `LEASE` seconds of the
+watcher's clock, or the process no longer exists on this machine, the lock is taken over.
 """
 
 import os
@@ -20,15 +20,15 @@ NAME = ".lock"
 LEASE = 90.0
 """Seconds without a heartbeat after which a holder counts as dead."""
 HEARTBEAT = 2.0
-"""Seconds between heartbeats: how long a second start takes to see that the first one lives."""
+"""Seconds between heartbeats: the time that a second start needs to see that the first one is alive."""
 
 
 def lock_folder(
     folder: Path, say: Callable[[str], object], *, lease: float = LEASE, heartbeat: float = HEARTBEAT
 ) -> SoftFileLease:
-    """Claims a run's folder, which is made where there is none; `release` gives it back.
+    """Locks a run's folder, and creates it if it does not exist; `release` unlocks it.
 
-    A holder that loses its claim - it was stopped for so long that another start took over - ends at once.
+    A holder that loses its lock (it was stopped for so long that another start took over) ends at once.
 
     Args:
       folder: of the run.
@@ -54,20 +54,20 @@ def lock_folder(
 
 
 def _wait(lock: SoftFileLease, path: Path, say: Callable[[str], object]) -> str | None:
-    """Waits until the claim is ours; returns from whom it was taken over."""
-    begun, told = time.monotonic(), False
-    holder, renewed = _holder(lock), _renewed(path)
+    """Waits until the lock is acquired; returns the holder from whom it was taken over."""
+    begun, is_reported = time.monotonic(), False
+    holder, renewed = _holder(lock), _last_heartbeat(path)
     while not _acquired(lock):
         if (new := _holder(lock)) != holder:  # it changed hands, or was given back
-            holder, renewed = new, _renewed(path)
-        elif _renewed(path) != renewed:
+            holder, renewed = new, _last_heartbeat(path)
+        elif _last_heartbeat(path) != renewed:
             raise in_use(path.parent, holder)
         waited = time.monotonic() - begun
         if waited > 1.5 * lock.lease_duration:
-            raise UserError(f"{path} can't be claimed: remove it, if no run is going on in its folder")
-        if waited > 0.1 * lock.lease_duration and not told:
+            raise UserError(f"{path} can't be acquired: remove it if no run is using its folder")
+        if waited > 0.1 * lock.lease_duration and not is_reported:
             say(claimed(path.parent, holder, lock.lease_duration))
-            told = True
+            is_reported = True
         time.sleep(0.1)
     return holder
 
@@ -85,7 +85,7 @@ def _holder(lock: SoftFileLease) -> str | None:
     return f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else None
 
 
-def _renewed(path: Path) -> int:
+def _last_heartbeat(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -94,26 +94,26 @@ def _renewed(path: Path) -> int:
 
 def _end(loss: LeaseCompromise) -> None:
     why = first_line(loss.error) if loss.error else "another start took it over, or removed it"
-    end(f"{loss.lock_file} is no longer ours: {why}")
+    end(f"{loss.lock_file} is no longer held by this run: {why}")
 
 
-def in_use(place: object, holder: str | None) -> UserError:
-    """What a second start says where a run goes on."""
-    return UserError(f"{place} is in use: {holder} is training there; wait for it, stop it, or take another --out")
+def in_use(folder: object, holder: str | None) -> UserError:
+    """Returns the error of a second start while a run is alive."""
+    return UserError(f"{folder} is in use: {holder} is training there; wait for it, stop it, or use another --out")
 
 
-def claimed(place: object, holder: str | None, lease: float) -> str:
-    """What it says while it waits for a heartbeat."""
-    return f"note    {place} is claimed by {holder}: waiting up to {lease:.0f} s for its heartbeat"
+def claimed(folder: object, holder: str | None, lease: float) -> str:
+    """Returns the note of a start that waits for a heartbeat."""
+    return f"note    {folder} is locked by {holder}: waiting up to {lease:.0f} s for its heartbeat"
 
 
-def taken_over(place: object, holder: str) -> str:
-    """What it says when there was none."""
-    return f"note    took {place} over from {holder}, which ended without giving it back"
+def taken_over(folder: object, holder: str) -> str:
+    """Returns the note of a start that has taken over a lock."""
+    return f"note    took over {folder} from {holder}, which ended without releasing it"
 
 
 def end(why: str) -> NoReturn:
-    """Ends the process, from the heartbeat's thread: whatever else it writes could spoil another run."""
-    print(f"error: {why}; --resume goes on once nothing else runs there", file=sys.stderr)
+    """Ends the process from the heartbeat's thread: anything else that it writes could corrupt the other run."""
+    print(f"error: {why}; resume with --resume when no other run uses this folder", file=sys.stderr)
     sys.stderr.flush()
     os._exit(LOST)

@@ -1,4 +1,5 @@
-"""Files that a run appends to while a disk may be full or gone: the run goes on, and what is there stays whole."""
+"""Log files of a run, which continue when the disk is full or unavailable: the run goes on, and lines are never cut
+off."""
 
 import contextlib
 import logging
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def _append(file: FileIO, content: bytes) -> None:
-    """Writes all of it, or nothing."""
+    """Appends all of `content`, or nothing."""
     size = file.seek(0, os.SEEK_END)
     written = 0
     try:
@@ -29,7 +30,7 @@ def _append(file: FileIO, content: bytes) -> None:
 
 
 class Lines:
-    """Lines at the end of a file: each is on disk whole, or waits in memory until it can be."""
+    """Appends lines to a file: each is written completely, or waits in memory until it can be."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +39,7 @@ class Lines:
         self._told = False
 
     def write(self, line: str) -> None:
-        """Appends a line, after those that could not be written before."""
+        """Appends a line, after those that are still waiting."""
         self._waiting.append(line.encode())
         try:
             while self._waiting:
@@ -53,7 +54,7 @@ class Lines:
             self._told = False
 
     def close(self) -> None:
-        """Ends it.
+        """Closes the file.
 
         Raises:
           UserError: lines still wait, and no other error is on its way.
@@ -67,9 +68,9 @@ class Lines:
 
 
 class Events:
-    """Scalars as TensorBoard events, written at once.
+    """Writes scalars as TensorBoard events, unbuffered.
 
-    They are the same numbers as the lines', so when a disk fails, they end.
+    They are the same numbers as in `metrics.jsonl`, so they simply stop when a disk fails.
 
     Args:
       folder: of the files; each start of a run adds one.
@@ -86,7 +87,7 @@ class Events:
         self._write(from_step, START)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Adds a number."""
+        """Writes a scalar."""
         self._write(step, scalar(name, value))
 
     def _write(self, step: int, content: bytes) -> None:
@@ -95,11 +96,11 @@ class Events:
         try:
             _append(self._file, record(time.time(), step, content))
         except OSError as e:
-            log.warning("TensorBoard events in %s end here: %s", self._folder, first_line(e))
+            log.warning("TensorBoard events in %s stop here: %s", self._folder, first_line(e))
             self.close()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

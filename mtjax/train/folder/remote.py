@@ -1,7 +1,7 @@
-"""A run's folder in an object store: its small files are written on this machine and copied there as they change.
+"""A run's folder in an object store: small files are written on this machine and uploaded when they change.
 
-A store has no appending, so `metrics.jsonl` and its like live in the cache while the run goes on. The claim on the
-folder is an object that only one start can create; its holder changes it again and again, which is the heartbeat.
+Object stores have no append, so files like `metrics.jsonl` are in the cache folder while the run goes on. The lock is
+an object that only one start can create; its holder rewrites it regularly, which is the heartbeat.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from mtjax.storage import attempt, blocks_of, files_below, filesystem, names_in,
 from mtjax.train.folder.lock import LEASE, NAME, claimed, end, in_use, taken_over
 
 HEARTBEAT = 10.0
-"""Seconds between heartbeats, and between looks at what has changed here."""
+"""Seconds between heartbeats, and between uploads of changed files."""
 LEFT_OUT = ("checkpoints", NAME)
-"""What is in the store but not copied here."""
+"""Entries of the store that are not downloaded."""
 
 
 class RemoteFolder:
-    """The folder at `url`, and its files on this machine in `work`. Only the first process of a run claims it.
+    """The folder at `url`, and its files on this machine in `work`. Only the first process of a run locks it.
 
     Args:
       url: of the run.
@@ -47,7 +47,7 @@ class RemoteFolder:
         self._thread = threading.Thread(target=self._live, name="remote folder", daemon=True)
 
     def claim(self, say: Callable[[str], object]) -> None:
-        """Makes the folder this run's alone, and copies its small files here.
+        """Locks the folder, and downloads its small files.
 
         Raises:
           UserError: a process that lives holds it, or the store can't be reached.
@@ -67,7 +67,7 @@ class RemoteFolder:
         self._thread.start()
 
     def release(self) -> None:
-        """Copies what has changed to the store, and gives the claim back.
+        """Uploads changed files, and releases the lock.
 
         Raises:
           UserError: the store can't be reached; the files stay here.
@@ -85,7 +85,7 @@ class RemoteFolder:
             attempt(f"removing {self._lock}", lambda: fs.rm_file(self._lock))
 
     def upload(self) -> None:
-        """Copies files that have changed to the store.
+        """Uploads files that have changed.
 
         Raises:
           UserError: the store can't be reached, or refuses.
@@ -104,7 +104,7 @@ class RemoteFolder:
     # --- the claim
 
     def _acquire(self, say: Callable[[str], object]) -> str | None:
-        """Waits until the claim is ours; returns from whom it was taken over."""
+        """Waits until the lock is acquired; returns the holder from whom it was taken over."""
         fs = filesystem(self.url)
         taken_from, seen, since = None, None, time.monotonic()
         while True:
@@ -113,7 +113,7 @@ class RemoteFolder:
                 return taken_from
             except FileExistsError:
                 owner = self._owner()
-            if owner.get("token") == self._token:  # it was written, and the answer was lost
+            if owner.get("token") == self._token:  # the earlier request succeeded, but its response was lost
                 return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
@@ -130,8 +130,8 @@ class RemoteFolder:
 
     def _word(self) -> bytes:
         self._beat += 1
-        word = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token, "beat": self._beat}
-        return json.dumps(word).encode()
+        claim = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token, "beat": self._beat}
+        return json.dumps(claim).encode()
 
     def _owner(self) -> dict[str, Any]:
         try:
@@ -141,22 +141,22 @@ class RemoteFolder:
         return owner if isinstance(owner, dict) else {}
 
     def _live(self) -> None:
-        """Renews the claim and copies files, until the folder is given back."""
-        renewed, told = time.monotonic(), False
+        """Renews the lock and uploads files, until the folder is released."""
+        renewed, is_reported = time.monotonic(), False
         while not self._closed.wait(self._heartbeat):
             try:
                 if self._owner().get("token") != self._token:
-                    end(f"{self._lock} is no longer ours: another start took it over, or removed it")
+                    end(f"{self._lock} is no longer held by this run: another start took it over, or removed it")
                 write_bytes(self._lock, self._word())
                 renewed = time.monotonic()
                 self.upload()
-                told = False
+                is_reported = False
             except Exception as e:
                 if time.monotonic() - renewed > self._lease:
                     end(f"{self._lock} could not be renewed for {self._lease:.0f} s: {first_line(e)}")
-                if not told:
+                if not is_reported:
                     print(f"note    {first_line(e)}; trying again", file=sys.stderr)
-                told = True
+                is_reported = True
 
 
 def _mark(path: Path) -> tuple[int, int]:
@@ -172,6 +172,6 @@ def _remove(fs: Any, path: str) -> None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the holder ran on this machine and does not any more."""
+    """Returns whether the holder ran on this machine and no longer exists."""
     pid = owner.get("pid")
     return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()

@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, and what it may already hold."""
+"""The folder of a run: which one it is, and what it may already contain."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ ADVICE = "add --resume to continue it, or name another folder"
 
 
 def choose_folder(output: Output, name: str) -> Path:
-    """`--out`, or the next free runs/NAME-N, or with --resume the newest of these.
+    """Returns `--out`, or the next free runs/NAME-N, or with --resume the newest of these.
 
     Raises:
       UserError: the folder holds a run and --resume is not given, or the path can't be a folder.
@@ -51,9 +51,9 @@ def _unless_used(output: Output, folder: Path) -> Path:
 def claim_folder(
     folder: Path, *, resume: bool, say: Callable[[str], object], remote: RemoteFolder | None = None
 ) -> Callable[[], object]:
-    """Makes the run's folder this run's alone, in the name of all of its processes; returns what gives it back.
+    """Locks the run's folder, for all of its processes; returns the function that releases it.
 
-    Of a `remote` one, `folder` are the files on this machine.
+    For a `remote` folder, `folder` is its copy on this machine.
 
     Raises:
       UserError: another run that lives has it, or began there since it was chosen; it can't be written to.
@@ -79,7 +79,7 @@ def claim_folder(
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Around what writes to a run's folder.
+    """Reports disk errors while a run's folder is written to.
 
     Raises:
       UserError: the disk refuses.
@@ -100,5 +100,5 @@ def _numbers(name: str) -> list[int]:
 
 
 def _agree(number: int) -> int:
-    """Process 0's number, in all processes: another may have looked after the folder was made."""
+    """Returns process 0's number in all processes: another process may look after the folder was created."""
     return int(all_gather_text("the choice of the folder", str(number))[0])

@@ -1,7 +1,8 @@
-"""The tokenizer of a run, and the files that go with it: its own on --resume, else its weights', else the one named.
+"""The tokenizer of a run and its files: on --resume the run's own, else that of its initial weights, else the one that
+is named.
 
-Checkpoints and weights mean nothing without the tokenizer whose ids they were trained on. So a run that has one keeps
-it, whatever has become of the text or of the file that it was named by.
+Checkpoints and weights are useless without the tokenizer whose ids they were trained on. So a run keeps its tokenizer,
+even if the text or the file that it came from changes.
 """
 
 import hashlib
@@ -63,53 +64,54 @@ class RunTokenizer:
 
     tokenizer: Tokenizer
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By name, what the run's folder keeps with it; a `tokenizer.json` among them is the tokenizer itself."""
+    """Files by name that are saved in the run's folder with it; a `tokenizer.json` among them is the tokenizer
+    itself."""
     is_kept: bool = False
-    """Whether the run's folder has all of it already."""
+    """Whether the run's folder already has all of them."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Notes for the user."""
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A tokenizer that belongs to a run or to weights."""
+    """The tokenizer of a run or of weights."""
 
     name: str
-    """As `--tokenizer` names it on this machine."""
+    """Its name for `--tokenizer` on this machine."""
     shown: str
-    """As the user knows it."""
+    """Its name for messages."""
     folder: Path
-    """Where the files are that go with it, on this machine."""
+    """Folder of its files on this machine."""
     tokenizer: Tokenizer
 
 
-def find_tokenizer(config: Config, kept_in: Path | None, weights: Weights | None) -> RunTokenizer:
-    """Finds the tokenizer of a run, and checks that its corpora were made with it. All processes call it.
+def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | None) -> RunTokenizer:
+    """Finds the tokenizer of a run, and checks that its corpora were built with it. All processes call it.
 
     Args:
       config: the run.
-      kept_in: the folder of the run that is resumed, on this machine or in a store; None for a new run.
-      weights: what the run starts from, if not from random weights.
+      run_folder: the folder of the run that is resumed, on this machine or in an object store; None for a new run.
+      weights: the weights with which the run starts, if not random ones.
 
     Raises:
       UserError: there is none, it can't be read, or the settings or the corpora contradict it.
     """
     named = config.data.tokenizer
-    own = owned_by_run(config, kept_in) if kept_in is not None else None
-    if own is not None:
-        note = check_resumed(own, named)
-        found, name = _of_run(own, note), own.shown
+    owned = owned_by_run(config, run_folder) if run_folder is not None else None
+    if owned is not None:
+        note = check_resumed(owned, named)
+        found, name = _of_run(owned, note), owned.shown
     elif weights is not None and (theirs := _owned_by_weights(weights, named, config.data.eod_token)):
         found, name = _from_weights(theirs, weights, named)
     else:
-        return _named_or_trained(config, kept_in, weights)
+        return _named_or_trained(config, run_folder, weights)
     found = with_end(found, config.data.eod_token, name)
     _check_processes(name, found.tokenizer)
     notes = RunText(config.data).check_corpora(name, found.tokenizer)
     return replace(found, notes=(*found.notes, *notes))
 
 
-def with_end(found: Found, token: str | None, name: str) -> Found:
+def with_end(found: RunTokenizer, token: str | None, name: str) -> RunTokenizer:
     """Returns the tokenizer with the end of document that the settings name.
 
     Raises:
@@ -128,16 +130,16 @@ def with_end(found: Found, token: str | None, name: str) -> Found:
     return replace(found, tokenizer=tokenizer, files={**found.files, END_FILE: end_content(token)})
 
 
-def _of_run(own: Owned, note: str | None) -> RunTokenizer:
-    files = read_files(own.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
-    return RunTokenizer(own.tokenizer, files, is_kept=True, notes=(note,) if note else ())
+def _of_run(owned: Owned, note: str | None) -> RunTokenizer:
+    files = read_files(owned.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
+    return RunTokenizer(owned.tokenizer, files, is_kept=True, notes=(note,) if note else ())
 
 
-def _named_or_trained(config: Config, kept_in: Path | None, weights: Weights | None) -> RunTokenizer:
-    """The tokenizer that the settings or the corpora name, else one that is trained on the text."""
+def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights | None) -> RunTokenizer:
+    """Opens the tokenizer that the settings or the corpora name, or trains one on the text."""
     text = RunText(config.data)
     if text.name is None:
-        _refuse_to_train_one(kept_in, weights)
+        _refuse_to_train_one(run_folder, weights)
     files = files_beside(text.name) if text.name else {}
     if weights is not None:
         files |= _descriptions_of(weights)
@@ -147,7 +149,7 @@ def _named_or_trained(config: Config, kept_in: Path | None, weights: Weights | N
 
 
 def owned_by_run(config: Config, out: Path) -> Owned | None:
-    """Opens the tokenizer in the folder of a run, on this machine or in a store; None where there is none.
+    """Opens the tokenizer in a run's folder, on this machine or in an object store; returns None if there is none.
 
     Raises:
       UserError: it can't be read.
@@ -162,11 +164,11 @@ def owned_by_run(config: Config, out: Path) -> Owned | None:
     return Owned(name, name.replace(str(folder), shown(out)), folder, open_tokenizer(name))
 
 
-def check_resumed(own: Owned, named: str | None) -> str | None:
-    """Checks that the tokenizer that the settings of a resumed run name is its own.
+def check_resumed(owned: Owned, named: str | None) -> str | None:
+    """Checks that the tokenizer that is named for a resumed run is the run's own.
 
     Returns:
-      A note where the one that is named does not exist; the run's own is all that it needs.
+      A note if the named one does not exist; the run's own is sufficient.
 
     Raises:
       UserError: it is another one; names both.
@@ -174,30 +176,30 @@ def check_resumed(own: Owned, named: str | None) -> str | None:
     if named is None:
         return None
     if not path_of(named).exists():
-        return f"the tokenizer {named} does not exist; the run's own is used, {own.shown}"
-    if why := prompt_difference(own.tokenizer, _open_named(named, own)):
+        return f"the tokenizer {named} does not exist; the run's own is used, {owned.shown}"
+    if why := prompt_difference(owned.tokenizer, _open_named(named, owned)):
         raise UserError(
-            f"the run was trained with the tokenizer {own.shown}, and --tokenizer {named} is another one ({why}): "
-            "remove tokenizer from the command and the config to go on with the run's own, or start a new run in "
+            f"the run was trained with the tokenizer {owned.shown}, and --tokenizer {named} is another one ({why}): "
+            "remove tokenizer from the command and the config to continue with the run's own, or start a new run in "
             "another --out"
         )
     return None
 
 
-def _open_named(name: str, own: Owned) -> Tokenizer:
-    """Opens a tokenizer that may be the same as a run's or weights' own, with the end of document chosen for that."""
-    tokenizer, chosen = open_tokenizer(name), saved_end(path_of(own.name))
+def _open_named(name: str, owned: Owned) -> Tokenizer:
+    """Opens a tokenizer that may be that of a run or of weights, with the end-of-document token chosen for that one."""
+    tokenizer, chosen = open_tokenizer(name), saved_end(path_of(owned.name))
     return tokenizer if chosen is None or tokenizer.special(chosen) is None else tokenizer.with_eod(chosen)
 
 
 def files_beside(name: str) -> dict[str, bytes]:
-    """Reads the files that describe a tokenizer, by name, in the folder that it is named in.
+    """Reads the files that describe a tokenizer, by name, from its folder.
 
     Raises:
       UserError: one can't be read.
     """
     path = path_of(name)
-    # A file with a name of its own, such as vocabularies/large.json, may have neighbours that describe another one.
+    # The files next to one with a custom name, such as vocabularies/large.json, may describe another tokenizer.
     if path.is_file() and path.name not in TOKENIZER_FILES:
         return {}
     folder = folder_of(name)
@@ -205,7 +207,7 @@ def files_beside(name: str) -> dict[str, bytes]:
 
 
 def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabulary: bool) -> dict[str, bytes]:
-    """Reads what a run takes over from its weights: the tokenizer's files, and the ids of special tokens.
+    """Reads the files that a run copies from its initial weights: the tokenizer's, and the ids of special tokens.
 
     Args:
       folder: of the weights.
@@ -221,7 +223,8 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
 
 
 def readable_tokenizer(name: str) -> Tokenizer | None:
-    """Opens a tokenizer in whose place another one is named; None when it can't be read, which may be the reason."""
+    """Opens a tokenizer that is to be replaced by another one; returns None if it can't be read, which may be the
+    reason."""
     try:
         return open_tokenizer(name)
     except UserError:
@@ -229,11 +232,11 @@ def readable_tokenizer(name: str) -> Tokenizer | None:
 
 
 def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenizer) -> None:
-    """Checks that a tokenizer gives weights the tokens that they were trained on; it may add some after theirs.
+    """Checks that a tokenizer gives weights the token ids that they were trained on; it may add tokens.
 
     Args:
-      shown: what the weights' own is called.
-      theirs: the weights' own.
+      shown: name of the weights' tokenizer.
+      theirs: the weights' tokenizer.
       named: what the other is called.
       tokenizer: the other.
 
@@ -243,12 +246,12 @@ def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenize
     if why := difference(theirs, tokenizer, may_add=True):
         raise UserError(
             f"the weights came with the tokenizer {shown}, and --tokenizer {named} is another one ({why}), with which "
-            "rows of their embedding would stand for other tokens: remove --tokenizer, or take other weights"
+            "rows of their embedding would stand for other tokens: remove --tokenizer, or use other weights"
         )
 
 
 def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[RunTokenizer, str]:
-    """The weights' tokenizer, or the one that is named if it is the same, or adds tokens; and its name."""
+    """Returns the weights' tokenizer, or the named one if it is identical or adds tokens; and its name."""
     notes: tuple[str, ...] = ()
     if named is not None and not path_of(named).exists():
         notes = (f"the tokenizer {named} does not exist; the weights' own is used, {theirs.shown}",)
@@ -262,6 +265,7 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
 
 
 def _owned_by_weights(weights: Weights, named: str | None, eod_token: str | None) -> Owned | None:
+    """Opens the tokenizer of weights; returns None if there is none that can be read."""
     folder, find = weights.root, tokenizer_of_run if weights.is_run else tokenizer_of
     name = find(tokenizer_files(folder), folder) or weights.config.data.tokenizer
     if name is None or not path_of(name).exists():
@@ -274,22 +278,22 @@ def _descriptions_of(weights: Weights) -> dict[str, bytes]:
     return files_of_weights(weights.root, weights.hugging_face, vocabulary=False)
 
 
-def _refuse_to_train_one(kept_in: Path | None, weights: Weights | None) -> None:
-    """Refuses to train a tokenizer on the text where checkpoints or weights have been trained with one already."""
-    if kept_in is not None and holds_run(kept_in):
+def _refuse_to_train_one(run_folder: Path | None, weights: Weights | None) -> None:
+    """Refuses to train a tokenizer on the text if the checkpoints or weights were trained with another one."""
+    if run_folder is not None and holds_run(run_folder):
         raise UserError(
-            f"{shown(kept_in)} holds a run without its tokenizer.json, and one that is trained on the text now may be "
-            "another one: put the file back, or name the run's tokenizer with --tokenizer"
+            f"{shown(run_folder)} holds a run without its tokenizer.json, and a tokenizer trained on the text now may "
+            "differ: restore the file, or name the run's tokenizer with --tokenizer"
         )
     if weights is not None:
         raise UserError(
-            f"the weights in {weights.folder} came without a tokenizer, and ids of one that is trained on the text "
-            "would stand for other tokens: name theirs with --tokenizer"
+            f"the weights in {weights.folder} came without a tokenizer, and one trained on the text would have "
+            "other ids: name theirs with --tokenizer"
         )
 
 
 def _check_processes(name: str, tokenizer: Tokenizer) -> None:
-    """Checks that all processes have the same tokenizer: each read its own files, maybe on a machine of its own."""
+    """Checks that all processes have the same tokenizer: each reads its own files, perhaps on another machine."""
     if num_processes() == 1:
         return
     digests = all_gather_text("the tokenizer", content_digest(tokenizer))
@@ -301,7 +305,7 @@ def _check_processes(name: str, tokenizer: Tokenizer) -> None:
 
 
 def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
-    """A folder on this machine with the tokenizer's files of a run in an object store."""
+    """Copies the tokenizer's files of a run in an object store to a folder on this machine."""
     contents = {name: read_bytes(f"{url}/{name}") for name in names}
 
     def build(folder: Path) -> None:
@@ -313,7 +317,7 @@ def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Reads those of the files that a folder has, by name.
+    """Reads the files of a folder that exist, by name.
 
     Raises:
       UserError: one can't be read.

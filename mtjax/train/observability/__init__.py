@@ -1,1 +1,1 @@
-"""What a run says of itself: where its time goes, its metrics, its progress, and whether its devices agree."""
+"""Monitoring of a run: where its time goes, its metrics, its progress, and whether its devices compute correctly."""

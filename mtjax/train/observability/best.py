@@ -1,4 +1,4 @@
-"""The best validation of a run so far, and when to stop waiting for a better one."""
+"""The best validation of a run so far, and early stopping."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goal:
-    """What makes one validation better than another."""
+    """The metric that selects the best checkpoint."""
 
     metric: str
-    """Its name among a step's metrics."""
+    """Its name in the metrics of a step."""
     higher_is_better: bool = True
     patience: int | None = None
-    """Validations in a row without a better one after which the run ends; None goes on to the last step."""
+    """Validations in a row without a better one after which the run ends; None for no early stopping."""
 
 
 class Best:
     """The best validation so far, by a goal.
 
-    It keeps nothing of its own on disk: a resumed run makes it again from the metrics of the steps before.
+    It is not saved: a resumed run rebuilds it from the metrics of earlier steps.
 
     Attributes:
       step: of the best validation; 0 before the first.
@@ -31,10 +31,10 @@ class Best:
     def __init__(self, goal: Goal, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self.goal, self.step, self.value, self.since = goal, 0, 0.0, 0
         for entry in history:
-            self.look(entry)
+            self.update(entry)
 
-    def look(self, entry: Mapping[str, Any]) -> bool:
-        """Takes a step's metrics; returns whether they have a better value than all before."""
+    def update(self, entry: Mapping[str, Any]) -> bool:
+        """Adds the metrics of a step; returns whether they are the best so far."""
         if self.goal.metric not in entry:
             return False
         value, sign = float(entry[self.goal.metric]), 1 if self.goal.higher_is_better else -1
@@ -46,5 +46,5 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether the goal's patience is at its end."""
+        """Whether the goal's patience is exhausted."""
         return self.goal.patience is not None and self.since >= self.goal.patience

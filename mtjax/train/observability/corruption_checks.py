@@ -1,8 +1,7 @@
-"""Silent corruption: a device that computes or keeps something else than it should, and says nothing.
+"""Detection of silent data corruption: a device that computes or stores wrong values without an error.
 
-What several devices hold alike - parameters over data ranks, say - must be the same bits, and so must a step that is
-computed twice from the same state and batch. Fingerprints are computed where the arrays live, each device of its own
-copies; only these numbers are sent.
+Replicas, such as parameters on data parallel ranks, must be bitwise equal, and so must two computations of a step from
+the same state and batch. Each device computes fingerprints of its own shards; only these numbers are communicated.
 """
 
 from collections import Counter
@@ -18,28 +17,28 @@ from jax import Array
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch
 from mtjax.sharding.placement import holders, map_shards
-from mtjax.train.checkpoints.checkpoint import existing_parts, hash_of, names_of
+from mtjax.train.checkpoints.checkpoint import hash_of, names_of, state_arrays
 from mtjax.train.step import State, TrainStep
 
-ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; nothing was saved of it: \
-take the machine out, and go on from the last checkpoint with --resume"
+ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; this state was not saved: \
+remove the machine, and resume from the last checkpoint with --resume"
 NAMED = 3
-"""Differences that an error names."""
+"""Maximum number of differences that an error lists."""
 
 
 class CorruptionChecks:
-    """Checks a run's steps, each `check_replicas`-th, and its state before each save; nothing when that is 0."""
+    """Checks every `check_replicas`-th step of a run, and its state before each save; does nothing if it is 0."""
 
     def __init__(self, program: TrainStep) -> None:
         self._program, self._every = program, program.config.training.check_replicas
         self._devices = list(program.mesh.devices.flat)
 
     def is_due(self, step: int) -> bool:
-        """Whether `check_step` looks at a step."""
+        """Returns whether `check_step` checks a step."""
         return self._every > 0 and step % self._every == 0
 
     def check_step(self, step: int, state: State, batch: Batch) -> None:
-        """Computes a step twice, and compares all that it makes: gradients, parameters and the optimizer's state.
+        """Computes a step twice, and compares gradients, parameters and optimizer state.
 
         Raises:
           UserError: something differs, between the two or between devices; or the state did before.
@@ -48,19 +47,19 @@ class CorruptionChecks:
             return
         self.check_state(step, state)
         first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))
-        differing = [(place, self._names_of_step[n]) for place, n in np.argwhere(first != second)]
+        differing = [(device, self._names_of_step[n]) for device, n in np.argwhere(first != second)]
         if differing:
-            self._end(step, differing, "computed twice, a step differs on {}")
+            self._end(step, differing, "two computations of the step differ on {}")
         self._compare(step, self._names_of_step, first, self._parts_of_step)
 
     def check_state(self, step: int, state: State) -> None:
-        """Compares what devices hold alike of a state.
+        """Compares the replicas of a state.
 
         Raises:
           UserError: something differs.
         """
         if self._every:
-            tree = existing_parts(state)
+            tree = state_arrays(state)
             rows = np.asarray(self._program.on_mesh(_rows, tree))
             self._compare(step, names_of(tree), rows, [holders(a) for a in jax.tree.leaves(tree)])
 
@@ -72,10 +71,10 @@ class CorruptionChecks:
         return jax.jit(lambda *of: _fingerprints(self._made(*of)), compiler_options=self._program.xla.options or None)
 
     def _made(self, state: State, batch: Batch) -> dict[str, Any]:
-        """All that a step makes; only its fingerprints leave the program, so little of it is kept."""
+        """Computes all results of a step; only fingerprints leave the program, so few of them are stored."""
         loss, parts, gradients = self._program.loss_and_grads(state, batch)
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
-        return {"gradients": gradients, **existing_parts(following)}
+        return {"gradients": gradients, **state_arrays(following)}
 
     @cached_property
     def _abstract(self) -> dict[str, Any]:
@@ -92,30 +91,30 @@ class CorruptionChecks:
 
     def _compare(self, step: int, names: Sequence[str], rows: np.ndarray, parts: list[list[list[int]]]) -> None:
         differing, is_tie = [], False
-        for name, alike, numbers in zip(names, parts, rows.T, strict=True):
-            for places in alike:
-                counts = Counter(numbers[places].tolist()).most_common(2)
+        for name, replicas, numbers in zip(names, parts, rows.T, strict=True):
+            for devices in replicas:
+                counts = Counter(numbers[devices].tolist()).most_common(2)
                 if len(counts) == 1:
                     continue
                 (most, holding), (_, next_most) = counts
-                is_tie |= holding == next_most  # as with two data ranks: one of them is wrong
-                differing += [(place, name) for place in places if holding == next_most or numbers[place] != most]
+                is_tie |= holding == next_most  # as with two replicas: it is unknown which one is wrong
+                differing += [(device, name) for device in devices if holding == next_most or numbers[device] != most]
         if differing:
-            odd = "other bits than on all devices that hold the same are on {}"
-            self._end(step, differing, "bits that should be the same differ between {}" if is_tie else odd)
+            outvoted = "replicas differ from the majority on {}"
+            self._end(step, differing, "replicas differ between {}" if is_tie else outvoted)
 
     def _end(self, step: int, differing: list[tuple[int, str]], what: str) -> None:
-        named = [f"{self._device(place)}: {name}" for place, name in differing[:NAMED]]
+        named = [f"{self._device(device)}: {name}" for device, name in differing[:NAMED]]
         more = f" and {len(differing) - NAMED} more" if differing[NAMED:] else ""
         raise UserError(f"at step {step} {what.format('; '.join(named))}{more}; {ADVICE}")
 
-    def _device(self, place: int) -> str:
-        device = self._devices[place]
+    def _device(self, index: int) -> str:
+        device = self._devices[index]
         return f"process {device.process_index}, device {device.id}"
 
 
 def _on(mesh: Any, abstract: Any) -> Any:
-    """An abstract array of a traced program with a sharding on real devices."""
+    """Replaces the mesh of a traced program's abstract array by one of real devices."""
     sharding = jax.sharding.NamedSharding(mesh, abstract.sharding.spec)
     return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
 

@@ -1,4 +1,4 @@
-"""How evenly the tokens of a step went to the experts of each layer."""
+"""Load balance of experts: how evenly the tokens of a step are distributed in each layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 MOST_NAMED = 3
-"""Dead experts that are named in a line."""
+"""Maximum number of dead experts that a line names."""
 
 
 def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[int] = ()) -> dict[str, Any]:
-    """What metrics say of a step's load.
+    """Computes the metrics of a step's expert load.
 
-    They are expert_load, each expert's load over the mean, layer by layer, nothing of one without experts;
-    expert_load_max, the highest of them;
-    dead_experts, how many had no token; and lost_share, the share of choices for which experts had no place.
+    They are expert_load, each expert's load over the mean, by layer (empty for dense layers); expert_load_max, the
+    maximum; dead_experts, the number of experts without tokens; and lost_share, the fraction of expert choices that
+    were dropped for lack of capacity.
 
     Args:
       counts: tokens, [layers, experts].
@@ -33,14 +33,14 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
 
 
 def load_in_words(entry: dict[str, Any]) -> str | None:
-    """The load for people: "busiest expert 1.84x, none for expert 3 of layer 0"; None without experts."""
+    """Describes the load: "busiest expert 1.84x, no tokens for expert 3 of layer 0"; None without experts."""
     if "expert_load" not in entry:
         return None
-    words = f"busiest expert {entry['expert_load_max']:.2f}x"
-    places = [(i, e) for i, layer in enumerate(entry["expert_load"]) for e, load in enumerate(layer) if load == 0]
-    words += f", {entry['lost_share']:.1%} lost" if "lost_share" in entry else ""
-    if not places:
-        return words
-    named = ", ".join(f"expert {e} of layer {i}" for i, e in places[:MOST_NAMED])
-    more = f" and {len(places) - MOST_NAMED} others" if len(places) > MOST_NAMED else ""
-    return f"{words}, none for {named}{more}"
+    text = f"busiest expert {entry['expert_load_max']:.2f}x"
+    unused = [(i, e) for i, layer in enumerate(entry["expert_load"]) for e, load in enumerate(layer) if load == 0]
+    text += f", {entry['lost_share']:.1%} lost" if "lost_share" in entry else ""
+    if not unused:
+        return text
+    named = ", ".join(f"expert {e} of layer {i}" for i, e in unused[:MOST_NAMED])
+    more = f" and {len(unused) - MOST_NAMED} others" if len(unused) > MOST_NAMED else ""
+    return f"{text}, no tokens for {named}{more}"

@@ -1,8 +1,8 @@
-"""Where the time of a whole run went, over all of its starts: what moved the model on, and what was lost.
+"""Where the time of a run went, over all of its starts: productive steps, overhead, and lost time.
 
-Each start appends to `time.jsonl` in the run's folder what its seconds went into so far, whenever it logs or saves. The
-next start reads there what a crash cost: steps behind the checkpoint that it went on from are done again, and from the
-last line of a start that did not end by itself to the beginning of the next nothing happened.
+Whenever it logs or saves, each start appends to `time.jsonl` in the run's folder how its time was spent so far. The
+next start computes from this the cost of a crash: steps after the checkpoint from which it resumed are repeated, and
+the time between the last line of a crashed start and the next start was downtime.
 """
 
 import contextlib
@@ -32,41 +32,41 @@ FILE, PICTURE = "time.jsonl", "goodput.png"
 AGAIN, DOWN = "done again", "down"
 LOST = (AGAIN, DOWN)
 WORK = (STEPS, DATA, SAVE, VALIDATION)
-"""What a start does behind its last checkpoint, and the next one does again."""
+"""Activities after the last checkpoint that the next start repeats."""
 BINS = 160
-"""Columns of the picture."""
+"""Columns of the plot."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of `time.jsonl`: what a start's seconds went into until then."""
+    """A line of `time.jsonl`: how a start's time was spent so far."""
 
     start: float
-    """When the start began, in seconds of the clock that all machines have."""
+    """Wall-clock time in seconds when the start began."""
     from_step: int
-    """The step that it went on from."""
+    """The step from which it resumed."""
     step: int
     """Steps done."""
     at: float
-    """When the line was written."""
+    """Wall-clock time of the line."""
     seconds: Mapping[str, float]
-    """By activity, since the start began."""
+    """Seconds by activity since the start began."""
     ended: bool = False
-    """Whether the start ended by itself here: done, or asked to stop."""
+    """Whether the start ended normally here: done, or requested to stop."""
 
 
 @dataclass
 class Span:
-    """A stretch of a run's time."""
+    """A span of a run's time."""
 
     step: int
     """Steps done at its end."""
     seconds: dict[str, float]
-    """By activity."""
+    """Seconds by activity."""
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a `time.jsonl`; what is not such a line is left out."""
+    """Reads the lines of a `time.jsonl`, without invalid ones."""
     lines = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
         for text in file:
@@ -79,7 +79,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) -> list[Span]:
-    """A run's time in order, with what was lost.
+    """Returns a run's time in order, including lost time.
 
     Args:
       lines: of all starts so far.
@@ -100,7 +100,7 @@ def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) ->
 
 
 def _lose(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
-    """Counts as lost what the start that follows does again, and the time until it."""
+    """Counts as lost the work that the following start repeats, and the time until it."""
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
         span.seconds[AGAIN] = span.seconds.get(AGAIN, 0.0) + lost
@@ -109,17 +109,17 @@ def _lose(result: list[Span], before: Line | None, start: float, from_step: int)
 
 
 def totals(of: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each activity."""
-    whole = dict.fromkeys((*ACTIVITIES, *LOST), 0.0)
+    """Sums the seconds of each activity."""
+    spent = dict.fromkeys((*ACTIVITIES, *LOST), 0.0)
     for span in of:
         for name, seconds in span.seconds.items():
-            if name in whole:
-                whole[name] += seconds
-    return whole
+            if name in spent:
+                spent[name] += seconds
+    return spent
 
 
 class TimeLog:
-    """What this start's time goes into, on top of what the run's earlier starts left in its folder.
+    """The time log of this start, added to those of the run's earlier starts in its folder.
 
     Args:
       folder: of the run.
@@ -138,7 +138,7 @@ class TimeLog:
         self.write(from_step)
 
     def write(self, step: int, *, ended: bool = False) -> None:
-        """Notes what the time went into, after so many steps."""
+        """Appends how the time was spent until this step."""
         seconds = {name: round(s, 3) for name, s in by_activity(self._times.seconds()).items()}
         line = Line(self._start, self._from_step, step, round(self._now(), 3), seconds, ended)
         try:
@@ -149,34 +149,35 @@ class TimeLog:
             self._after_cut = True
 
     def totals(self) -> dict[str, float]:
-        """Seconds of each activity in all starts, and of what was lost."""
+        """Sums the seconds of each activity, and of lost time, over all starts."""
         now = by_activity(self._times.seconds())
         return {name: seconds + now.get(name, 0.0) for name, seconds in self._earlier.items()}
 
     def metrics(self) -> dict[str, float]:
-        """The totals by names for `metrics.jsonl`, and the goodput: the share of steps that were not lost."""
-        whole = self.totals()
-        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in whole.items()}
-        return {"goodput": goodput(whole)} | named
+        """Returns the totals by their names in `metrics.jsonl`, and the goodput: the fraction of time in steps that
+        were not lost."""
+        spent = self.totals()
+        named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in spent.items()}
+        return {"goodput": goodput(spent)} | named
 
     def in_words(self) -> str:
-        """The totals, the largest first; parts of this start's start-up."""
-        whole, parts = self.totals(), self._times.seconds()
-        total = sum(whole.values())
-        shares = [f"{name} {value / total:.0%}" for name, value in largest_first(whole) if value >= 0.005 * total]
+        """Describes the totals, largest first, and the phases of this start's start-up."""
+        spent, parts = self.totals(), self._times.seconds()
+        total = sum(spent.values())
+        shares = [f"{name} {value / total:.0%}" for name, value in largest_first(spent) if value >= 0.005 * total]
         start = ", ".join(f"{n.partition('/')[2]} {s:.1f}" for n, s in parts.items() if "/" in n and s >= 0.05)
         starts = f" in {self.starts} starts" if self.starts > 1 else ""
         return f"{total:.0f} s{starts}: {', '.join(shares)}" + (f" (start-up: {start} s)" if start else "")
 
     def plot(self) -> None:
-        """Draws `goodput.png`."""
+        """Plots `goodput.png`."""
         plot(spans(read_lines(self._path)), self._path.with_name(PICTURE))
 
 
-def goodput(whole: Mapping[str, float]) -> float:
-    """The share of a run's time that went into steps that were not done again; 0 before the first."""
-    total = sum(whole.values())
-    return whole[STEPS] / total if total > 0 else 0.0
+def goodput(spent: Mapping[str, float]) -> float:
+    """Returns the fraction of a run's time in steps that were not repeated; 0 before the first step."""
+    total = sum(spent.values())
+    return spent[STEPS] / total if total > 0 else 0.0
 
 
 COLOURS = {
@@ -194,11 +195,11 @@ COLOURS = {
 
 
 def plot(of: list[Span], image: Path) -> None:
-    """Draws what a run's time went into, in order and in all."""
+    """Plots how a run's time was spent, over time and in total."""
     from matplotlib.figure import Figure  # half a second to import: not before the last step
 
-    whole = totals(of)
-    total = max(sum(whole.values()), 1e-9)
+    spent = totals(of)
+    total = max(sum(spent.values()), 1e-9)
     unit, size = ("hours", 3600.0) if total > 7200 else ("minutes", 60.0) if total > 120 else ("seconds", 1.0)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     over_time, in_all = figure.subplots(2, height_ratios=[1, 1.3])
@@ -206,20 +207,20 @@ def plot(of: list[Span], image: Path) -> None:
     steps = [np.repeat(columns[name], 2) for name in COLOURS]
     over_time.stackplot(np.repeat(edges, 2)[1:-1], steps, colors=list(COLOURS.values()))
     over_time.set(xlabel=f"{unit} of the run", ylabel="share", xlim=(0, total / size), ylim=(0, 1))
-    shown = [name for name in COLOURS if whole[name] > 0]
-    bars = in_all.barh(shown, [whole[name] / size for name in shown], color=[COLOURS[name] for name in shown])
-    in_all.bar_label(bars, [f" {whole[name] / total:.1%}" for name in shown])
+    shown = [name for name in COLOURS if spent[name] > 0]
+    bars = in_all.barh(shown, [spent[name] / size for name in shown], color=[COLOURS[name] for name in shown])
+    in_all.bar_label(bars, [f" {spent[name] / total:.1%}" for name in shown])
     in_all.invert_yaxis()
     in_all.margins(x=0.12)
     in_all.set(xlabel=unit)
-    over_time.set_title(f"{image.parent.name}: goodput {goodput(whole):.1%}")
+    over_time.set_title(f"{image.parent.name}: goodput {goodput(spent):.1%}")
     temporary = image.with_name(f".{image.name}")
     figure.savefig(temporary, dpi=120, format="png")
     temporary.replace(image)
 
 
 def in_columns(of: list[Span], total: float) -> dict[str, Any]:
-    """The share of each activity in each of `BINS` equal parts of the run's time, [BINS]."""
+    """Returns the fraction of each activity in each of `BINS` equal intervals of the run's time, [BINS]."""
     columns = {name: np.zeros(BINS) for name in COLOURS}
     edges, at = np.linspace(0.0, total, BINS + 1), 0.0
     for span in of:

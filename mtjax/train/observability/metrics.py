@@ -1,4 +1,5 @@
-"""What a run reports: rates from step times, and `metrics.jsonl`, TensorBoard events and a plot in its folder."""
+"""Metrics of a run: rates computed from step times, and `metrics.jsonl`, TensorBoard events and a plot in its
+folder."""
 
 import contextlib
 import itertools
@@ -19,17 +20,17 @@ from mtjax.train.folder.log_files import Events, Lines
 from mtjax.train.observability.trackers import Tracking
 
 LARGEST = 1e300
-"""Numbers from here on are left out of a plot, which could not scale its axes."""
+"""Numbers of this size and above are not plotted: the axes could not be scaled."""
 
 TIME = "time/"
-"""What names of totals of time begin with."""
+"""Prefix of the names of time totals."""
 
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Turns seconds into rates.
+    """Converts tokens per second to TFLOP/s and MFU.
 
     Attributes:
       flops_per_token: model FLOPs of training one token.
@@ -43,53 +44,53 @@ class Rates:
 
     @classmethod
     def of(cls, config: Config, devices: list[Any]) -> "Rates":
-        """The rates of a run on these devices."""
+        """Builds the rates of a run on these devices."""
         gpu = by_device_kind(devices[0].device_kind)
         peak = gpu.peak_flops(config.training.compute_dtype) if gpu else None
         flops = model_flops(anatomy_of(config.model)) / config.model.sequence_length
         return cls(flops, len(devices), peak)
 
     def tflops(self, tokens_per_second: float) -> float:
-        """Model TFLOP/s of one device."""
+        """Returns the model TFLOP/s per device."""
         return tokens_per_second * self.flops_per_token / self.devices / 1e12
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Share of a device's peak that model FLOPs take; None when the peak is unknown."""
+        """Returns the model FLOPs utilization (MFU); None if the peak is unknown."""
         return self.tflops(tokens_per_second) * 1e12 / self.peak if self.peak else None
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Peak bytes in use and bytes in total on the fullest device of this process; None where they are unknown."""
+    """Returns peak bytes in use and the limit of the device of this process with the highest peak; None if unknown."""
     stats = [d.memory_stats() for d in jax.local_devices()]
     pairs = [(s["peak_bytes_in_use"], s["bytes_limit"]) for s in stats if s and "bytes_limit" in s]
     return max(pairs) if pairs else None
 
 
 class MetricsLog:
-    """`metrics.jsonl`, one object per logged step, and the same numbers as TensorBoard events.
+    """Writes `metrics.jsonl`, one object per logged step, and the same numbers as TensorBoard events.
 
     Args:
       folder: of the run.
-      from_step: entries past this step, left by a run that got further than its last checkpoint, are dropped; those
-        of a run that begins anew, at step 0, are kept under another name.
-      tracker: told the same, where there is one.
+      from_step: entries after this step, left by a run that got further than its last checkpoint, are dropped; if it
+        is 0, the file of an earlier start is renamed.
+      tracker: receives the same numbers.
     """
 
     def __init__(self, folder: Path, from_step: int, tracker: Tracking | None = None) -> None:
         self.path = folder / "metrics.jsonl"
         self.kept_as: Path | None = None
-        """Where the entries of an earlier start are, when this one begins at step 0."""
+        """New path of an earlier start's file, if this one begins at step 0."""
         if from_step == 0:
             self.kept_as = _keep(self.path)
-        kept = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
+        entries = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(entry) for entry in kept))
+        temporary.write_text("".join(_line(entry) for entry in entries))
         temporary.replace(self.path)
         self._lines, self._tracker = Lines(self.path), tracker
         self._events = Events(folder / "tensorboard", from_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry; it is on disk when this returns, or waits until the disk takes it.
+        """Appends one entry; it is on disk when this returns, or waits until the disk accepts it.
 
         NaN and infinity become null: JSON has neither.
         """
@@ -101,7 +102,7 @@ class MetricsLog:
             self._tracker.log({name: value for name, value in entry.items() if is_number(value)})
 
     def close(self) -> None:
-        """Writes what still waits.
+        """Writes entries that are still waiting.
 
         Raises:
           UserError: it can't be written.
@@ -113,7 +114,7 @@ class MetricsLog:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of an entry is a number, and not several."""
+    """Returns whether a value of an entry is a single number."""
     return type(value) in (int, float)
 
 
@@ -125,7 +126,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _keep(path: Path) -> Path | None:
-    """Gives a file that has content a name of its own, with the first free number; returns it."""
+    """Renames a file that is not empty, with the first free number; returns its new path."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
@@ -133,7 +134,8 @@ def _keep(path: Path) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a `metrics.jsonl`, null as NaN; a line that is not one, as a kill may leave, is left out."""
+    """Reads the entries of a `metrics.jsonl`, with null as NaN; skips invalid lines, such as one that was cut off by a
+    kill."""
     entries = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
         for line in lines:
@@ -145,21 +147,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _curve(entries: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of those entries that have a number under a name."""
+    """Returns steps and values of the entries that have a number under a name."""
     points = [(e["step"], e[name]) for e in entries if is_number(e.get(name))]
     points = [(float(step), float(value)) for step, value in points if max(abs(step), abs(value)) < LARGEST]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def main_results(names: Iterable[str]) -> list[str]:
-    """Of metrics called `TASK/RESULT`, the first of each task, which it is judged by."""
+    """Returns the first of each task's metrics, called `TASK/RESULT`: its main result."""
     of_tasks = [name for name in names if "/" in name and not name.startswith(TIME)]
     firsts = {name.partition("/")[0]: name for name in reversed(of_tasks)}
     return list(reversed(firsts.values()))
 
 
 def plot_losses(metrics: Path, image: Path) -> None:
-    """Draws the losses of a `metrics.jsonl` over the steps, and below them what evaluations gave, a panel a task."""
+    """Plots the losses of a `metrics.jsonl` by step, and below them the results of evaluation tasks, one panel per
+    task."""
     from matplotlib.figure import Figure  # half a second to import: not before the first step
 
     entries = read_metrics(metrics)

@@ -1,4 +1,4 @@
-"""`--profile 10:13`: a trace of some steps, for XProf, Perfetto and `mtjax inspect --measured`."""
+"""`--profile 10:13`: profiles some steps, for XProf, Perfetto and `mtjax inspect --measured`."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def parse_steps(text: str | None) -> range:
-    """The steps that "10:13" names, 13 included; "10" is one step, None is none.
+    """Parses "10:13" as steps 10 to 13 inclusive, "10" as one step, None as none.
 
     Raises:
       UserError: the text is something else.
@@ -31,7 +31,7 @@ def parse_steps(text: str | None) -> range:
 
 
 class Profile:
-    """Traces steps of the first process into the run's folder; use as a context manager around the steps.
+    """Profiles steps of the first process into the run's folder; use as a context manager around the steps.
 
     Args:
       steps: which; those that this start does not do are left out.
@@ -55,7 +55,7 @@ class Profile:
             self._say(f"note    nothing is traced: this start did none of steps {self._steps[0]} to {self._steps[-1]}")
 
     def run(self, step: int, results: Any, do: Callable[[], tuple[T, dict[str, Any]]]) -> tuple[T, dict[str, Any]]:
-        """Does a step; where it is to be traced, the devices do nothing else meanwhile.
+        """Runs a step; while it is profiled, the devices run nothing else.
 
         Args:
           step: its number.

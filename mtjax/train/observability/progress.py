@@ -1,4 +1,4 @@
-"""The progress of a run on the terminal: one live line, or plain lines where there is no terminal."""
+"""Progress of a run on the terminal: one live line, or plain lines without a terminal."""
 
 import sys
 from typing import Any
@@ -10,11 +10,11 @@ from mtjax.train.observability.expert_load import load_in_words
 from mtjax.train.observability.metrics import Rates, device_memory, main_results
 
 SCORES = ("accuracy", "f1", "pearson")
-"""What validations of tasks measure besides the loss, without `valid_`."""
+"""Validation metrics of tasks in addition to the loss, without `valid_`."""
 
 
 class ProgressLine:
-    """Shows a run's steps; silent in every process but the first.
+    """Shows a run's progress; prints nothing in processes other than the first.
 
     Use as a context manager.
     """
@@ -45,7 +45,7 @@ class ProgressLine:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def update(self, entry: dict[str, Any], *, compiled: bool = False) -> None:
-        """Shows a logged step; where its time includes compilation (`compiled`), without a speed."""
+        """Shows a logged step; without a speed if its time includes compilation (`compiled`)."""
         if compiled:
             text = f"{_losses(entry)}  compiled and run in {entry['step_time']:.0f} s"
         else:
@@ -56,7 +56,7 @@ class ProgressLine:
             self.say(f"step {entry['step']:>{len(str(self.steps))}}/{self.steps}  {text}")
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
+        """Advances the progress bar."""
         self._bar.update(self._task, completed=step)
 
 
@@ -87,7 +87,7 @@ def _speed(entry: dict[str, Any], rates: Rates, steps: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
+    """Formats seconds as 1:02:03 or 2:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""Where the time of one start of a run goes: every second since it began belongs to exactly one activity."""
+"""Where the time of one start of a run goes: every second belongs to exactly one activity."""
 
 import contextlib
 import threading
@@ -13,11 +13,11 @@ ACTIVITIES = (START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, REPLICAS, SUMMA
     *("start-up", "compilation", "steps", "waiting for data", "save", "validation", "check of replicas", "summary"),
 )
 COMPILES = "/jax/core/compile/"
-"""What jax's events of tracing, lowering and compiling a program begin with."""
+"""Prefix of jax's events of tracing, lowering and compiling a program."""
 
 
 class StartTimer:
-    """A clock that says what a start of a run is doing; it begins with imports.
+    """Measures the activities of a start; the first is imports.
 
     Args:
       now: seconds, from any moment on.
@@ -30,7 +30,7 @@ class StartTimer:
         self._compiling: list[tuple[float, float]] = []
 
     def begin(self, activity: str) -> None:
-        """Ends what went on so far, and begins something else."""
+        """Ends the current activity, and begins another."""
         now = self._now()
         self._add(self._doing, now - self._since)
         self._doing, self._since = activity, now
@@ -38,7 +38,7 @@ class StartTimer:
 
     @contextlib.contextmanager
     def spend(self, activity: str) -> Iterator[None]:
-        """Within it, time goes into `activity`; then what went on before goes on."""
+        """Counts the time in this context as `activity`, and then returns to the current one."""
         before = self._doing
         self.begin(activity)
         try:
@@ -47,13 +47,13 @@ class StartTimer:
             self.begin(before)
 
     def take(self, activity: str, seconds: float) -> None:
-        """Moves seconds that have just passed from what is going on to another activity."""
+        """Moves seconds that have just passed from the current activity to another."""
         self._add(activity, seconds)
         self._add(self._doing, -seconds)
 
     @contextlib.contextmanager
     def waiting(self, results: Mapping[str, Any] | None) -> Iterator[None]:
-        """Within it the host waits for a batch; what the devices waited meanwhile, too, goes into waiting for data.
+        """Measures the wait for a batch; time in which the devices were idle, too, counts as waiting for data.
 
         Args:
           results: of the last step that the devices were given; None when there was none. If they are there before the
@@ -70,13 +70,13 @@ class StartTimer:
             self.take(DATA, waited / 2 if at_first else waited)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each activity until now; the parts of the start-up by names like "start-up/text"."""
+        """Returns the seconds of each activity until now; phases of the start-up have names like "start-up/text"."""
         self.begin(self._doing)
         return dict(self._seconds)
 
     @contextlib.contextmanager
     def watch_compiler(self) -> Iterator[None]:
-        """Within it, what jax spends on programs in this thread goes into compilation."""
+        """Counts the time that jax spends on compiling in this thread as compilation."""
         import jax
 
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
@@ -101,13 +101,13 @@ class StartTimer:
 
 
 def by_activity(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The same with the parts of an activity together, in the order of `ACTIVITIES`."""
-    whole = dict.fromkeys(ACTIVITIES, 0.0)
+    """Sums the phases of each activity, in the order of `ACTIVITIES`."""
+    totals = dict.fromkeys(ACTIVITIES, 0.0)
     for name, value in seconds.items():
-        whole[name.partition("/")[0]] += value
-    return whole
+        totals[name.partition("/")[0]] += value
+    return totals
 
 
 def largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Activities and their seconds."""
+    """Sorts activities by their seconds, descending."""
     return sorted(seconds.items(), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""How long steps take, and what every process is doing when one takes far too long."""
+"""Measures step times, and records what every process is doing when a step takes far too long."""
 
 import faulthandler
 import statistics
@@ -13,28 +13,28 @@ from mtjax.train.processes.coordination import this_process
 from mtjax.train.processes.peers import Peers
 
 FACTOR = 10
-"""A step takes too long when it takes this many times the median."""
+"""A step takes too long if it takes this many times the median."""
 SHORTEST = 60.0
-"""Seconds that a step may take at least: a busy machine delays short ones by more than the factor."""
+"""Minimum of the limit in seconds: on a busy machine, short steps may be delayed by more than the factor."""
 LOOK = 0.5
-"""Seconds between looks at the step under way."""
+"""Seconds between checks of the step in flight."""
 LAPS = 100
-"""How many of the last measurements the median is of."""
+"""Number of recent measurements in the median."""
 
 
 class StepClock:
-    """Measures steps, and watches the one under way; use as a context manager around the steps.
+    """Measures steps, and monitors the one in flight; use as a context manager around the steps.
 
-    The host runs ahead of the devices, so it knows only how long all steps since the last lap took together. The first
-    lap, which compiles, is watched only where a limit is set.
+    The host runs ahead of the devices, so it only knows the total time of all steps since the last lap. The first lap,
+    which includes compilation, is monitored only if a limit is set.
 
     Args:
       step: the last one done.
       folder: of the run; stacks go to its `stacks`.
       limit: seconds that a step may take; `FACTOR` times the median when None.
-      peers: told where this process is.
+      peers: informed where this process is.
       say: called once for each step that takes too long, with a sentence.
-      times: told what is going on.
+      times: informed of the current activity.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class StepClock:
         self._closed.set()
 
     def begin(self, step: int) -> None:
-        """Notes that a step is given to the devices."""
+        """Records that a step is dispatched to the devices."""
         self._step, self._watched = step, True
         self._peers.at(f"step {step}", step)
 
     def lap(self, step: int) -> float:
-        """Mean seconds of the steps since the last lap or restart, which the devices have done."""
+        """Returns the mean seconds of the steps since the last lap or restart, which the devices have completed."""
         seconds = (time.perf_counter() - self._since) / (step - self._lap_step)
         if self._compiled:
             self._laps.append(seconds)
@@ -77,18 +77,19 @@ class StepClock:
         return seconds
 
     def pause(self, what: str) -> None:
-        """Notes that an activity begins, like a save: it may take as long as it takes."""
+        """Records that another activity, such as a save, begins; it has no time limit."""
         self._watched = False
         self._times.begin(what)
         self._peers.at(f"the {what} after step {self._step}", self._step)
 
     def restart(self, step: int) -> None:
-        """Leaves out what happened since the last lap."""
+        """Excludes the time since the last lap."""
         self._times.begin(STEPS)
         self._lap_step, self._since = step, time.perf_counter()
 
     def allowed(self) -> float | None:
-        """Seconds from the last lap on after which the step under way takes too long; None before there is a median."""
+        """Returns the seconds after the last lap at which the step in flight takes too long; None before there is a
+        median."""
         median = statistics.median(self._laps) if self._laps else None
         if self._limit is None and median is None:
             return None
@@ -107,13 +108,11 @@ class StepClock:
                 self.write_stacks(step, "")
 
     def write_stacks(self, step: int, late: str) -> None:
-        """Writes what each thread of this process is doing; the first process says who is late."""
+        """Writes the stack of each thread of this process; the first process reports which processes are late."""
         self._told = step
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{step}-process-{this_process()}.txt"
         with path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        who = f"; {late} did not come to it" if late else ""
-        self._say(
-            f"note    step {step} takes far longer than those before it{who}: Python's stacks are in {self._folder}"
-        )
+        who = f"; {late} did not reach it" if late else ""
+        self._say(f"note    step {step} takes far longer than earlier steps{who}: Python stacks are in {self._folder}")

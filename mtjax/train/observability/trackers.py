@@ -1,7 +1,7 @@
-"""Experiment trackers beside `metrics.jsonl`: Weights & Biases and MLflow, where they are installed.
+"""Experiment trackers in addition to `metrics.jsonl`: Weights & Biases and MLflow, if they are installed.
 
-A tracker never ends a run: when it fails, the run says so once and goes on without it. A run that goes on from a
-checkpoint goes on in the tracker, too, by the id that its folder keeps.
+A tracker never ends a run: when it fails, the run reports it once and continues without it. A resumed run continues in
+the tracker, too, by the id in its folder.
 """
 
 import importlib
@@ -20,21 +20,21 @@ from mtjax.errors import UserError, first_line
 
 FILE = "tracker.json"
 PLACE = "folder"
-"""Its key for the run's folder, by which a copy is told from the original."""
+"""Key for the run's folder, which distinguishes a copy from the original."""
 PROJECT = "mtjax"
 LONGEST = 500
-"""Characters of a setting that every version of MLflow takes."""
+"""Maximum length of a setting's value that all versions of MLflow accept."""
 
 
 class Tracker(Protocol):
-    """Where metrics go, besides the run's folder."""
+    """A service that metrics are sent to, in addition to the run's folder."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends the metrics of a step; all finite."""
+        """Sends the metrics of a step, which are all finite."""
         ...
 
     def close(self) -> None:
-        """Sends what is still buffered."""
+        """Sends buffered metrics."""
         ...
 
 
@@ -71,7 +71,7 @@ class Wandb:
 
 
 class Mlflow:
-    """A run in MLflow, where MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say; see `Wandb`."""
+    """A run in MLflow, configured by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME; see `Wandb`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -103,7 +103,7 @@ def check_tracker(name: str | None) -> None:
 
 
 class Tracking:
-    """A tracker that can fail without harm to the run.
+    """A tracker that can fail without affecting the run.
 
     Args:
       name: of the tracker; None for none.
@@ -119,7 +119,7 @@ class Tracking:
             self._try(lambda: self._begin(name, folder, config))
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Sends an entry of the metrics, without what is not finite."""
+        """Sends an entry of the metrics, without values that are not finite."""
         if (tracker := self._tracker) is not None:
             values = {k: float(v) for k, v in entry.items() if k != "step" and math.isfinite(v)}
             self._try(lambda: tracker.log(entry["step"], values))
@@ -146,5 +146,5 @@ class Tracking:
         except Exception as e:
             self._tracker = None
             self._say(
-                f"note    {self._name} fails, and the run goes on without it: {type(e).__name__}: {first_line(e)}"
+                f"note    {self._name} failed, and the run continues without it: {type(e).__name__}: {first_line(e)}"
             )

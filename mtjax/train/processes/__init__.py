@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, speak, stop on a signal, and notice that one is lost."""
+"""The processes of a run: starting them, exchanging texts, stopping on a signal, and detecting lost ones."""

@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine: how many it takes, and how they start, speak and end together."""
+"""Several processes of one run on this machine: how many it needs, and how they start, print and end together."""
 
 import os
 import signal
@@ -20,13 +20,13 @@ from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.processes.signals import requests
 
 MAX_PROCESSES = 64
-"""Processes that one machine is asked for: each takes some 300 MB before it has a model."""
+"""Maximum number of processes on one machine: each needs some 300 MB before it has a model."""
 GRACE = 15.0
-"""Seconds beyond the peers' time-out that processes have to end once one has failed."""
+"""Seconds after the peer timeout until the remaining processes of a failed run are killed."""
 
 
 def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
-    """How many processes this one has to start for the run's virtual CPU devices; 1 when it can hold them itself.
+    """Returns how many processes the run's virtual CPU devices need; 1 if this process suffices.
 
     Raises:
       UserError: the mesh can't be read, takes too many, or mtjax can't train over one of its axes yet.
@@ -42,17 +42,17 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
             return count
     raise UserError(
         f"mesh {shape} has {size} devices, which up to {MAX_PROCESSES} processes of at most {MAX_CPU_DEVICES} virtual "
-        f"CPU devices can't share: choose another mesh, or only look at the program: mtjax inspect --mesh {shape}"
+        f"CPU devices can't provide: use another mesh, or only inspect the program: mtjax inspect --mesh {shape}"
     )
 
 
 def member_arguments(arguments: Sequence[str], count: int) -> list[list[str]]:
-    """The arguments of `mtjax train` for each of `count` processes that find each other on this machine."""
+    """Returns the arguments of `mtjax train` for each of `count` processes that connect on this machine."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
-    place = ["--coordinator", coordinator, "--num-processes", str(count), "--process-id"]
-    return [[*arguments, *place, str(number)] for number in range(count)]
+    options = ["--coordinator", coordinator, "--num-processes", str(count), "--process-id"]
+    return [[*arguments, *options, str(number)] for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Member:
     """A process to start."""
 
     arguments: Sequence[str]
-    """Of `mtjax train`."""
+    """Arguments of `mtjax train`."""
     prefix: str = ""
-    """Before each line that it prints."""
+    """Prefix of each line that it prints."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What differs from this process'."""
+    """Environment variables in addition to this process's."""
 
 
 @dataclass(frozen=True)
@@ -72,45 +72,48 @@ class Ended:
     """How the processes of a run ended."""
 
     codes: Sequence[int]
-    """Of each process; minus its number where it was a signal."""
-    asked: bool
-    """Whether this process was asked to end them."""
+    """Exit code of each process; minus the signal number if a signal ended it."""
+    requested: bool
+    """Whether this process was requested to end them."""
 
     @property
     def code(self) -> int:
-        """Of all together: 2 where the input was wrong, else the first process' that failed, as a shell says it."""
+        """Exit code of the run: 2 if the input was wrong, otherwise that of the first process that failed, as in
+        shells."""
         failed = [code for code in self.codes if code]
         first = 2 if 2 in failed else next(iter(failed), 0)
         return first if first >= 0 else 128 - first
 
 
 def run_members(members: Sequence[Member], peer_timeout: float) -> Ended:
-    """Runs processes until all have ended; once one has failed, those that don't follow are killed.
+    """Runs processes until all have ended; after one fails, kills those that do not end in time.
 
-    What asks a run to stop is passed on to each.
+    Requests to stop are forwarded to each process.
     """
     processes = [_start(member) for member in members]
-    asked: list[int] = []
+    requested: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        asked.append(number)
+        requested.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     handlers = {number: signal.signal(number, pass_on) for number in requests()}
-    voices = [_speak(process, member.prefix) for process, member in zip(processes, members, strict=True)]
+    output_threads = [
+        _forward_output(process, member.prefix) for process, member in zip(processes, members, strict=True)
+    ]
     try:
         _wait(processes, peer_timeout + GRACE)
     finally:
         for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started, which would hold its pipes open
+                os.killpg(process.pid, signal.SIGKILL)  # with its children, which would keep its pipes open
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for voice in (voice for pair in voices for voice in pair):
-        voice.join(1)  # until what was said is repeated; something that outlives its process may hold the pipe
-    return Ended([process.wait() for process in processes], bool(asked))
+    for thread in (thread for pair in output_threads for thread in pair):
+        thread.join(1)  # until its output is forwarded; a child that outlives it may keep the pipe open
+    return Ended([process.wait() for process in processes], bool(requested))
 
 
 def _start(member: Member) -> "subprocess.Popen[str]":
@@ -122,7 +125,7 @@ def _start(member: Member) -> "subprocess.Popen[str]":
         text=True,
         errors="replace",
         env={**os.environ, "PYTHONUNBUFFERED": "1", **member.environment},
-        start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, which passes it on
+        start_new_session=True,  # so that a terminal's Ctrl-C reaches this process only, which forwards it
     )
 
 
@@ -137,12 +140,12 @@ def _wait(processes: "Sequence[subprocess.Popen[str]]", grace: float) -> None:
         time.sleep(0.05)
 
 
-def _speak(process: "subprocess.Popen[str]", prefix: str) -> list[threading.Thread]:
-    """Repeats what a process prints, line by line."""
+def _forward_output(process: "subprocess.Popen[str]", prefix: str) -> list[threading.Thread]:
+    """Forwards what a process prints, line by line, in two threads."""
 
     def repeat(source: IO[str], target: IO[str]) -> None:
         for line in source:
-            if "peer ranks" not in line:  # Gloo's, one per pair of devices, and torn where two are written at once
+            if "peer ranks" not in line:  # Gloo's messages, one per pair of devices, interleaved with other lines
                 target.write(f"{prefix}{line}")
                 target.flush()
         source.close()

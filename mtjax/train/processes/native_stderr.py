@@ -1,7 +1,8 @@
-"""What C++ says on stderr, held back for a moment, and what it does when it gives up.
+"""Buffers what C++ code prints on stderr, and handles the abort by jax's coordination client.
 
-When jax's coordination service is gone, or does not come up, its client logs the error and a stack, and aborts the
-process; Python never hears of it. Here what it logs goes through a file first, and `Peers` speaks before the abort.
+When jax's coordination service is lost, or does not start, its client logs the error with a stack and aborts the
+process, without a Python exception. Here its log first goes through a file, and `Peers` reports the error before the
+abort.
 """
 
 import contextlib
@@ -15,20 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 HOLD = 0.5
-"""Seconds between looks at what was logged."""
+"""Seconds between looks at the buffered output."""
 GIVEN_UP = b"JAX distributed service detected fatal errors"
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def _handle_abort(handler: Any) -> None:
-    """In C: Python's own handlers run when the interpreter comes round to it, which an aborting process does not."""
+    """Sets a C signal handler: Python's own handlers run in the interpreter loop, which an aborting process never
+    reaches."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
     libc.signal(signal.SIGABRT, handler)
 
 
 class NativeStderr:
-    """Takes the place of file descriptor 2; Python's own `sys.stderr` goes where it went.
+    """Replaces file descriptor 2; Python's own `sys.stderr` still goes to the original one.
 
     Args:
       given_up: called when jax's client aborts the process, in the thread that does; the process ends when it returns.
@@ -49,7 +51,7 @@ class NativeStderr:
         self._passing.start()
 
     def close(self) -> None:
-        """Passes on what is held, and puts everything back."""
+        """Forwards the buffered output, and restores stderr and the signal handler."""
         _handle_abort(_HANDLER(0))
         self._closed.set()
         self._passing.join()
@@ -65,7 +67,7 @@ class NativeStderr:
             self.flush()
 
     def flush(self) -> None:
-        """Passes on what is held, unless it is jax giving up."""
+        """Forwards the buffered output, unless it is jax's fatal error."""
         with self._lock, contextlib.suppress(OSError):
             held = os.pread(self._file.fileno(), 1 << 20, self._read)
             if GIVEN_UP not in held:

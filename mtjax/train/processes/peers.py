@@ -1,8 +1,9 @@
-"""The processes of a run watch each other: when one is lost, the others say which one and end.
+"""The processes of a run monitor each other: when one is lost, the others report it and end.
 
-Each process leaves a pulse at jax's coordination service, which runs in process 0. Process 0 reads them all and leaves
-a verdict, which the others read: so a beat costs a process three small messages, however many processes there are.
-Silence is measured by the listener's clock. What jax does when a process is lost is slower, and ends in a C++ stack.
+Each process sends a heartbeat (`Pulse`) to jax's coordination service, which runs in process 0. Process 0 reads them
+all and publishes a verdict, which the others read: a beat costs each process three small messages, however many
+processes there are. Timeouts use the reader's clock. Without this, jax takes longer to detect a lost process, and ends
+with a C++ stack.
 """
 
 import contextlib
@@ -28,45 +29,46 @@ from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
 SILENCE = 0.6
-"""Share of the time-out after which a silent process counts as lost: the rest is for telling the others."""
+"""Fraction of the timeout after which a silent process counts as lost: the remaining time is for notifying the
+others."""
 BEATS = 30
-"""Beats in a time-out."""
+"""Beats per timeout."""
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a process says of itself."""
+    """The heartbeat of a process."""
 
     count: int = 0
-    """Grows with each beat."""
+    """Increases with each beat."""
     where: str = "the start"
     step: int = 0
     overdue: bool = False
-    """Whether its step takes far longer than others did."""
+    """Whether its step takes far longer than earlier steps."""
     ended: str | None = None
-    """Why it ended; None while it runs."""
+    """Why the process ended; None while it runs."""
     code: int = LOST
-    """With which exit code it ended."""
+    """Its exit code."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What process 0 makes of the pulses."""
+    """Process 0's evaluation of the heartbeats."""
 
     count: int = 0
-    """Grows with each beat."""
+    """Increases with each beat."""
     where: str = "the start"
-    """Of process 0."""
+    """Where process 0 is."""
     lost: tuple[tuple[int, str, int], ...] = ()
-    """Processes that are lost, what became of them, and the exit code for the others."""
+    """Lost processes, what happened to them, and the exit code for the others."""
     overdue_step: int = 0
     """The step that takes too long; every process writes its stacks once."""
     late: tuple[int, ...] = ()
-    """Processes that have not come to that step."""
+    """Processes that have not reached that step."""
 
 
 class Roll:
-    """When each process was last heard. Used by process 0.
+    """When each process was last heard of. Used by process 0.
 
     Args:
       who: of each process, host and process id.
@@ -79,7 +81,7 @@ class Roll:
         self._heard: dict[int, float] = {}
 
     def verdict(self, pulses: dict[int, Pulse], now: float) -> Verdict:
-        """What to make of the pulses that the service has at a time, in seconds."""
+        """Evaluates the heartbeats in the service at time `now`, in seconds."""
         for process in range(len(self._who)):
             pulse = pulses.get(process, Pulse())
             if process not in self._heard or pulse != self._pulses[process]:
@@ -87,7 +89,7 @@ class Roll:
         running = {process: pulse for process, pulse in self._pulses.items() if pulse.ended is None}
         ended = [(process, f"ended: {p.ended}", p.code) for process, p in self._pulses.items() if p.ended]
         silent = [
-            (process, f"stopped answering at {pulse.where}", LOST)
+            (process, f"stopped responding at {pulse.where}", LOST)
             for process, pulse in running.items()
             if now - self._heard[process] > self._silence
         ]
@@ -98,7 +100,8 @@ class Roll:
 
 
 class Peers:
-    """This process among those of its run; use as a context manager around all that they do together.
+    """Connects this process with the others of its run; use as a context manager around everything that they do
+    together.
 
     Args:
       parallel: how the processes find each other, and the seconds within which all end when one is lost.
@@ -123,7 +126,7 @@ class Peers:
         self._service_lost, self._closed, self._beaten = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> "Peers":
-        """Joins the other processes.
+        """Connects to the other processes.
 
         Raises:
           UserError: what says how they find each other is wrong.
@@ -158,38 +161,38 @@ class Peers:
         self.at_end()
 
     def _leave(self, error: BaseException) -> NoReturn:
-        """Tells the others why this process ends, and ends it: jax's own goodbye would wait for them."""
+        """Tells the others why this process ends, and ends it: jax's own shutdown would wait for them."""
         if not isinstance(error, UserError | KeyboardInterrupt):
-            time.sleep(0.8 * self._timeout)  # does it come from a lost process? Then `_watch` ends this one meanwhile
+            time.sleep(0.8 * self._timeout)  # if a lost process caused the error, `_watch` ends this one meanwhile
         self._stderr.flush()
         code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        said = "interrupted" if code == 130 else first_line(error, 1000)
-        self._pulse = replace(self._pulse, ended=said, code=code)
+        reason = "interrupted" if code == 130 else first_line(error, 1000)
+        self._pulse = replace(self._pulse, ended=reason, code=code)
         self._beaten.clear()
         self._beaten.wait(self._timeout / 2)
         if code == 1:
             sys.excepthook(type(error), error, error.__traceback__)
         else:
-            print(f"error: {error}" if code == 2 else said, file=sys.stderr)
+            print(f"error: {error}" if code == 2 else reason, file=sys.stderr)
         self._exit(code)
 
     def _given_up(self) -> None:
-        """Called where jax's client would abort this process."""
+        """Called when jax's client is about to abort this process."""
         if self.count == 1:
             coordinator = distributed.global_state.coordinator_address
             where = f" at {coordinator}" if coordinator else ""
             print(
-                f"error: not all processes of this run met{where} within {START_TIMEOUT} s: "
-                "is each of them started, and can it reach the first one's host?",
+                f"error: not all processes of this run connected{where} within {START_TIMEOUT} s: "
+                "check that each is started and can reach the host of process 0",
                 file=sys.stderr,
             )
             os._exit(LOST)
         self._service_lost.set()
         while True:
-            time.sleep(1)  # `_watch` says who is lost, and ends this process
+            time.sleep(1)  # `_watch` reports which process is lost, and ends this one
 
     def at(self, where: str, step: int = 0, *, overdue: bool = False) -> None:
-        """Notes where this process is: `step 12`."""
+        """Records where this process is: `step 12`."""
         self._pulse = Pulse(0, where, step, overdue)
 
     def _exit(self, code: int) -> NoReturn:
@@ -199,11 +202,13 @@ class Peers:
             with contextlib.suppress(Exception):
                 stream.flush()
         if self._me == 0:
-            time.sleep(4 * self._beat_seconds)  # the service goes with this process: the others must hear the verdict
+            time.sleep(
+                4 * self._beat_seconds
+            )  # the service ends with this process: the others must read the verdict first
         os._exit(code)
 
     def _beat(self) -> None:
-        """Leaves this process' pulse and reads the verdict, again and again. Hangs when the service does."""
+        """Sends this process's heartbeats and reads the verdicts. Blocks when the service does."""
         for count in itertools.count(1):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` counts the seconds without a verdict
                 pulse = replace(self._pulse, count=count)
@@ -220,33 +225,33 @@ class Peers:
 
     def _judge(self) -> None:
         pulses = {
-            int(key.removeprefix(PULSES)): Pulse(**json.loads(word))
-            for key, word in service().key_value_dir_get(PULSES)
+            int(key.removeprefix(PULSES)): Pulse(**json.loads(text))
+            for key, text in service().key_value_dir_get(PULSES)
         }
         verdict = self._roll.verdict(pulses, time.monotonic())
         service().key_value_set(VERDICT, json.dumps(asdict(verdict)), allow_overwrite=True)
 
     def _watch(self) -> None:
-        """Ends this process when the verdict, or its absence, says that another is lost."""
-        told = 0
+        """Ends this process when the verdict, or its absence, shows that another process is lost."""
+        reported_step = 0
         while not self._closed.wait(self._beat_seconds / 2):
             verdict = self._verdict
             if self._pulse.ended is not None:
                 return  # `_leave` ends this process
             lost = list(verdict.lost)
             if self._service_lost.is_set() or time.monotonic() - self._heard > SILENCE * self._timeout:
-                lost = lost or [(0, f"stopped answering at {verdict.where}", LOST)]
+                lost = lost or [(0, f"stopped responding at {verdict.where}", LOST)]
             if lost:
                 self._say_and_exit(lost)
-            if verdict.overdue_step > told:
-                told = verdict.overdue_step
-                with contextlib.suppress(OSError):  # stacks are a help, and the disk may be what is slow
-                    self.on_overdue(told, self._names(verdict.late))
+            if verdict.overdue_step > reported_step:
+                reported_step = verdict.overdue_step
+                with contextlib.suppress(OSError):  # stacks are optional, and the disk may be the cause
+                    self.on_overdue(reported_step, self._names(verdict.late))
 
     def _say_and_exit(self, lost: list[tuple[int, str, int]]) -> None:
         process, what, code = lost[0]
         others = f", and so did {len(lost) - 1} more" if lost[1:] else ""
-        advice = f"; go on with: {self.advice}" if code == LOST else ""
+        advice = f"; resume with: {self.advice}" if code == LOST else ""
         print(f"error: {self._names((process,))} {what}{others}{advice}", file=sys.stderr)
         self._exit(code)
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C end a run after its next step, the same step in all processes."""
+"""SIGTERM, SIGHUP and Ctrl-C end a run after its current step, the same step in all processes."""
 
 import os
 import signal
@@ -9,16 +9,16 @@ from jax.experimental import multihost_utils
 
 
 def requests() -> list[signal.Signals]:
-    """The signals that ask a run to stop. Under `nohup` SIGHUP does not: it is ignored from the start, and stays so."""
+    """Returns the signals that request a stop. SIGHUP is excluded if it is ignored from the start, as under `nohup`."""
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] + ([] if is_kept else [signal.SIGHUP])
 
 
 class StopRequest:
-    """Watches for a request to stop; use as a context manager.
+    """Handles requests to stop; use as a context manager.
 
-    In one process it handles the signals itself. With several, jax's coordination service catches SIGTERM and makes all
-    of them agree on the step; the others are passed on as SIGTERM. A second Ctrl-C is `mtjax.interrupt`'s.
+    A single process handles the signals itself. With several, jax's coordination service catches SIGTERM and makes all
+    processes agree on a step; other signals are forwarded as SIGTERM. A second Ctrl-C is handled by `mtjax.interrupt`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class StopRequest:
         self._signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def at(self, step: int) -> str | None:
-        """The name of what asked the run to stop after this step; None if nothing did."""
+        """Returns the name of the signal that requests a stop after this step; None if there is none."""
         if self._together:
             return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
         return self._signal
