@@ -1,4 +1,4 @@
-"""`torch_dist` checkpoints: the real megatron-core's are read, and it loads ours strictly, in four processes on CPUs."""
+"""`torch_dist` checkpoints of megatron-core are read, and it loads those that mtjax writes, in four CPU processes."""
 
 import os
 import socket

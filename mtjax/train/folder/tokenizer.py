@@ -111,7 +111,7 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
     return replace(found, notes=(*found.notes, *notes))
 
 
-def with_end(found: RunTokenizer, token: str | None, name: str) -> RunTokenizer:
+def with_end(found: Found, token: str | None, name: str) -> Found:
     """Returns the tokenizer with the end of document that the settings name.
 
     Raises:
