@@ -190,7 +190,7 @@ def test_places_that_are_none(hf, ours, tmp_path, capsys):
 def test_options_that_would_do_nothing_are_refused(hf, ours, tmp_path, capsys):
     target = tmp_path / "a"
     wrong = [
-        ((f"hf:{hf}", f"mtjax:{target}", "--dtype", "float16"), "--dtype has no effect from hf to mtjax"),
+        ((f"hf:{hf}", f"mtjax:{target}", "--dtype", "float16"), "--dtype has no effect on a conversion from hf to mtjax"),
         ((f"hf:{hf}", f"mtjax:{target}", "--tensor", "2"), "--tensor has no effect"),
         ((f"hf:{hf}", f"mtjax:{target}", "--vocab-size", "300"), "--vocab-size has no effect"),
         ((f"mtjax:{ours}", f"hf:{target}", "--vocab-multiple", "128"), "--vocab-multiple has no effect"),
@@ -240,4 +240,4 @@ def test_numbers_too_large_for_float16_are_refused(hf, tmp_path, capsys):
     tensors["transformer.ln_f.weight"][3] = 1e5
     write_folder(tmp_path / "large", tensors, GPT2_CONFIG)
     assert run(f"hf:{tmp_path / 'large'}", f"hf:{tmp_path / 'half'}", "--dtype", "float16") == 2
-    assert "too large for float16" in capsys.readouterr().err
+    assert "which overflow float16" in capsys.readouterr().err

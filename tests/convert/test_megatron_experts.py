@@ -170,7 +170,7 @@ def test_what_does_not_divide_is_said(
 ):
     folder, _ = reference
     for options, said in {
-        ("--expert", "3"): "4 experts do not divide over 3 expert-parallel ranks",
+        ("--expert", "3"): "--expert 3 does not divide the model's 4 experts",
         (
             "--grouped-experts",
             "--transformer-impl",

@@ -92,7 +92,7 @@ def test_answers_to_another_question_are_dropped(folder, tmp_path, monkeypatch) 
         ([], {"data": "none.txt"}, "none.txt does not exist"),
         ([], {"data": "hf"}, "hf is a folder: name a file"),
         ([], {"task": "lambda"}, " - did you mean 'lambada'?"),
-        ([], {"source": "hg:x"}, "no kind of weights is called 'hg'"),
+        ([], {"source": "hg:x"}, "unknown kind of weights 'hg'"),
         ([], {"source": "/nowhere"}, "/nowhere holds no mtjax weights: it does not exist"),
         (["--sequence-length", "64"], {}, "--sequence-length 64 is above the 16 tokens"),
         (["--overlap", "17"], {}, "--overlap 17 is above the 16 tokens of a window"),
