@@ -148,7 +148,7 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
             "it is missing factor",
         ),
         ({"model_type": "llama", "rope_scaling": "linear"}, "does not describe a model that mtjax can read"),
-        ({"model_type": "llama"}, "holds no tensor of Hugging Face's llama, but 40 others, such as "),
+        ({"model_type": "llama"}, "contains no tensor of Hugging Face's llama, but 40 others, such as "),
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_sentence(hf, tmp_path, capsys, changes, said):
@@ -190,7 +190,7 @@ def test_places_that_are_none(hf, ours, tmp_path, capsys):
 def test_options_that_would_do_nothing_are_refused(hf, ours, tmp_path, capsys):
     target = tmp_path / "a"
     wrong = [
-        ((f"hf:{hf}", f"mtjax:{target}", "--dtype", "float16"), "--dtype has no effect on a conversion from hf to mtjax"),
+        ((f"hf:{hf}", f"mtjax:{target}", "--dtype", "float16"), "--dtype has no effect on a conversion"),
         ((f"hf:{hf}", f"mtjax:{target}", "--tensor", "2"), "--tensor has no effect"),
         ((f"hf:{hf}", f"mtjax:{target}", "--vocab-size", "300"), "--vocab-size has no effect"),
         ((f"mtjax:{ours}", f"hf:{target}", "--vocab-multiple", "128"), "--vocab-multiple has no effect"),

@@ -117,4 +117,4 @@ def test_wrong_input_is_one_sentence(folder, capsys, words, named, expected) -> 
 def test_weights_without_a_tokenizer(folder, tmp_path, capsys) -> None:
     hf = write_folder(tmp_path / "bare", random_tensors(gpt2_shapes()), GPT2_CONFIG)
     assert run(folder, source=f"hf:{hf}") == 2
-    assert "came without a tokenizer: name one with --tokenizer" in capsys.readouterr().err
+    assert "has no tokenizer: add --tokenizer" in capsys.readouterr().err
