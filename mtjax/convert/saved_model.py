@@ -178,8 +178,8 @@ class SavedModel:
             check_weights(saved, saved_tokenizer, named, tokenizer)
         if size is not None and tokenizer.vocab_size > size:
             raise UserError(
-                f"the tokenizer {name} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {size}: use "
-                "the model's tokenizer"
+                f"the tokenizer {name} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {size}: "
+                "use the model's tokenizer"
             )
         return name, tokenizer
 

@@ -106,7 +106,7 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(hf, tmp_path, c
     said = capsys.readouterr().err
     assert "missing:\n    transformer.ln_f.bias\n    transformer.h.{0-2}.mlp.c_fc.bias\n" in said
     assert "not part of this model:\n    transformer.h.3.ln_1.weight\n" in said
-    assert "of another shape:\n    transformer.wpe.weight is 17x32, and should be 16x32\n" in said
+    assert "of another shape:\n    transformer.wpe.weight is 17x32, but should be 16x32\n" in said
     assert list(tmp_path.iterdir()) == [tmp_path / "wrong"], "nothing half-done is left"
 
 

@@ -223,7 +223,7 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
     unequal = said(
         lambda f: edit(f / "mp_rank_01_000", lambda c: c["model"]["language_model"]["encoder"][norm].add_(1))
     )
-    assert "layers.1.input_layernorm.weight is not split, and differs between ranks 0 and 1" in unequal
+    assert "layers.1.input_layernorm.weight must be replicated, but ranks 0 and 1 differ" in unequal
     head = said(
         lambda f: edit(f / "mp_rank_01_001", lambda c: c["model"]["word_embeddings_for_head"]["weight"].add_(1))
     )

@@ -145,7 +145,7 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(reference, tmp_
     assert "missing:\n    decoder.layers.{0-3}.mlp.linear_fc2.weight\n" in said
     assert "not part of this model:\n    decoder.final_layernorm.bias\n" in said
     assert (
-        "of another shape:\n    decoder.layers.{0-3}.self_attention.linear_qkv.weight is 42x32, and should be 48x32"
+        "of another shape:\n    decoder.layers.{0-3}.self_attention.linear_qkv.weight is 42x32, but should be 48x32"
         in said
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"], "nothing half-done is left"
