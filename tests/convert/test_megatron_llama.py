@@ -197,7 +197,7 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     assert "rope_scaling llama3; use --transformer-impl transformer_engine" in old
     core = ["--transformer-impl", "local"]
     assert "not support rope_scaling llama3 with rope_original_length 4096" in said(f"hf:{tmp_path / 'short'}", *core)
-    assert "kv_heads 4 does not divide over 8 tensor-parallel ranks" in said(
+    assert "tensor parallel degree 8 does not divide kv_heads 4" in said(
         f"mtjax:{folder / 'ours'}", "--tensor", "8", *core
     )
     assert "--checkpoint-version 2 requires --transformer-impl legacy" in said(
