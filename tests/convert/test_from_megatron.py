@@ -352,7 +352,7 @@ def test_a_run_that_mtjax_refuses_is_told(capsys: pytest.CaptureFixture[str]) ->
 WRONG = {
     "": "nothing to translate: give a launch script",
     "missing.sh": "missing.sh can't be read: No such file or directory",
-    "-- --num-layers 3": "--hidden-size, --num-attention-heads, --seq-length missing",
+    "-- --num-layers 3": "missing --hidden-size, --num-attention-heads, --seq-length",
     "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be an integer",
     "--gpus 3 SCRIPT": "starts 3 processes, but a replica of the model needs tensor 8 x pipeline 16 x context 1 = 128",
     "--set X SCRIPT": "--set X is not NAME=VALUE",

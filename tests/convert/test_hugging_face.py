@@ -226,7 +226,7 @@ def test_damage_is_noticed(hf, ours, tmp_path, capsys):
     lost = shutil.copytree(ours, tmp_path / "lost")
     (lost / "weights/state/parameters.positions/0.0").unlink()  # a missing chunk reads as zeros
     assert run(f"mtjax:{lost}", f"hf:{tmp_path / 'a'}") == 2
-    assert "positions is not what was saved" in capsys.readouterr().err
+    assert "positions differs from what was saved" in capsys.readouterr().err
     flipped = shutil.copytree(ours, tmp_path / "flipped")
     page = flipped / "weights/page/metadata"
     page.write_text(page.read_text().replace('"num_layers": 3', '"num_layers": 4'))

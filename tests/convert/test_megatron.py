@@ -244,4 +244,4 @@ def test_models_that_megatron_does_not_have_are_refused(reference, tmp_path, cap
     assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'a'}", "--pipeline", "3") == 2
     assert "--pipeline 3 does not divide the model's 4 layers" in capsys.readouterr().err
     assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'a'}", "--tensor", "3") == 2
-    assert "heads 8 does not divide over 3 tensor-parallel ranks" in capsys.readouterr().err
+    assert "tensor parallel degree 3 does not divide heads 8" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_labels_become_numbers_and_others_are_left_out(tmp_path):
     assert labels == ("9", "10")
     good, numbers, note = label_numbers([*examples, Example(("t",), "x")], labels, "training")
     assert (len(good), numbers.tolist(), numbers.dtype) == (4, [1, 0, 1, 0], np.int32)
-    assert note == "1 of 5 training rows are left out: labels such as 'x' are not among 9, 10"
+    assert note == "1 of 5 training rows are skipped: labels such as 'x' are not among 9, 10"
     _, numbers, note = label_numbers([*examples, Example(("t",), "nan")], None, "training")
     assert (numbers.tolist(), numbers.dtype, note.endswith("'nan' are not numbers")) == (
         [10, 9, 10, 9],
@@ -117,7 +117,7 @@ def test_labels_become_numbers_and_others_are_left_out(tmp_path):
     )
     with pytest.raises(UserError, match="is it another task's file"):
         label_numbers(examples, ("x", "y"), "dev")
-    with pytest.raises(UserError, match="4 different labels .*: not classes"):
+    with pytest.raises(UserError, match="4 different labels .*: these are not classes"):
         classes_of([Example(("t",), str(i)) for i in range(4)])
 
 
@@ -130,7 +130,7 @@ def test_weights_of_classes():
 
     assert weights("balanced") == pytest.approx([4 / 6] * 3 + [2.0])  # as scikit-learn's: n / (classes * count)
     assert weights("yes=3") == [1, 1, 1, 3]
-    for text, message in (("yess=3", "did you mean 'yes'"), ("yes=-1", "0 or more"), ("yes=0,no=0", "no row")):
+    for text, message in (("yess=3", "did you mean 'yes'"), ("yes=-1", "0 or more"), ("yes=0,no=0", "weight 0")):
         with pytest.raises(UserError, match=message):
             weights(text)
 
