@@ -55,7 +55,7 @@ def test_bad_rows_of_qqp_are_counted_and_named(tmp_path):
     rows = task_rows(tmp_path, "qqp")
     assert len(rows.train) == 9
     (note,) = rows.notes
-    assert note.startswith(f"5 of 14 rows of {tmp_path}/train.tsv are left out: line 11 has 4 fields, not 6; line 12 ")
+    assert note.startswith(f"5 of 14 rows of {tmp_path}/train.tsv are skipped: line 11 has 4 fields, not 6; line 12 ")
     assert "line 12 has no question1; line 13 has 1 fields, not 6; and 2 more" in note
 
 
@@ -80,7 +80,12 @@ def test_json_lines_with_other_names_and_ends_of_lines_inside(tmp_path):
         ("rte", {"train__tsv": [RTE, "1\ta\tb\tentailment"]}, {}, "has no dev.tsv or valid.tsv or validation.tsv"),
         ("rte", {"test__tsv": [RTE]}, {}, "has no train.tsv"),
         ("rte", {"train__tsv": [RTE]}, {}, "train.tsv has no rows"),
-        ("rte", {"train__tsv": [RTE, "a", "b", "1\ta\tb\tx"]}, {}, "2 of 3 rows .* are left out.*another task's file"),
+        (
+            "rte",
+            {"train__tsv": [RTE, "a", "b", "1\ta\tb\tx"]},
+            {},
+            "2 of 3 rows .* are skipped.*the file of another task",
+        ),
         ("rte", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "fields and labels of rte are fixed"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"text_fields": "a,b,c"}, "names 3 fields"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "needs x for a label"),

@@ -166,7 +166,7 @@ SEVERAL = ["--coordinator", "localhost:12345", "--num-processes", "2", "--proces
         (["--train_samples", "5"], "--train-samples has no effect on finetuning"),
         (["--sequence-length", "17"], "above the 16 learned positions of"),
         (["--num-layers", "2"], "num_layers is 3 there and 2 here"),
-        (["--task", "rte"], "and needs sentence1 and sentence2"),
+        (["--task", "rte"], "but needs sentence1 and sentence2"),
         (["--labels", "x", "y"], "labels such as 'a', 'b' are not among x, y"),
         (["--class-weights", "c=2"], "names no class"),
         (["--task", "regress"], "labels such as 'a', 'b' are not numbers"),
