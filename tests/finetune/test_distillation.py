@@ -48,7 +48,7 @@ def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder
     ("teacher", "words", "message"),
     [
         ("nowhere", [], "does not exist"),
-        ("few", [], "has a vocabulary of 299, and the student's has 300"),
+        ("few", [], "has a vocabulary of 299, but the student's has 300"),
         ("words", [], "has another vocabulary: its token"),
         ("other", ["--label-smoothing", "0.1"], "--label-smoothing and --z-loss cannot be combined with --teacher"),
         ("other", ["--teacher-weight", "0"], "teacher_weight is 0.0, and must be above 0 and at most 1"),

@@ -77,8 +77,8 @@ def test_json_lines_with_other_names_and_ends_of_lines_inside(tmp_path):
             {},
             "needs sentence1 and sentence2 or premise and hypothesis",
         ),
-        ("rte", {"train__tsv": [RTE, "1\ta\tb\tentailment"]}, {}, "has no dev.tsv or valid.tsv or validation.tsv"),
-        ("rte", {"test__tsv": [RTE]}, {}, "has no train.tsv"),
+        ("rte", {"train__tsv": [RTE, "1\ta\tb\tentailment"]}, {}, "contains no dev.tsv or valid.tsv or validation.tsv"),
+        ("rte", {"test__tsv": [RTE]}, {}, "contains no train.tsv"),
         ("rte", {"train__tsv": [RTE]}, {}, "train.tsv has no rows"),
         (
             "rte",
@@ -120,7 +120,7 @@ def test_labels_become_numbers_and_others_are_left_out(tmp_path):
         np.float32,
         True,
     )
-    with pytest.raises(UserError, match="is it another task's file"):
+    with pytest.raises(UserError, match="is it the file of another task"):
         label_numbers(examples, ("x", "y"), "dev")
     with pytest.raises(UserError, match="4 different labels .*: these are not classes"):
         classes_of([Example(("t",), str(i)) for i in range(4)])

@@ -171,9 +171,9 @@ SEVERAL = ["--coordinator", "localhost:12345", "--num-processes", "2", "--proces
         (["--class-weights", "c=2"], "names no class"),
         (["--task", "regress"], "labels such as 'a', 'b' are not numbers"),
         (["--task", "regress", "--class-weights", "balanced"], "are not numbers"),
-        (["--label-smoothing", "0.1"], "label_smoothing and z_loss are of losses over a vocabulary"),
+        (["--label-smoothing", "0.1"], "--label-smoothing and --z-loss apply only to losses over the vocabulary"),
         (["--init-from", "nowhere"], "nowhere contains no mtjax weights: it does not exist"),
-        ([*SEVERAL, "--seeds", "2"], "with several processes, start each by itself"),
+        ([*SEVERAL, "--seeds", "2"], "with several processes: start each run separately"),
         (["--layer-decay", "1.5"], "layer_decay is 1.5, and must be above 0 and at most 1"),
     ],
 )
