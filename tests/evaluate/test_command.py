@@ -94,7 +94,7 @@ def test_answers_to_another_question_are_dropped(folder, tmp_path, monkeypatch) 
         ([], {"task": "lambda"}, " - did you mean 'lambada'?"),
         ([], {"source": "hg:x"}, "unknown kind of weights 'hg'"),
         ([], {"source": "/nowhere"}, "/nowhere holds no mtjax weights: it does not exist"),
-        (["--sequence-length", "64"], {}, "--sequence-length 64 is above the 16 tokens"),
+        (["--sequence-length", "64"], {}, "--sequence-length 64 is above the model's sequence length of 16"),
         (["--overlap", "17"], {}, "--overlap 17 is above the 16 tokens of a window"),
         (
             ["--mesh", "data=1,context=2,model=1", "--sequence-length", "14"],

@@ -102,8 +102,8 @@ class Squad:
         tokenizer = encoder.tokenizer
         if not isinstance(tokenizer, FastTokenizer):
             raise UserError(
-                f"--task {self.name} requires a tokenizer with character offsets (tokenizer.json, or BERT's vocab.txt), "
-                f"but {config.data.tokenizer or 'this one'} has none"
+                f"--task {self.name} requires a tokenizer with character offsets (tokenizer.json, or BERT's vocab.txt)"
+                f", but {config.data.tokenizer or 'this one'} has none"
             )
         return Windows(examples, tokenizer, encoder.format, config.finetuning, self.has_unanswerable)
 

@@ -193,7 +193,7 @@ class Windows:
             begin += step
 
     def _label(self, window: Window, offset: int) -> tuple[int, int]:
-        """Returns the positions of the answer's first and last token in a row; of `[CLS]` if one is outside the window."""
+        """Returns the positions of the answer's first and last token in a row; of `[CLS]` if one is outside."""
         first, last = self._answer_tokens[window.question]
         if first < window.begin or last >= window.end:
             return 0, 0
